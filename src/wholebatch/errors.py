@@ -1,0 +1,81 @@
+"""Everything wholebatch raises on purpose.
+
+```
+WholebatchError
+├── OptionError        (ValueError)       an option that is impossible, refused at construction
+├── UnsupportedError   (TypeError)        a model, optimizer or device the promise cannot be kept for
+├── LossError          (ValueError)       a loss function's result is not a sum with its units
+├── SplitError         (ValueError)       a batch that cannot be split, or a sample over the budget
+├── WindowError        (RuntimeError)     a call that does not fit the state of the window
+│   └── EmptyWindowError                  every unit of the window has weight zero
+├── NonFiniteError     (ArithmeticError)  a gradient or loss is inf or nan; nothing was updated
+├── StateError         (ValueError)       a state or checkpoint that does not belong here
+├── RecipeError        (ValueError)       a training recipe that cannot be used
+└── MissingExtraError  (ImportError)      an optional dependency is not installed
+```
+
+Each also is the built-in exception a caller would guess, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "EmptyWindowError",
+    "LossError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "OptionError",
+    "RecipeError",
+    "SplitError",
+    "StateError",
+    "UnsupportedError",
+    "WholebatchError",
+    "WindowError",
+]
+
+
+class WholebatchError(Exception):
+    """The root: catch it to catch everything that wholebatch raises on purpose."""
+
+
+class OptionError(WholebatchError, ValueError):
+    """An option, or a combination of options, that is not possible."""
+
+
+class UnsupportedError(WholebatchError, TypeError):
+    """A model, optimizer, scheduler or device for which the promise cannot be kept."""
+
+
+class LossError(WholebatchError, ValueError):
+    """What a loss function returned is not a sum together with its units."""
+
+
+class SplitError(WholebatchError, ValueError):
+    """A batch that cannot be split into micro-batches as asked."""
+
+
+class WindowError(WholebatchError, RuntimeError):
+    """A call that does not fit the state the window is in."""
+
+
+class EmptyWindowError(WindowError):
+    """All units of the window have weight zero, so its mean does not exist."""
+
+
+class NonFiniteError(WholebatchError, ArithmeticError):
+    """A loss or gradient is inf or nan. Parameters and optimizer state are untouched."""
+
+
+class StateError(WholebatchError, ValueError):
+    """A state dict or checkpoint that does not belong to this object, or is damaged."""
+
+
+class RecipeError(WholebatchError, ValueError):
+    """A recipe that is missing a part or whose parts do not fit together."""
+
+
+class MissingExtraError(WholebatchError, ImportError):
+    """An optional dependency is not installed; the message names the extra to install."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}: pip install 'wholebatch[{extra}]'")
