@@ -1,0 +1,72 @@
+# wholebatch: what you can do with a clone. `make` alone lists it.
+#
+# Two stamps inside .venv make the second time instant: .setup (the package and its command line)
+# and .dev (what tests and checks need). Both go stale when pyproject.toml or constraints.txt change.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format bench gpu-test gpu-bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Test processes. One thread each, so that they do not fight over the cores.
+JOBS ?= 2
+# `make setup PYTHON=...` and `make gpu-test PYTHON=...` choose the interpreter. Else the first of
+# these that starts makes .venv, and python3 runs the GPU targets.
+FIND_PYTHON = $(firstword $(PYTHON) $(shell for p in python3.11 python3 python; do \
+	if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done))
+GPU_PYTHON = $(or $(PYTHON),python3)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+help: ## list the targets (default)
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | \
+		while IFS=$$'\t' read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
+
+$(VENV)/.setup: pyproject.toml constraints.txt
+	@python="$(FIND_PYTHON)"; \
+	if [ -z "$$python" ]; then echo "make: no Python found; install Python 3.10 or newer" >&2; exit 1; fi; \
+	"$$python" -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"make: {sys.executable} is Python {v}; wholebatch needs 3.10 or newer: make setup PYTHON=/path/to/python3")'; \
+	echo "Installing wholebatch and its command line into $(VENV) (once; about a minute) ..."; \
+	"$$python" -m venv $(VENV)
+	@$(PIP_INSTALL) --editable '.[cli,recipes]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.setup
+	@echo "Installing what tests and checks need into $(VENV) (once) ..."
+	@$(PIP_INSTALL) --editable '.[cli,recipes,dev]'
+	@touch $@
+
+setup: $(VENV)/.setup ## create .venv with the package and its command line
+
+run: setup ## train the embedded default recipe (about two minutes on two cores)
+	$(BIN)/wholebatch train
+
+test: $(VENV)/.dev ## run all tests (JOBS=2 processes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+check: $(VENV)/.dev ## ruff, ruff format, mypy --strict, the import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: $(VENV)/.dev ## let ruff fix and format what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
+	$(BIN)/python benchmarks/exactness.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/tokens.py
+
+# The GPU targets install nothing: they run with the torch that the machine has.
+gpu-test: ## run the tests that need CUDA, with the machine's own torch (PYTHON=python3)
+	PYTHONPATH=src $(GPU_PYTHON) scripts/gpu.py test
+
+gpu-bench: ## run the benchmarks that need CUDA, with the machine's own torch
+	PYTHONPATH=src $(GPU_PYTHON) scripts/gpu.py bench
+
+clean: ## remove .venv, caches and builds (runs/ stays: it is yours)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

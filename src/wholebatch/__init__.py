@@ -1,0 +1,83 @@
+"""Train on the whole batch in the memory of a slice: the same update.
+
+```python
+import wholebatch as wb
+
+# You have the whole batch: give it, get the update.
+train = wb.WholeBatch(model, optimizer, loss=loss_fn, micro_batch=8, clip_norm=1.0)
+for batch in loader:
+    step = train.step(batch)
+
+# You have a loop of your own over micro-batches: change one line.
+acc = wb.Accumulator(model, optimizer, steps=8, clip_norm=1.0)
+for micro in acc.over(loader):
+    total = F.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
+    step = acc.backward(total, units=micro["y"].numel())
+```
+
+Names are loaded when first used, so `import wholebatch` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wholebatch import errors as errors
+    from wholebatch.accumulator import Accumulator, by_epoch, over
+    from wholebatch.engine import WholeBatch
+    from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
+    from wholebatch.splitting import split, tokens, unpadded
+    from wholebatch.step import Step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accumulator",
+    "Loss",
+    "Step",
+    "WholeBatch",
+    "__version__",
+    "by_epoch",
+    "causal_lm",
+    "cross_entropy",
+    "errors",
+    "mean_loss",
+    "over",
+    "split",
+    "tokens",
+    "unpadded",
+]
+
+# Where each name lives; a submodule stands for itself. A test holds this table, `__all__` and the
+# imports for type checkers above to the same names.
+_HOMES = {
+    "Accumulator": "accumulator",
+    "Loss": "loss",
+    "Step": "step",
+    "WholeBatch": "engine",
+    "by_epoch": "accumulator",
+    "causal_lm": "loss",
+    "cross_entropy": "loss",
+    "errors": "errors",
+    "mean_loss": "loss",
+    "over": "accumulator",
+    "split": "splitting",
+    "tokens": "splitting",
+    "unpadded": "splitting",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{home}")
+    value: object = module if home == name else getattr(module, name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
