@@ -69,14 +69,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{home}")
-    value: object = module if home == name else getattr(module, name)
-    globals()[name] = value  # the next access does not come here
-    return value
+if not TYPE_CHECKING:  # a type checker that saw this would believe any name exists
+
+    def __getattr__(name: str) -> object:
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f"{__name__}.{home}")
+        value = module if home == name else getattr(module, name)
+        globals()[name] = value  # the next access does not come here
+        return value
 
 
 def __dir__() -> list[str]:

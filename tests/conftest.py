@@ -1,0 +1,52 @@
+"""What all tests share: a fixed seed, and GPU tests that wait for a GPU."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+try:
+    import hypothesis
+except ImportError:  # a machine where nothing can be installed runs tests/gpu without it
+    pass
+else:
+    # No deadline: the first example of a test pays for torch's warm-up. Derandomized: what failed
+    # once fails again, on every machine.
+    hypothesis.settings.register_profile("wholebatch", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("wholebatch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; `make gpu-test` runs these")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all of tests/gpu, so that its files need not import pytest; skip without CUDA."""
+    gpu_items = []
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker("gpu")
+        if item.get_closest_marker("gpu"):
+            gpu_items.append(item)
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)

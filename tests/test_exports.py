@@ -1,0 +1,101 @@
+"""`wholebatch` exports what it says, and costs little to import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import wholebatch as wb
+
+ROOT = Path(__file__).parents[1]
+EXPORTS = sorted(set(wb.__all__) - {"__version__"})
+
+
+def run(code: str) -> str:
+    """What `code` prints in a fresh interpreter that sees src/."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def names_for_type_checkers() -> dict[str, str]:
+    """name -> submodule, from the `if TYPE_CHECKING:` block at the top of the package."""
+    tree = ast.parse((ROOT / "src/wholebatch/__init__.py").read_text(encoding="utf-8"))
+    block = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    found = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        assert node.module is not None
+        for alias in node.names:
+            home = node.module.removeprefix("wholebatch").lstrip(".")
+            found[alias.asname or alias.name] = home or alias.name
+    return found
+
+
+def test_table_all_and_type_checking_block_agree() -> None:
+    assert sorted(wb._HOMES) == EXPORTS
+    assert names_for_type_checkers() == wb._HOMES
+    assert list(wb.__all__) == sorted(wb.__all__)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_every_name_resolves_to_its_home(name: str) -> None:
+    value = getattr(wb, name)
+    home = importlib.import_module(f"wholebatch.{wb._HOMES[name]}")
+    if isinstance(value, types.ModuleType):
+        assert value is home
+    else:
+        assert value is getattr(home, name)
+        assert name in home.__all__, f"wholebatch.{wb._HOMES[name]}.__all__ lacks {name}"
+    assert name in dir(wb)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'wholebatch' has no attribute 'Trainer'"):
+        _ = wb.Trainer
+
+
+def test_version_is_a_release_number_and_in_the_changelog() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", wb.__version__)
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import wholebatch", "import wholebatch; wholebatch.errors; dir(wholebatch)"],
+    ids=["bare", "errors"],
+)
+def test_import_alone_does_not_import_torch(code: str) -> None:
+    assert run(f"import sys; {code}; print('torch' in sys.modules)") == "False"
+
+
+IMPORT_COST = """
+import time
+import torch
+started = time.perf_counter()
+import wholebatch as wb
+wb.Accumulator
+print(time.perf_counter() - started)
+"""
+
+
+def test_import_adds_at_most_150_ms_to_torch() -> None:
+    run(IMPORT_COST)  # writes the bytecode and warms the file cache
+    costs = [float(run(IMPORT_COST)) for _ in range(5)]
+    assert statistics.median(costs) <= 0.15, f"seconds: {sorted(costs)}"
