@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch import errors as errors
-    from wholebatch.accumulator import Accumulator, by_epoch, over
+    from wholebatch.accumulator import Accumulator, over
     from wholebatch.engine import WholeBatch
     from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.splitting import split, tokens, unpadded
     from wholebatch.step import Step
+    from wholebatch.steps import by_epoch
 
 __version__ = "0.1.0"
 
@@ -57,7 +58,7 @@ _HOMES = {
     "Loss": "loss",
     "Step": "step",
     "WholeBatch": "engine",
-    "by_epoch": "accumulator",
+    "by_epoch": "steps",
     "causal_lm": "loss",
     "cross_entropy": "loss",
     "errors": "errors",
