@@ -3,7 +3,7 @@
 ```
 WholebatchError
 ├── OptionError        (ValueError)       an option that is impossible, refused at construction
-├── UnsupportedError   (TypeError)        a model, optimizer or device the promise cannot be kept for
+├── UnsupportedError   (TypeError)        a model, optimizer or device that breaks the promise
 ├── LossError          (ValueError)       a loss function's result is not a sum with its units
 ├── SplitError         (ValueError)       a batch that cannot be split, or a sample over the budget
 ├── WindowError        (RuntimeError)     a call that does not fit the state of the window
@@ -63,7 +63,14 @@ class EmptyWindowError(WindowError):
 
 
 class NonFiniteError(WholebatchError, ArithmeticError):
-    """A loss or gradient is inf or nan. Parameters and optimizer state are untouched."""
+    """A loss or gradient is inf or nan. Parameters and optimizer state are untouched.
+
+    `micro_batch` is the index of the first micro-batch that is to blame, where it is known.
+    """
+
+    def __init__(self, message: str, *, micro_batch: int | None = None) -> None:
+        super().__init__(message)
+        self.micro_batch = micro_batch
 
 
 class StateError(WholebatchError, ValueError):

@@ -1,0 +1,303 @@
+"""Accumulator: exact windows in a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch import randomness, state
+from wholebatch.close import ClipNorm, CloseOptions, Policy
+from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
+from wholebatch.feed import Feed
+from wholebatch.loss import Loss, Terms, Units
+from wholebatch.step import Step
+from wholebatch.steps import Steps
+from wholebatch.sync import choose as choose_sync
+from wholebatch.target import Ema, Scheduler, build_target
+from wholebatch.window import Window
+
+__all__ = ["Accumulator", "over"]
+
+_driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting two is refused
+
+
+class Accumulator:
+    """Every window of `steps` micro-batches makes the update of the undivided batch.
+
+    >>> import torch, wholebatch as wb
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> acc = wb.Accumulator(model, optimizer, steps=4, clip_norm=1.0)
+    >>> loader = [torch.randn(2, 3) for _ in range(6)]        # the last window is a short one
+    >>> for micro in acc.over(loader):
+    ...     total = model(micro).square().sum()
+    ...     step = acc.backward(total, units=len(micro))
+    ...     if step is not None:
+    ...         print(step.update, step.micro_batches, step.units)
+    1 4 8.0
+    2 2 4.0
+
+    The window's last `backward` closes it and returns its Step; every other returns None. The
+    loss is given as a sum with the units it is over (`wb.Loss` is taken too). Without `over`,
+    `backward` closes every `steps`-th time, and `flush()` closes a short last window.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        steps: int | dict[int, int] | Steps,
+        clip_norm: ClipNorm = None,
+        clip_value: float | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Ema | None = None,
+        nonfinite: Policy = "raise",
+        zero_units: Policy = "raise",
+        allow_untested_device: bool = False,
+    ) -> None:
+        self._steps = Steps.of(steps)
+        options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
+        sync = choose_sync(model)
+        target = build_target(
+            model,
+            optimizer,
+            options=options,
+            scheduler=scheduler,
+            ema=ema,
+            scaler=scaler,
+            allow_untested_device=allow_untested_device,
+        )
+        self._window = Window(target, options, sync)
+        self.epoch = 0
+        self.last_step: Step | None = None
+        self._places = 0  # micro-batches of this window so far, also those without a backward
+        self._size = 0  # how many it will have
+        self._driver: Feed | None = None
+        self._is_last = False
+        self._place_done = False
+        self._feed: Feed | None = None
+        self._resume: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------- the window
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._window.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that the open window holds."""
+        return self._window.micro_batches
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of the window that is open, or of the next one."""
+        return self._size if self._places else self._next_size()
+
+    @steps.setter
+    def steps(self, steps: int | dict[int, int] | Steps) -> None:
+        """Takes effect with the next window."""
+        self._steps = Steps.of(steps)
+
+    def _next_size(self) -> int:
+        return self._steps.at(update=self._window.updates, epoch=self.epoch)
+
+    def backward(
+        self, total: Tensor | Loss | Terms, units: Units | None = None, *, more: bool = False
+    ) -> Step | None:
+        """Add one micro-batch's gradient; the window's last backward closes it.
+
+        `more=True` says that another backward of the same micro-batch follows. The units of a
+        micro-batch are the sum over its backwards: give 0 with all but one if they are terms over
+        the same units.
+        """
+        if self._place_done and self._driver is not None:
+            raise WindowError(
+                "a second backward for one micro-batch: pass more=True on all but its last"
+            )
+        if self._places == 0:
+            self._size = self._next_size()
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            units, total = total.units, total.total
+        elif isinstance(total, Terms):
+            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
+            return None
+        elif units is None:
+            raise LossError(
+                "backward(total) without units=: total is a sum; say what it is a sum over "
+                "(units=samples, tokens or weights), or pass wb.Loss / wb.mean_loss(mean, units)"
+            )
+        is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
+        self._window.add(total, units)
+        if more:
+            return None
+        self._window.micro_batch_done()
+        self._places += 1
+        self._place_done = True
+        if not is_last:
+            return None
+        self._window.reduced = self._driver is not None
+        return self._close()
+
+    def flush(self) -> Step | None:
+        """Close the window with what it holds (a short last one); None when it holds nothing."""
+        if not self._window.is_open:
+            self._places = 0
+            return None
+        return self._close()
+
+    def discard(self) -> None:
+        """Drop what the window holds; the next micro-batch begins a new one."""
+        self._window.discard()
+        self._places = 0
+
+    def _close(self) -> Step:
+        self._places = 0
+        self.last_step = self._window.close()
+        return self.last_step
+
+    # --------------------------------------------------------------- the loop
+
+    def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
+        """The loader's micro-batches, in windows of `steps`; the tail makes a window of its own.
+
+        `continue_window=True` goes on with a window that an earlier loop was left in.
+        """
+        return over(loader, self, continue_window=continue_window)
+
+    def _may_start(self, continue_window: bool) -> None:
+        if self._driver is not None or any(m in _driven for m in self._window.target.models):
+            raise WindowError(
+                "over() inside over() on the same model: both would feed its gradients; use one "
+                "loop, or wb.over(loader, first, second) for several accumulators"
+            )
+        if self._window.is_open and not continue_window and self._resume is None:
+            raise WindowError(
+                f"a window is still open with {self._places} of {self._size} micro-batches from "
+                "an earlier loop: flush() to close it, discard() to drop it, or "
+                "over(loader, continue_window=True) to go on with it"
+            )
+
+    def _enter_place(self, feed: Feed) -> None:
+        if self._places == 0:
+            self._size = self._next_size()
+        full = self._places + 1 >= self._size
+        self._is_last = full or not feed.has_next()
+        self._place_done = False
+        self._window.sync.next_backward_reduces(self._is_last)
+
+    def _leave_place(self) -> None:
+        """The loop's body is over. A body without a backward has used its place all the same."""
+        if self._place_done:
+            return
+        self._places += 1
+        if not self._is_last:
+            return
+        if self._window.is_open:
+            self._close()
+            return
+        self._places = 0
+        if self._window.options.zero_units == "raise":
+            raise EmptyWindowError(
+                f"none of the {self._size} micro-batches of this window had a backward: nothing "
+                "to update from; pass zero_units='skip' if that may happen"
+            )
+        self._window.skipped += 1
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        saved = state.progress("Accumulator", self._window)
+        feed = self._feed
+        saved.update(
+            epoch=self.epoch,
+            places=self._places,
+            size=self._size,
+            feed=None
+            if feed is None or feed.is_exhausted
+            else feed.state_dict(current_is_done=self._place_done),
+        )
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded.
+
+        The next `over(loader)` gets a loader of the same data from its start, and is brought to
+        the saved position; the random generators are put back as they were.
+        """
+        if self._driver is not None:
+            raise WindowError("load_state_dict() inside over(): leave the loop first")
+        state.load_progress("Accumulator", self._window, saved)
+        self.epoch = saved["epoch"]
+        self._places = saved["places"]
+        self._size = saved["size"]
+        self._feed = None
+        self._resume = saved
+
+
+def over(
+    loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
+) -> Iterator[Any]:
+    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own."""
+    if not accumulators:
+        raise OptionError("wb.over(loader): give at least one Accumulator")
+    for accumulator in accumulators:
+        accumulator._may_start(continue_window)
+    models = [m for accumulator in accumulators for m in accumulator._window.target.models]
+    if len({id(model) for model in models}) != len(models):
+        raise OptionError(
+            "two accumulators over the same model in one wb.over: give one Accumulator a list of "
+            "optimizers instead"
+        )
+    return _drive(loader, accumulators)
+
+
+def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    feed = _feed_for(loader, accumulators)
+    for accumulator in accumulators:
+        accumulator._driver = accumulator._feed = feed
+        _driven.update(accumulator._window.target.models)
+    try:
+        while feed.take():
+            for accumulator in accumulators:
+                accumulator._enter_place(feed)
+            yield feed.current
+            for accumulator in accumulators:
+                accumulator._leave_place()
+        for accumulator in accumulators:
+            accumulator.epoch += 1
+    finally:
+        for accumulator in accumulators:
+            accumulator._driver = None
+            accumulator._window.sync.restore()
+            for model in accumulator._window.target.models:
+                _driven.discard(model)
+
+
+def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Feed:
+    saved = next((a._resume for a in accumulators if a._resume is not None), None)
+    for accumulator in accumulators:
+        accumulator._resume = None
+    if saved is not None:
+        randomness.restore(saved["random"])  # whatever was drawn since it was loaded
+        return Feed(loader, saved["feed"])
+    before = accumulators[0]._feed
+    # An iterator goes on where the last loop left it; the item looked ahead at is still there.
+    if before is not None and before.loader is loader and iter(loader) is loader:
+        return before
+    return Feed(loader)

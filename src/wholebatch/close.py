@@ -1,0 +1,228 @@
+"""The one factor of a window: normalise × unscale × clip, and what to do when it is not finite.
+
+The gradients of a window arrive as `seed × sum of d(total)`, where the seed is the provisional
+scale (with the loss scale in it). The gradient that the optimizer must see is
+`sum of d(total) / units`, clipped. Both differ from what is there by one number:
+
+    normalise = 1 / (units × seed)
+    norm      = ‖gradients as they are‖ × normalise
+    clip      = min(1, clip_norm / norm)
+    factor    = normalise × clip
+
+A fused optimizer multiplies by it inside its own kernel (`grad_scale`), so that no pass over the
+gradients is made; elsewhere it is one `_foreach_mul_`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.errors import OptionError
+
+__all__ = ["CloseOptions", "Closed", "close_gradients", "read_scalars", "stepping"]
+
+ClipNorm: TypeAlias = float | Sequence[float | None] | None
+Policy: TypeAlias = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class CloseOptions:
+    """How a window is closed; impossible values are refused here, at construction."""
+
+    clip_norm: ClipNorm = None
+    clip_value: float | None = None
+    nonfinite: Policy = "raise"
+    zero_units: Policy = "raise"
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse what is impossible with these optimizers."""
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise OptionError(
+                "clip_norm= and clip_value= together: give one (the order of two would matter)"
+            )
+        groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
+        if isinstance(self.clip_norm, Sequence):
+            if len(self.clip_norm) != groups:
+                raise OptionError(
+                    f"clip_norm={self.clip_norm!r}: {len(self.clip_norm)} values for {groups} "
+                    "parameter groups; give one number for all, or one (or None) for each group"
+                )
+            for norm in self.clip_norm:
+                _check_positive("clip_norm", norm)
+        else:
+            _check_positive("clip_norm", self.clip_norm)
+        _check_positive("clip_value", self.clip_value)
+        for name in ("nonfinite", "zero_units"):
+            if getattr(self, name) not in ("raise", "skip"):
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be 'raise' or 'skip'")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{name}={value!r}: must be a positive number, or None for no clipping")
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What the gradients were, and the factor that is still to be applied by the optimizer."""
+
+    norm: float
+    clip: float
+    finite: bool
+    remaining: float = 1.0
+
+
+def close_gradients(
+    groups: Sequence[Sequence[nn.Parameter]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: CloseOptions,
+    normalise: float,
+    *,
+    before_clip: Callable[[], None] | None = None,
+    total_norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    in_place: bool = False,
+) -> Closed:
+    """Bring the gradients of a window to what the optimizer must see.
+
+    `before_clip` (the user's gradient hooks) sees complete, normalised gradients, as it would
+    for the undivided batch. `in_place` forces the factor into the gradients.
+    """
+    gradients = [_dense_gradients(group) for group in groups]
+    norm_of = total_norm or torch.nn.utils.get_total_norm
+    if before_clip is not None:
+        _multiply(_flat(gradients), normalise)
+        normalise = 1.0
+        before_clip()
+        gradients = [_dense_gradients(group) for group in groups]
+    raw_norms = _norms(gradients, options.clip_norm, norm_of)
+    norms = [raw * normalise for raw in raw_norms]
+    norm = math.hypot(*norms)
+    if not math.isfinite(norm):
+        return Closed(norm=norm, clip=1.0, finite=False)
+
+    clips = [
+        1.0 if limit is None else min(1.0, limit / (norm_of_group + 1e-6))
+        for limit, norm_of_group in zip(_limits(options.clip_norm), norms, strict=True)
+    ]
+    if len(clips) > 1:
+        for group, clip in zip(gradients, clips, strict=True):
+            _multiply(group, normalise * clip)
+        return Closed(norm=norm, clip=min(clips), finite=True)
+
+    factor = normalise * clips[0]
+    flat = _flat(gradients)
+    if options.clip_value is not None:
+        _multiply(flat, factor)
+        torch._foreach_clamp_max_(flat, options.clip_value)
+        torch._foreach_clamp_min_(flat, -options.clip_value)
+        return Closed(norm=norm, clip=1.0, finite=True)
+    if not in_place and all(_takes_grad_scale(optimizer) for optimizer in optimizers):
+        return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
+    _multiply(flat, factor)
+    return Closed(norm=norm, clip=clips[0], finite=True)
+
+
+@contextmanager
+def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:
+    """Within it, `optimizer.step()` multiplies the gradients by `remaining` in its own kernel."""
+    if remaining == 1.0:
+        yield
+        return
+    device = optimizer.param_groups[0]["params"][0].device
+    fused = cast("_TakesGradScale", optimizer)
+    fused.grad_scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
+    try:
+        yield
+    finally:
+        del fused.grad_scale
+
+
+class _TakesGradScale:
+    grad_scale: Tensor
+
+
+def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
+    """Numbers and 0-dim tensors of any dtype and device as floats: one transfer for a device."""
+    result = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            if value.device.type == "cpu":
+                result[index] = float(value)
+            else:
+                away.setdefault((value.device, value.dtype), []).append(index)
+    for indices in away.values():
+        stacked = torch.stack([cast("Tensor", values[index]) for index in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            result[index] = float(number)
+    return result
+
+
+def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients as dense real tensors that share memory with `.grad`."""
+    dense = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            if not gradient.is_coalesced():
+                gradient = parameter.grad = gradient.coalesce()
+            gradient = gradient._values()
+        dense.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+    return dense
+
+
+def _flat(gradients: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    return [gradient for group in gradients for gradient in group]
+
+
+@torch.no_grad()
+def _multiply(gradients: Sequence[Tensor], factor: float) -> None:
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def _limits(clip_norm: ClipNorm) -> Sequence[float | None]:
+    return clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
+
+
+def _norms(
+    gradients: Sequence[Sequence[Tensor]],
+    clip_norm: ClipNorm,
+    norm_of: Callable[[Sequence[Tensor]], Tensor],
+) -> list[float]:
+    """One norm over all, or one per group where groups are clipped on their own."""
+    sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
+    norms = read_scalars([norm_of(group) if group else 0.0 for group in sets])
+    return [
+        norm if math.isfinite(norm) else _wide_norm(group)
+        for norm, group in zip(norms, sets, strict=True)
+    ]
+
+
+def _wide_norm(gradients: Sequence[Tensor]) -> float:
+    """The norm again in float64: finite fp32 gradients above 1e19 overflow when squared."""
+    squares = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients]
+    return math.sqrt(sum(squares)) if all(map(math.isfinite, squares)) else math.inf
+
+
+def _takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer multiplies by a float32 factor in its kernel, exactly enough."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        group.get("fused")
+        and all(
+            parameter.grad is None or parameter.grad.dtype is torch.float32
+            for parameter in group["params"]
+        )
+        for group in optimizer.param_groups
+    )

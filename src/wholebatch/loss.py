@@ -1,0 +1,250 @@
+"""The loss contract: a sum, and the units that it is a sum over.
+
+A mean of means is only the mean when every part is equally large. So a loss function here says
+two things, the *total* and the *units*, and the one division by all units of the window is made
+once, at its close:
+
+    gradient of the window = sum over micro-batches of d(total) / sum over micro-batches of units
+
+>>> import torch
+>>> loss = Loss(torch.tensor([0.5, 1.5]).sum(), units=2)
+>>> float(loss.total), loss.units
+(2.0, 2)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wholebatch.errors import LossError
+
+__all__ = [
+    "Loss",
+    "Term",
+    "Terms",
+    "Units",
+    "as_loss",
+    "causal_lm",
+    "check_total",
+    "check_units",
+    "cross_entropy",
+    "mean_loss",
+]
+
+Units: TypeAlias = int | float | Tensor
+
+_SUM_OR_MEAN = (
+    "is this scalar a sum or a mean? For a sum return wb.Loss(total, units), "
+    "for a mean return wb.mean_loss(mean, units), where units is what it is taken over "
+    "(samples, tokens, weights); or return the tensor of per-unit losses"
+)
+
+
+def check_total(total: object) -> Tensor:
+    """The total itself, or a LossError that says what is wrong with it."""
+    if not isinstance(total, Tensor):
+        raise LossError(f"total={total!r}: must be a 0-dim tensor, the sum of the losses")
+    if total.dim() != 0:
+        raise LossError(
+            f"total of shape {tuple(total.shape)}: must be a 0-dim tensor, the sum of the losses; "
+            "call .sum() on per-unit losses"
+        )
+    if not total.requires_grad:
+        raise LossError(
+            "total does not require a gradient: it is detached from the model, was computed under "
+            "torch.no_grad(), or every parameter that it depends on is frozen"
+        )
+    return total
+
+
+def check_units(units: object) -> Units:
+    """The units themselves, or a LossError that says what is wrong with them."""
+    if isinstance(units, Tensor):
+        if units.dim() != 0:
+            raise LossError(
+                f"units of shape {tuple(units.shape)}: must be a number or a 0-dim tensor; "
+                "call .sum() on per-sample weights"
+            )
+        if units.is_complex():
+            raise LossError(f"units of dtype {units.dtype}: must be real")
+        return units.detach()
+    if isinstance(units, bool) or not isinstance(units, int | float):
+        raise LossError(
+            f"units={units!r}: must be a number or a 0-dim tensor, what the loss is a sum over "
+            "(samples, tokens, weights)"
+        )
+    if not 0 <= units < float("inf"):
+        raise LossError(f"units={units!r}: must be finite and not negative")
+    return units
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named part of a loss: its sum, the units of that sum, and the weight of its mean."""
+
+    total: Tensor
+    units: Units
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Several terms, each normalised by its own units over the window and over all ranks.
+
+    Made by `Loss.terms`. The loss is the sum over terms of `weight * total / units`, with totals
+    and units taken over the whole window.
+    """
+
+    by_name: Mapping[str, Term]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum over units; the window's loss is the sum of totals over the sum of units.
+
+    `units` may be a 0-dim tensor on the device: it is read once per window, not per micro-batch.
+    """
+
+    total: Tensor
+    units: Units
+
+    def __post_init__(self) -> None:
+        check_total(self.total)
+        check_units(self.units)
+
+    @staticmethod
+    def terms(terms: Mapping[str, tuple[Any, ...]]) -> Terms:
+        """Terms with units of their own: `{"lm": (total, units), "aux": (total, units, weight)}`.
+
+        Each is normalised by its own total over the window and over all ranks, so those totals
+        must be countable before the first backward: give `WholeBatch` a `units=` function.
+        """
+        if not terms:
+            raise LossError("wb.Loss.terms({}): give at least one term")
+        parsed = {}
+        for name, term in terms.items():
+            if not isinstance(term, tuple) or len(term) not in (2, 3):
+                raise LossError(
+                    f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight)"
+                )
+            weight = term[2] if len(term) == 3 else 1.0
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
+            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight))
+        return Terms(parsed)
+
+
+def as_loss(result: object) -> Loss | Terms:
+    """What a loss function returned, as the contract: per-unit losses become sum over number."""
+    if isinstance(result, Loss | Terms):
+        return result
+    if isinstance(result, Tensor):
+        if result.dim() == 0:
+            raise LossError(f"the loss function returned a bare scalar: {_SUM_OR_MEAN}")
+        return Loss(result.sum(), result.numel())
+    raise LossError(
+        f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
+        "wb.Loss.terms({...}) or a tensor of per-unit losses"
+    )
+
+
+def mean_loss(mean: Tensor, units: Units) -> Loss:
+    """A loss that was computed as a mean over `units`, as the contract wants it.
+
+    A micro-batch without any unit (all its tokens masked) has the mean 0/0; it contributes
+    nothing here instead of a nan.
+    """
+    units = check_units(units)
+    if isinstance(units, Tensor):
+        total = torch.where(units == 0, mean.new_zeros(()), mean * units.to(mean.dtype))
+        return Loss(total, units)
+    return Loss(mean * units if units else mean.nan_to_num() * 0.0, units)
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    *,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Loss:
+    """Cross-entropy as a sum over the labels that count, with their number (or weight) as units.
+
+    Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
+    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, the last is taken.
+    The sum is made in float32 or better.
+    """
+    if logits.shape[:-1] == labels.shape:
+        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    elif logits.dim() < 2 or logits.shape[:1] + logits.shape[2:] != labels.shape:
+        raise LossError(
+            f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}: "
+            "must be [..., classes] and [...], or [n, classes, ...] and [n, ...]"
+        )
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()  # a sum over thousands of tokens overflows fp16 and rounds in bf16
+    total = functional.cross_entropy(
+        logits,
+        labels,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    counted = labels != ignore_index
+    if weight is None:
+        return Loss(total, counted.sum())
+    return Loss(total, (weight[labels.where(counted, 0)] * counted).sum())
+
+
+def causal_lm(model: Any, micro: Any) -> Loss:
+    """Next-token loss of a language model on a micro-batch, over the tokens that count.
+
+    `micro` is a mapping with `input_ids` and optionally `labels` (not shifted, -100 is ignored)
+    and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
+    targets are already shifted. Without labels, every token that is not masked is one.
+    """
+    if isinstance(micro, tuple | list) and len(micro) == 2:
+        inputs, targets = micro
+        return cross_entropy(_logits(model(inputs)), targets)
+    if not isinstance(micro, Mapping) or "input_ids" not in micro:
+        raise LossError(
+            f"micro-batch of type {type(micro).__name__}: wb.causal_lm takes a mapping with "
+            "'input_ids' (and 'labels', 'attention_mask'), or a pair (inputs, targets)"
+        )
+    inputs = {name: value for name, value in micro.items() if name != "labels"}
+    labels = micro.get("labels")
+    if labels is None:
+        labels = micro["input_ids"]
+        if "attention_mask" in micro:
+            labels = labels.masked_fill(micro["attention_mask"] == 0, -100)
+    logits = _logits(model(**inputs) if _takes_keywords(model) else model(micro["input_ids"]))
+    return cross_entropy(logits[:, :-1], labels[:, 1:])
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, tuple) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise LossError(
+            f"the model returned {type(output).__name__}: wb.causal_lm needs logits of shape "
+            "[samples, tokens, vocabulary], or an object with such .logits"
+        )
+    return logits
+
+
+def _takes_keywords(model: Any) -> bool:
+    forward = getattr(getattr(model, "module", model), "forward", model)
+    parameters = inspect.signature(forward).parameters
+    return "input_ids" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

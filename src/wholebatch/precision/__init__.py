@@ -1,0 +1,12 @@
+"""In which number format a micro-batch computes, and in which its gradients are added.
+
+`Precision` says how the forward runs (plain, or under autocast with the weights cast once per
+window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the gradients of 16-bit
+parameters in fp32.
+"""
+
+from wholebatch.precision.accumulate import SixteenBit
+from wholebatch.precision.autocast import Autocast, Full, Precision, choose
+from wholebatch.precision.scale import LossScale
+
+__all__ = ["Autocast", "Full", "LossScale", "Precision", "SixteenBit", "choose"]

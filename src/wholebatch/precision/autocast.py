@@ -1,0 +1,88 @@
+"""How the forward of a micro-batch computes: as the parameters are, or under autocast."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from wholebatch.errors import OptionError
+
+__all__ = ["Autocast", "Full", "Precision", "choose"]
+
+
+class Precision(ABC):
+    """One number format for the forward passes of a window."""
+
+    name: str
+
+    @abstractmethod
+    def forward(self) -> AbstractContextManager[object]:
+        """The context in which a micro-batch's forward (and only that) runs."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A window opens: weights cast from here on may be kept until `end`."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The window is over and the weights are about to change."""
+
+
+class Full(Precision):
+    """No autocast: the parameters' own dtype."""
+
+    name = "full"
+
+    def forward(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def begin(self) -> None:
+        return
+
+    def end(self) -> None:
+        return
+
+
+class Autocast(Precision):
+    """torch.autocast, with every weight cast once per window instead of once per micro-batch.
+
+    Autocast keeps its casts of leaf parameters until its outermost context is left. Counting the
+    window as one more level of nesting makes that the window's end; the weights do not change in
+    between, so the casts are the same numbers, and their backward is the same cast.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.name = "bf16" if dtype is torch.bfloat16 else "fp16"
+        self._device_type = device_type
+        self._dtype = dtype
+        self._holding = False
+
+    def forward(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def begin(self) -> None:
+        if not self._holding:
+            torch.autocast_increment_nesting()
+            self._holding = True
+
+    def end(self) -> None:
+        if self._holding:
+            self._holding = False
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+def choose(precision: str, device_type: str) -> Precision:
+    """The precision of that name, or an OptionError that lists the names."""
+    if precision in ("full", "fp32"):
+        return Full()
+    if precision == "bf16":
+        return Autocast(device_type, torch.bfloat16)
+    if precision == "fp16":
+        return Autocast(device_type, torch.float16)
+    raise OptionError(
+        f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
+        "'bf16' or 'fp16' (autocast)"
+    )

@@ -1,0 +1,48 @@
+"""The state of every random generator that a training step may draw from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from wholebatch.errors import StateError
+
+__all__ = ["capture", "restore"]
+
+
+def capture(*, every: bool = True) -> dict[str, Any]:
+    """The generators' states; `every=False` leaves out Python's and NumPy's (cheaper)."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if every:
+        state["python"] = random.getstate()
+        numpy = sys.modules.get("numpy")  # only if the program uses it already
+        if numpy is not None:
+            name, keys, *rest = numpy.random.get_state()
+            state["numpy"] = (name, torch.from_numpy(keys.copy()), *rest)
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put every generator back to where `capture` found it."""
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state:
+        here = torch.cuda.device_count()
+        if here != len(state["cuda"]):
+            raise StateError(
+                f"random state of {len(state['cuda'])} CUDA devices, and {here} are here: "
+                "resume on the same number of visible devices"
+            )
+        torch.cuda.set_rng_state_all([device.cpu() for device in state["cuda"]])
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((name, keys.cpu().numpy(), position, has_gauss, cached))

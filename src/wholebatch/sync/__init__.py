@@ -1,0 +1,6 @@
+"""How gradients and counts travel between ranks: one small class for each engine."""
+
+from wholebatch.sync.single import Single
+from wholebatch.sync.strategy import Sync, choose
+
+__all__ = ["Single", "Sync", "choose"]

@@ -1,0 +1,218 @@
+"""What a window updates, checked before the first step: supported, or refused with the reason."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from wholebatch.close import CloseOptions
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.precision import LossScale, SixteenBit
+
+__all__ = ["Ema", "Scheduler", "Target", "build_target", "check_device", "step_scheduler"]
+
+_TESTED_DEVICES = ("cpu", "cuda")
+
+
+class Scheduler(Protocol):
+    """What is stepped once per update; torch's schedulers, or anything like them."""
+
+    def step(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Ema(Protocol):
+    """An average of the weights, such as torch.optim.swa_utils.AveragedModel."""
+
+    def update_parameters(self, model: nn.Module) -> None: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """The models, their optimizers, and what else moves once per update."""
+
+    models: tuple[nn.Module, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Scheduler, ...]
+    ema: Ema | None
+    scale: LossScale | None
+    sixteen_bit: SixteenBit
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        device: torch.device = self.optimizers[0].param_groups[0]["params"][0].device
+        return device
+
+    def groups(self) -> list[list[nn.Parameter]]:
+        """The trainable parameters, by parameter group, as they are now."""
+        return [
+            [parameter for parameter in group["params"] if parameter.requires_grad]
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The parameter's name in its model, for messages."""
+        return _name_of(parameter, self.models)
+
+
+def build_target(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    options: CloseOptions,
+    scheduler: Scheduler | Sequence[Scheduler] | None = None,
+    ema: Ema | None = None,
+    precision: str = "full",
+    scaler: torch.amp.GradScaler | None = None,
+    allow_untested_device: bool = False,
+) -> Target:
+    """Everything that a window updates, or the error that says why it cannot."""
+    models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
+    optimizers = tuple(
+        _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
+    )
+    parameters = _check_parameters(optimizers, models)
+    for one in optimizers:
+        _check_optimizer(one)
+    options.check(optimizers)
+    if options.clip_value is not None and any(p.is_complex() for p in parameters):
+        raise OptionError(
+            "clip_value= with complex parameters: a complex number has no order to clamp by; "
+            "use clip_norm="
+        )
+    schedulers = () if scheduler is None else _schedulers(scheduler, optimizers)
+    if ema is not None and not callable(getattr(ema, "update_parameters", None)):
+        raise OptionError(
+            f"ema={type(ema).__name__}: must have update_parameters(model), as "
+            "torch.optim.swa_utils.AveragedModel has"
+        )
+    device = parameters[0].device
+    for parameter in parameters:
+        check_device(parameter.device, allow_untested_device=allow_untested_device)
+    return Target(
+        models=models,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        ema=ema,
+        scale=_loss_scale(precision, scaler, device),
+        sixteen_bit=SixteenBit(optimizers),
+    )
+
+
+def step_scheduler(scheduler: Any, loss: float) -> None:
+    """One step per update; a plateau scheduler watches the window's exact mean loss."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
+
+
+def check_device(device: torch.device, *, allow_untested_device: bool = False) -> None:
+    """Refuse devices on which no test of ours has ever run."""
+    if device.type == "meta":
+        raise UnsupportedError(
+            "parameters on the meta device hold no numbers: call model.to_empty(device=...) and "
+            "load or initialise the weights first"
+        )
+    if device.type not in _TESTED_DEVICES and not allow_untested_device:
+        raise UnsupportedError(
+            f"parameters on device {device.type!r}: wholebatch is tested on "
+            f"{' and '.join(_TESTED_DEVICES)} only, so its promise is not proven there; move the "
+            "model, or pass allow_untested_device=True and verify the update on your model"
+        )
+
+
+def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:
+    values = [value] if isinstance(value, kind) else value
+    if not isinstance(values, Sequence) or not values:
+        raise OptionError(f"{name}={type(value).__name__}: must be {wanted} or a list of them")
+    for one in values:
+        if not isinstance(one, kind):
+            raise OptionError(f"{name} holds {type(one).__name__}: must be {wanted}")
+    return list(values)
+
+
+def _check_parameters(
+    optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
+) -> list[nn.Parameter]:
+    seen: dict[int, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in seen:
+                    raise UnsupportedError(
+                        f"{_name_of(parameter, models)} is in two optimizers: each would update "
+                        "it; leave it in one"
+                    )
+                seen[id(parameter)] = parameter
+                if parameter._post_accumulate_grad_hooks:
+                    raise UnsupportedError(
+                        f"{_name_of(parameter, models)} has a post-accumulate-grad hook: it fires "
+                        "at every micro-batch, before the window's gradient is complete "
+                        "(optimizer-in-backward would step on each slice); remove it"
+                    )
+    parameters = list(seen.values())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise UnsupportedError("every parameter of the optimizer is frozen: nothing to train")
+    return parameters
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} needs a closure that evaluates the loss again within its "
+            "step; a window's gradient is made once, so use an optimizer whose step() takes none"
+        )
+
+
+def _schedulers(
+    scheduler: Scheduler | Sequence[Scheduler], optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[Scheduler, ...]:
+    schedulers = tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
+    for one in schedulers:
+        if not callable(getattr(one, "step", None)):
+            raise OptionError(
+                f"scheduler={type(one).__name__}: must have step(), called once per update"
+            )
+        theirs = getattr(one, "optimizer", None)
+        if theirs is not None and not any(theirs is optimizer for optimizer in optimizers):
+            raise OptionError(
+                f"scheduler={type(one).__name__}: belongs to an optimizer that is not among "
+                "those given; pass the scheduler of this optimizer"
+            )
+    return schedulers
+
+
+def _loss_scale(
+    precision: str, scaler: torch.amp.GradScaler | None, device: torch.device
+) -> LossScale | None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise OptionError(f"scaler={type(scaler).__name__}: must be a torch.amp.GradScaler")
+    if scaler is not None and precision == "bf16":
+        raise OptionError(
+            "scaler= with precision='bf16': bf16 has the range of fp32 and needs no loss scaling; "
+            "leave the scaler out"
+        )
+    if scaler is None and precision == "fp16":
+        scaler = torch.amp.GradScaler(device.type)
+    return None if scaler is None or not scaler.is_enabled() else LossScale(scaler, device)
+
+
+def _name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
+    for model in models:
+        for name, candidate in model.named_parameters():
+            if candidate is parameter:
+                return name
+    return f"a parameter of shape {tuple(parameter.shape)}"

@@ -1,0 +1,334 @@
+"""The ledger of a window: begin, add, close. The whole story of one update is in this file.
+
+Every micro-batch's backward starts from a *seed*, the same number for the whole window and for
+all ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before
+(`known`), the seed is exactly `1 / units`. In a stream it is provisional: a power of two near
+that, from the window before or from the first micro-batch, so that it rounds nothing. The close
+knows the units and multiplies by the one number that makes the difference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.close import CloseOptions, close_gradients, read_scalars, stepping
+from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
+from wholebatch.hooks import DeferredHooks
+from wholebatch.loss import Loss, Terms, Units, check_total, check_units
+from wholebatch.step import Step
+from wholebatch.sync import Sync
+from wholebatch.target import Target, step_scheduler
+
+__all__ = ["Window"]
+
+SINGLE = "loss"
+"""The name under which a loss without named terms is kept."""
+
+
+class Window:
+    """The micro-batches that together make one update."""
+
+    def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
+        self.target = target
+        self.options = options
+        self.sync = sync
+        self.updates = 0
+        self.skipped = 0
+        self.next_seed: float | None = None
+        self._hooks = DeferredHooks()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_open = False
+        self.micro_batches = 0
+        self.broken = False
+        self.known: Mapping[str, float] | None = None
+        self.seed: float | Tensor = 1.0
+        self.totals: dict[str, list[Tensor | float]] = {}
+        self.units: dict[str, list[Units]] = {}
+        self.weights: dict[str, float] = {}
+        self.owners: list[int] = []  # the micro-batch of each total (one may have several)
+        self.groups: list[list[nn.Parameter]] = []
+        self.inputs: list[nn.Parameter] = []
+        self.reduced = False
+        self.loss_scale = 1.0
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self.started = 0.0
+
+    # ------------------------------------------------------------------ begin
+
+    def begin(self, units: Units = 1, *, known: Mapping[str, float] | None = None) -> None:
+        """Open the window. `known`: all units by term, counted over the window and all ranks."""
+        if self.is_open:
+            raise WindowError("begin() on an open window: close or discard it first")
+        self._refuse_stray_gradients()
+        self.target.sixteen_bit.begin()
+        self.groups = self.target.groups()
+        self.inputs = [parameter for group in self.groups for parameter in group]
+        if not self.inputs:
+            raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        self._hooks.take(self.inputs)
+        self.known = known
+        if known is None:
+            self.seed = self.next_seed if self.next_seed is not None else self._first_seed(units)
+        if self.target.scale is not None:
+            self.loss_scale = self.target.scale.value()
+        self.started = time.perf_counter()
+        self.is_open = True
+
+    def _first_seed(self, units: Units) -> float | Tensor:
+        """No window before this one: a power of two near 1/units of the first micro-batch."""
+        if isinstance(units, Tensor):  # stays on the device: no synchronisation
+            largest = self.sync.largest(units.to(torch.float32)).clamp(min=1.0)
+            return torch.exp2(-torch.log2(largest).round())
+        if self.sync.ranks > 1:
+            device = self.inputs[0].device
+            units = float(self.sync.largest(torch.tensor(float(units), device=device)))
+        return _power_of_two_near(1.0 / max(float(units), 1.0))
+
+    def _refuse_stray_gradients(self) -> None:
+        for group in self.target.groups():
+            for parameter in group:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.is_sparse or bool(gradient.any()):
+                    raise WindowError(
+                        f"{self.target.name_of(parameter)} already holds a gradient that this "
+                        "window did not make, and it would be added in: call "
+                        "optimizer.zero_grad() first, or give that loss to the window too "
+                        "(backward(..., more=True))"
+                    )
+                parameter.grad = None
+
+    # -------------------------------------------------------------------- add
+
+    def add(self, total: Tensor, units: Units) -> None:
+        """Backward of one total, added into the gradients. Nothing is read from the device."""
+        check_total(total)
+        units = check_units(units)
+        if not self.is_open:
+            self.begin(units)
+        if self.known is not None and self.known.keys() != {SINGLE}:
+            raise LossError(
+                f"units= counts the terms {sorted(self.known)}, but the loss has no named terms: "
+                "return wb.Loss.terms({...}) with the same names"
+            )
+        self._backward({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
+
+    def add_loss(self, loss: Loss | Terms) -> None:
+        """Backward of one micro-batch's loss, plain or in terms."""
+        if isinstance(loss, Loss):
+            self.add(loss.total, loss.units)
+            return
+        if self.known is None:
+            raise LossError(
+                f"a loss of several terms ({', '.join(loss.by_name)}) in a stream: each term is "
+                "divided by its own total over the window, which must be known before the first "
+                "backward; use WholeBatch with units=, a function of the micro-batch that counts "
+                "the units of each term"
+            )
+        if self.known.keys() != loss.by_name.keys():
+            raise LossError(
+                f"units= counts the terms {sorted(self.known)}, but the loss has the terms "
+                f"{sorted(loss.by_name)}: they must be the same"
+            )
+        terms = loss.by_name.items()
+        self._backward(
+            {name: term.total for name, term in terms},
+            {name: term.units for name, term in terms},
+            {name: term.weight for name, term in terms},
+        )
+
+    def _backward(
+        self,
+        totals: Mapping[str, Tensor],
+        units: Mapping[str, Units],
+        weights: Mapping[str, float],
+    ) -> None:
+        if self.broken:
+            raise WindowError(
+                "the last backward of this window failed half way and left part of its gradients "
+                "behind: call discard() before going on"
+            )
+        self.broken = True  # until every gradient of this micro-batch is in
+        seeds = [self._seed_of(name, total, weights[name]) for name, total in totals.items()]
+        torch.autograd.backward(list(totals.values()), seeds, inputs=self.inputs)
+        self.broken = False
+        for name, total in totals.items():
+            self.totals.setdefault(name, []).append(total.detach())
+            self.units.setdefault(name, []).append(units[name])
+        self.weights.update(weights)
+        self.owners.append(self.micro_batches)
+
+    def _seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
+        seed = self.seed
+        if self.known is not None:
+            counted = self.known[name]
+            seed = weight / counted if counted else 0.0
+        key = (seed, total.dtype, total.device) if isinstance(seed, float) else None
+        if key is not None and key in self._seeds:
+            return self._seeds[key]
+        value = torch.as_tensor(seed, dtype=total.dtype, device=total.device)
+        if self.sync.averaged_by != 1:
+            value = value * self.sync.averaged_by
+        if self.target.scale is not None:
+            value = self.target.scale.scale(value).to(total.dtype)
+        if key is not None:
+            self._seeds[key] = value
+        return value
+
+    def micro_batch_done(self) -> None:
+        """The backwards of one micro-batch are all made."""
+        self.micro_batches += 1
+
+    # ------------------------------------------------------------------ close
+
+    def close(self) -> Step:
+        """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case."""
+        try:
+            return self._close()
+        finally:
+            self.discard()
+
+    def _close(self) -> Step:
+        if self.broken:
+            raise WindowError("a window whose last backward failed cannot be closed: discard() it")
+        names = list(self.totals)
+        totals = {name: read_scalars(self.totals[name]) for name in names}
+        counts = {name: math.fsum(read_scalars(self.units[name])) for name in names}
+        sums = self.sync.sum(
+            [math.fsum(totals[name]) for name in names] + [counts[name] for name in names]
+        )
+        sum_of = dict(zip(names, sums, strict=False))
+        units_of = dict(zip(names, sums[len(names) :], strict=True))
+        if not self.reduced:
+            self.sync.reduce_now(self.inputs)
+
+        units = max(units_of.values(), default=0.0)
+        if units == 0.0:
+            return self._empty()
+        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
+        loss = math.fsum(self.weights[name] * means[name] for name in names)
+
+        if self.known is None:
+            normalise = 1.0 / (units * read_scalars([self.seed])[0])
+        else:
+            self._check_counts(units_of)
+            normalise = 1.0
+        closed = close_gradients(
+            self.groups,
+            self.target.optimizers,
+            self.options,
+            normalise / self.loss_scale,
+            before_clip=self._hooks.run if self._hooks else None,
+            in_place=bool(self.target.sixteen_bit),
+        )
+        culprit = self._first_nonfinite(totals)
+        finite = closed.finite and culprit is None
+        skipped = None if finite else self._nonfinite(culprit)
+        if finite:
+            self._update(closed.remaining, loss)
+        if self.target.scale is not None:
+            self.target.scale.update(finite=finite)
+        if skipped is not None:
+            self.skipped += 1
+        self.next_seed = _power_of_two_near(1.0 / units)
+        return Step(
+            update=self.updates,
+            loss=loss,
+            units=units,
+            grad_norm=closed.norm,
+            clip=closed.clip,
+            micro_batches=self.micro_batches,
+            seconds=time.perf_counter() - self.started,
+            loss_scale=self.loss_scale,
+            terms=means if names != [SINGLE] else {},
+            skipped=skipped,
+        )
+
+    def _update(self, remaining: float, loss: float) -> None:
+        self.target.sixteen_bit.round_once()
+        for optimizer in self.target.optimizers:
+            with stepping(optimizer, remaining):
+                optimizer.step()
+        self.updates += 1
+        for scheduler in self.target.schedulers:
+            step_scheduler(scheduler, loss)
+        if self.target.ema is not None:
+            self.target.ema.update_parameters(self.target.models[0])
+
+    def _empty(self) -> Step:
+        if self.options.zero_units == "raise":
+            raise EmptyWindowError(
+                f"all {self.micro_batches} micro-batches of this window have zero units (every "
+                "label is ignored or every weight is zero), so its mean does not exist: filter "
+                "such batches, or pass zero_units='skip' to skip and count them"
+            )
+        self.skipped += 1
+        return Step(
+            update=self.updates,
+            loss=math.nan,
+            units=0.0,
+            grad_norm=0.0,
+            micro_batches=self.micro_batches,
+            seconds=time.perf_counter() - self.started,
+            loss_scale=self.loss_scale,
+            skipped="no units",
+        )
+
+    def _nonfinite(self, culprit: int | None) -> str:
+        """The reason for skipping, or the error."""
+        scaled = self.target.scale is not None and self.target.scale.enabled
+        if scaled and culprit is None:
+            return f"gradients not finite at loss scale {self.loss_scale:g}"
+        where = (
+            f"micro-batch {culprit + 1} of {self.micro_batches} has a loss that is not finite"
+            if culprit is not None
+            else "the losses are finite but the gradients are not"
+        )
+        if self.options.nonfinite == "skip":
+            return where
+        raise NonFiniteError(
+            f"update {self.updates + 1}: {where}. Nothing was updated: parameters and optimizer "
+            "state are as before this window; pass nonfinite='skip' to skip and count such updates",
+            micro_batch=culprit,
+        )
+
+    def _first_nonfinite(self, totals: Mapping[str, Sequence[float]]) -> int | None:
+        bad = [
+            owner
+            for values in totals.values()
+            for owner, total in zip(self.owners, values, strict=True)
+            if not math.isfinite(total)
+        ]
+        return min(bad, default=None)
+
+    def _check_counts(self, units_of: Mapping[str, float]) -> None:
+        for name, counted in (self.known or {}).items():
+            returned = units_of.get(name, 0.0)
+            if not math.isclose(counted, returned, rel_tol=1e-6):
+                what = "" if name == SINGLE else f" of term {name!r}"
+                raise LossError(
+                    f"units= counted {counted:g} units{what} in this window, but the losses "
+                    f"returned {returned:g}: both must count the same thing"
+                )
+
+    # ---------------------------------------------------------------- discard
+
+    def discard(self) -> None:
+        """Drop what the window holds. Parameters and optimizer state stay as they are."""
+        for parameter in self.inputs:
+            parameter.grad = None
+        self.target.sixteen_bit.end()
+        self._hooks.give_back()
+        self._clear()
+
+
+def _power_of_two_near(value: float) -> float:
+    return 2.0 ** round(math.log2(value))
