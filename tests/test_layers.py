@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"integrations", "tune", "verify", "report", "lint", "recipes"}),
     frozenset({"engine", "accumulator"}),
-    frozenset({"runners", "memory", "state"}),
+    frozenset({"runners", "memory", "state", "checkpoint"}),
     frozenset({"window", "execute", "coupled"}),
     frozenset({"target", "feed"}),
     frozenset({"close", "hooks", "precision", "sync", "splitting", "scaling", "steps", "snapshot"})

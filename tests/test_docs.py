@@ -1,0 +1,89 @@
+"""What the documents say is so: examples run, tables are the benchmarks', links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import LAYERS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def tables_of(text: str) -> list[str]:
+    return re.findall(r"(?:^\|.*\|$\n?)+", text, flags=re.MULTILINE)
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def test_readme_example_runs() -> None:
+    (code,) = python_blocks(ROOT / "README.md")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT / "src",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    updates = [line.split() for line in done.stdout.splitlines()]
+    assert [(line[0], line[2], line[4]) for line in updates] == [
+        ("1", "100.0", "13"),
+        ("2", "100.0", "13"),
+        ("3", "100.0", "13"),
+    ]
+
+
+def test_readme_table_is_the_benchmarks() -> None:
+    (written,) = tables_of((ROOT / "docs/benchmarks/exactness.md").read_text(encoding="utf-8"))
+    assert written.strip() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_recorded_errors_keep_the_promise() -> None:
+    record = json.loads((ROOT / "docs/benchmarks/exactness.json").read_text(encoding="utf-8"))
+    assert len(record["rows"]) >= 6
+    for row in record["rows"]:
+        assert max(row["accumulator"], row["whole_batch"]) <= 1e-12, row["case"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), f"{path.name}: {target} does not exist"
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), flags=re.M)
+            known = {
+                re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads
+            }
+            assert anchor in known, f"{path.name}: {target}: no such heading"
+
+
+def test_module_map_is_the_tree() -> None:
+    """A module of the map exists or is marked as planned, on its layer; none is left out."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| `([\w./]+)` \| (.*) \|$", text, flags=re.M)
+    package = ROOT / "src" / "wholebatch"
+    for layer, name, what in rows:
+        planned = what.startswith("*planned*")
+        assert (package / name).exists() != planned, f"{name}: exists and planned do not agree"
+        unit = name.removesuffix(".py").strip("/").replace("/", ".")
+        assert unit in LAYERS[int(layer) - 1], f"{name}: not on layer {layer} of LAYERS"
+    in_map = {name for _, name, _ in rows}
+    for path in package.iterdir():
+        if path.name.startswith("__") or not (path.suffix == ".py" or path.is_dir()):
+            continue
+        name = path.name + ("/" if path.is_dir() else "")
+        assert name in in_map, f"{name}: not in the module map of docs/architecture.md"
