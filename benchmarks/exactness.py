@@ -238,7 +238,7 @@ def write(rows: list[Row]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     explained = " ".join((__doc__ or "").split("\n\n")[2].split("\nWrites")[0].split())
     page = ["# Exactness", "", f"Written by `benchmarks/exactness.py` ({facts}).", "", explained]
-    page += ["", "", table(rows), ""]
+    page += ["", table(rows), ""]
     (folder / "exactness.md").write_text("\n".join(page), encoding="utf-8")
     record = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
     (folder / "exactness.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
