@@ -1,0 +1,65 @@
+"""Divides a batch: `split` into micro-batches, `drop_samples` down to its first samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wholebatch.errors import OptionError
+from wholebatch.splitting.budget import Tokens
+from wholebatch.splitting.layout import BatchSize, Static, is_positive, layout_of
+from wholebatch.splitting.packing import token_micro_batches
+
+__all__ = ["drop_samples", "split"]
+
+
+def split(
+    batch: Any,
+    micro_batch: int | Tokens,
+    *,
+    batch_size: BatchSize = None,
+    static: Static = (),
+) -> list[Any]:
+    """The micro-batches of `batch`, each of the same structure: nothing lost, nothing repeated.
+
+    With a number of samples they are views in the order of the batch, the last one smaller where
+    it does not divide; with `tokens(...)` they hold a budget of tokens, sorted and trimmed.
+
+    >>> import torch
+    >>> batch = {"x": torch.arange(10).view(5, 2), "names": list("abcde"), "temperature": 0.5}
+    >>> [micro["names"] for micro in split(batch, 2)]
+    [['a', 'b'], ['c', 'd'], ['e']]
+    >>> split(batch, 2)[2]
+    {'x': tensor([[8, 9]]), 'names': ['e'], 'temperature': 0.5}
+
+    Tensors, numpy arrays and lists of samples are split; mappings, dataclasses, named tuples,
+    tuples and lists around them keep their type; everything else is passed on unchanged. The
+    number of samples is the one that fits most leaves. Where two fit equally well, `batch_size`
+    says it (a number, or a function of the batch); `static` names the leaves to pass on unchanged
+    although their first dimension is the number of samples: `static=("aux.class_weights",)`.
+    """
+    if not isinstance(micro_batch, Tokens) and not is_positive(micro_batch):
+        raise OptionError(
+            f"micro_batch={micro_batch!r}: must be a positive number of samples or "
+            "wholebatch.tokens(budget)"
+        )
+    layout = layout_of(batch, batch_size=batch_size, static=static)
+    if isinstance(micro_batch, Tokens):
+        return token_micro_batches(layout, micro_batch)
+    starts = range(0, layout.size, micro_batch)
+    return [layout.take(slice(start, start + micro_batch)) for start in starts]
+
+
+def drop_samples(
+    batch: Any, keep: int, *, batch_size: BatchSize = None, static: Static = ()
+) -> Any:
+    """The first `keep` samples of `batch`, as views in the same structure.
+
+    >>> drop_samples({"x": [1, 2, 3, 4]}, 3)
+    {'x': [1, 2, 3]}
+    """
+    layout = layout_of(batch, batch_size=batch_size, static=static)
+    if not is_positive(keep) or keep > layout.size:
+        raise OptionError(
+            f"keep={keep!r}: must be a number of samples from 1 to {layout.size}, the batch's own"
+        )
+    return batch if keep == layout.size else layout.take(slice(0, keep))
