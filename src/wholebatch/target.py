@@ -132,7 +132,7 @@ def check_device(device: torch.device, *, allow_untested_device: bool = False) -
 
 def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:
     values = [value] if isinstance(value, kind) else value
-    if not isinstance(values, Sequence) or not values:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise OptionError(f"{name}={type(value).__name__}: must be {wanted} or a list of them")
     for one in values:
         if not isinstance(one, kind):

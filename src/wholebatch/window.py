@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from wholebatch.backward import Backward, backward_into
 from wholebatch.close import CloseOptions, close_gradients, read_scalars, stepping
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
 from wholebatch.hooks import DeferredHooks
@@ -41,6 +42,7 @@ class Window:
         self.skipped = 0
         self.next_seed: float | None = None
         self._hooks = DeferredHooks()
+        self._backward_into: Backward = torch.autograd.backward
         self._clear()
 
     def _clear(self) -> None:
@@ -158,7 +160,9 @@ class Window:
             )
         self.broken = True  # until every gradient of this micro-batch is in
         seeds = [self._seed_of(name, total, weights[name]) for name, total in totals.items()]
-        torch.autograd.backward(list(totals.values()), seeds, inputs=self.inputs)
+        if not self.owners:
+            self._backward_into = backward_into(self.inputs, self.target.models, totals.values())
+        self._backward_into(list(totals.values()), seeds)
         self.broken = False
         for name, total in totals.items():
             self.totals.setdefault(name, []).append(total.detach())

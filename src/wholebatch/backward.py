@@ -1,0 +1,60 @@
+"""Backward that adds into chosen parameters only.
+
+A GAN's generator loss flows through the judge, whose parameters must not be added to. Autograd's
+`inputs=` does exactly that, except with reentrant activation checkpointing, which refuses it;
+there a plain backward runs and the other parameters of the models are given back what they held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Backward", "backward_into"]
+
+Backward: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+
+def backward_into(
+    parameters: Sequence[nn.Parameter], models: Iterable[nn.Module], totals: Iterable[Tensor]
+) -> Backward:
+    """A backward for graphs like those of `totals` that adds into `parameters` alone."""
+    if not _is_reentrant(totals):
+
+        def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+            torch.autograd.backward(totals, seeds, inputs=parameters)
+
+        return isolated
+
+    own = {id(parameter) for parameter in parameters}
+    others = [p for model in models for p in model.parameters() if id(p) not in own]
+
+    def restoring(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        held = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        try:
+            torch.autograd.backward(totals, seeds)
+        finally:
+            for parameter, gradient in zip(others, held, strict=True):
+                parameter.grad = gradient
+
+    return restoring
+
+
+def _is_reentrant(totals: Iterable[Tensor]) -> bool:
+    """Whether a node of torch.utils.checkpoint(use_reentrant=True) is in the graph."""
+    stack: list[Any] = [total.grad_fn for total in totals]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        stack.extend(successor for successor, _ in node.next_functions)
+    return False

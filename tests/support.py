@@ -1,0 +1,132 @@
+"""The reference that every claim is held against: the undivided batch, by plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+EXACT = 1e-12
+
+
+def mlp(features: int = 5, classes: int = 3, *, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(features, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, classes)
+    ).to(dtype)
+
+
+def samples(
+    number: int, features: int = 5, classes: int = 3, *, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        "x": torch.randn(number, features, generator=generator, dtype=dtype),
+        "y": torch.randint(0, classes, (number,), generator=generator),
+    }
+
+
+def pieces(batch: dict[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    parts = {name: leaf.split(list(sizes)) for name, leaf in batch.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
+
+
+def summed(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
+
+
+def mean(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(micro["x"]), micro["y"])
+
+
+class Seen:
+    """Watches an optimizer: the gradients that each of its steps saw."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients: list[list[Tensor]] = []
+
+        def look(*_: Any) -> None:
+            scale = getattr(optimizer, "grad_scale", None)
+            factor = 1.0 if scale is None else 1.0 / float(scale)
+            self.gradients.append(
+                [
+                    torch.zeros_like(p) if p.grad is None else p.grad.to_dense() * factor
+                    for p in model.parameters()
+                ]
+            )
+
+        optimizer.register_step_pre_hook(look)
+
+
+def distance(ours: Iterable[Tensor], reference: Iterable[Tensor]) -> float:
+    """Relative L2 distance over all tensors together."""
+    pairs = list(zip(ours, reference, strict=True))
+    above = sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in pairs)
+    below = sum(float(b.detach().double().square().sum()) for _, b in pairs)
+    return float((above / below) ** 0.5) if below else float(above)
+
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Whole:
+    """Plain torch on undivided batches: the update that must be matched."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: MakeOptimizer = sgd,
+        *,
+        loss: Callable[[nn.Module, Any], Tensor] = mean,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        self.start = copy.deepcopy(model)
+        self.model = copy.deepcopy(model)
+        self.optimizer = make(self.model)
+        self.seen = Seen(self.model, self.optimizer)
+        self.loss = loss
+        self.clip_norm, self.clip_value = clip_norm, clip_value
+
+    def step(self, batch: Any) -> float:
+        loss = self.loss(self.model, batch)
+        loss.backward()
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if self.clip_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), self.clip_value)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def updates(self) -> list[Tensor]:
+        return [
+            after.detach() - before.detach()
+            for after, before in zip(self.model.parameters(), self.start.parameters(), strict=True)
+        ]
+
+    def assert_same(
+        self, model: nn.Module, seen: Seen | None = None, at_most: float = EXACT
+    ) -> None:
+        """Gradients of every step and the whole update are those of the undivided batches."""
+        update = [
+            after.detach() - before.detach()
+            for after, before in zip(model.parameters(), self.start.parameters(), strict=True)
+        ]
+        assert distance(update, self.updates()) <= at_most
+        if seen is not None:
+            assert len(seen.gradients) == len(self.seen.gradients)
+            for ours, theirs in zip(seen.gradients, self.seen.gradients, strict=True):
+                assert distance(ours, theirs) <= at_most

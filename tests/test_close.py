@@ -1,0 +1,268 @@
+"""The one factor: normalise × unscale × clip; what is not finite; what is empty."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.support import (
+    EXACT,
+    Seen,
+    Whole,
+    adamw,
+    distance,
+    mlp,
+    pieces,
+    samples,
+    sgd,
+    summed,
+)
+
+
+def window(model: nn.Module, acc: wb.Accumulator, batch: Any, sizes: list[int]) -> wb.Step:
+    step = None
+    for micro in acc.over(pieces(batch, sizes)):
+        step = acc.backward(summed(model, micro), units=len(micro["y"]))
+    assert step is not None
+    return step
+
+
+FUSED = {
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_fused_optimizers_take_the_factor_without_a_pass(name: str, clip: float | None) -> None:
+    make = FUSED[name]
+    model = mlp(dtype=torch.float32)
+    batch = samples(24, dtype=torch.float32)
+    plain = Whole(model, make, clip_norm=clip)
+    plain.step(batch)
+    optimizer = make(model)
+    seen = Seen(model, optimizer)
+    scales = []
+    optimizer.register_step_pre_hook(lambda o, *_: scales.append(getattr(o, "grad_scale", None)))
+    step = window(
+        model, wb.Accumulator(model, optimizer, steps=4, clip_norm=clip), batch, [5, 1, 7, 11]
+    )
+    assert scales[0] is not None, "the factor must go in through grad_scale"
+    assert not hasattr(optimizer, "grad_scale")
+    plain.assert_same(model, seen, at_most=2e-6)
+    assert step.clip == (1.0 if clip is None else pytest.approx(clip / step.grad_norm, rel=1e-4))
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_float32_is_as_close_to_float64_as_the_undivided_batch(make: Any) -> None:
+    errors = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        double = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+        x, y = torch.randn(64, 20).double(), torch.randint(0, 4, (64,))
+        truth = Whole(double, make)
+        truth.step({"x": x, "y": y})
+        single = copy.deepcopy(double).float()
+        whole = Whole(single, make)
+        whole.step({"x": x.float(), "y": y})
+        optimizer = make(single)
+        seen = Seen(single, optimizer)
+        acc = wb.Accumulator(single, optimizer, steps=5)
+        window(single, acc, {"x": x.float(), "y": y}, [1, 20, 3, 30, 10])
+        right = truth.seen.gradients[0]
+        errors.append(
+            (distance(seen.gradients[0], right), distance(whole.seen.gradients[0], right))
+        )
+    ours, theirs = (sum(column) / len(errors) for column in zip(*errors, strict=True))
+    assert ours <= 1.25 * theirs
+
+
+def test_clipping_by_value() -> None:
+    model, batch = mlp(), samples(20)
+    whole = Whole(model, clip_value=0.003)
+    whole.step(batch)
+    acc = wb.Accumulator(model, sgd(model), steps=3, clip_value=0.003)
+    window(model, acc, batch, [2, 11, 7])
+    whole.assert_same(model)
+
+
+def test_clipping_by_norm_per_parameter_group() -> None:
+    model, batch = mlp(), samples(20)
+    reference = copy.deepcopy(model)
+
+    def groups(m: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": m[0].parameters()}, {"params": [*m[2].parameters(), *m[4].parameters()]}],
+            lr=0.1,
+        )
+
+    optimizer = groups(reference)
+    nn.functional.cross_entropy(reference(batch["x"]), batch["y"]).backward()
+    nn.utils.clip_grad_norm_(reference[0].parameters(), 0.01)  # type: ignore[index]
+    optimizer.step()
+    start = copy.deepcopy(model)
+    acc = wb.Accumulator(model, groups(model), steps=2, clip_norm=[0.01, None])
+    window(model, acc, batch, [13, 7])
+    assert (
+        distance(
+            [a - b for a, b in zip(model.parameters(), start.parameters(), strict=True)],
+            [a - b for a, b in zip(reference.parameters(), start.parameters(), strict=True)],
+        )
+        <= EXACT
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": 0}, "clip_norm=0: must be a positive number"),
+        ({"clip_norm": -1.0}, "must be a positive number"),
+        ({"clip_norm": math.nan}, "must be a positive number"),
+        ({"clip_norm": "1"}, "must be a positive number"),
+        ({"clip_norm": [1.0, 2.0]}, "2 values for 1 parameter groups"),
+        ({"clip_value": 0}, "clip_value=0: must be a positive number"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "together: give one"),
+        ({"nonfinite": "ignore"}, "must be 'raise' or 'skip'"),
+        ({"zero_units": None}, "must be 'raise' or 'skip'"),
+    ],
+)
+def test_impossible_options_are_refused_at_construction(
+    options: dict[str, Any], message: str
+) -> None:
+    model = mlp()
+    with pytest.raises(wb.errors.OptionError, match=message):
+        wb.Accumulator(model, sgd(model), steps=2, **options)
+
+
+def poisoned(batch: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    return {"x": batch["x"].index_fill(0, torch.tensor([row]), math.nan), "y": batch["y"]}
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, FUSED["SGD"], FUSED["AdamW"]])
+def test_not_finite_raises_and_leaves_everything_untouched(make: Any) -> None:
+    model = mlp(dtype=torch.float32)
+    good = samples(12, dtype=torch.float32)
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    acc = wb.Accumulator(model, optimizer, steps=3, scheduler=scheduler)
+    for prepared in (False, True):  # before and after the optimizer has state
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+        with pytest.raises(wb.errors.NonFiniteError, match="micro-batch 2 of 3") as caught:
+            window(model, acc, poisoned(good, 5), [4, 4, 4])
+        assert caught.value.micro_batch == 1
+        after = (model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        if not prepared:
+            window(model, acc, good, [6, 5, 1])
+    assert acc.updates == 1
+
+
+def test_skip_counts_and_goes_on() -> None:
+    model = mlp()
+    whole = Whole(model)
+    good = samples(12)
+    whole.step(good)
+    acc = wb.Accumulator(model, sgd(model), steps=3, nonfinite="skip")
+    step = window(model, acc, poisoned(good, 0), [4, 4, 4])
+    assert step.skipped is not None
+    assert "micro-batch 1 of 3" in step.skipped
+    window(model, acc, good, [4, 4, 4])
+    assert (acc.updates, acc.skipped) == (1, 1)
+    whole.assert_same(model)
+
+
+def test_large_finite_gradients_are_not_called_infinite() -> None:
+    """Squared in fp32 they overflow; the norm is then taken in float64."""
+    model = nn.Linear(2, 1, bias=False)
+    acc = wb.Accumulator(model, sgd(model), steps=1)
+    step = acc.backward(model(torch.tensor([[3e25, 4e25]])).sum(), units=1)
+    assert step is not None
+    assert step.grad_norm == pytest.approx(5e25, rel=1e-6)
+
+
+def test_zero_units_are_an_error_or_skipped() -> None:
+    model, batch = mlp(), samples(4)
+    total = summed(model, batch) * 0
+    acc = wb.Accumulator(model, sgd(model), steps=1)
+    with pytest.raises(wb.errors.EmptyWindowError, match=r"zero units.*zero_units='skip'"):
+        acc.backward(total, units=torch.tensor(0))
+    assert acc.updates == 0
+    acc = wb.Accumulator(model, sgd(model), steps=1, zero_units="skip")
+    step = acc.backward(summed(model, batch) * 0, units=0)
+    assert step is not None
+    assert step.skipped == "no units"
+    assert (acc.updates, acc.skipped) == (0, 1)
+
+
+def test_the_scheduler_steps_once_per_update() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1 + n))
+    acc = wb.Accumulator(model, optimizer, steps=4, scheduler=scheduler)
+    for _ in range(3):
+        window(model, acc, samples(8), [2, 2, 2, 2])
+    assert scheduler.last_epoch == 3
+
+
+def test_plateau_scheduler_watches_the_exact_window_loss() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    acc = wb.Accumulator(model, optimizer, steps=2, scheduler=scheduler)
+    step = window(model, acc, samples(9), [8, 1])
+    assert scheduler.best == step.loss
+
+
+def test_weight_average_moves_once_per_update() -> None:
+    model = mlp()
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    acc = wb.Accumulator(model, sgd(model), steps=3, ema=average)
+    for _ in range(2):
+        window(model, acc, samples(6), [3, 2, 1])
+    assert int(average.n_averaged) == 2
+    saved = acc.state_dict()
+    assert int(saved["ema"]["n_averaged"]) == 2
+
+
+def test_gradients_of_the_user_are_not_added_in_silence() -> None:
+    model, batch = mlp(), samples(4)
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    summed(model, batch).backward()
+    with pytest.raises(wb.errors.WindowError, match=r"0.weight already holds a gradient"):
+        acc.backward(summed(model, batch), units=4)
+    model.zero_grad(set_to_none=False)  # zeros are nobody's gradient
+    assert acc.backward(summed(model, batch), units=4) is None
+
+
+def test_a_gradient_hook_runs_once_on_the_whole_gradient() -> None:
+    model, batch = mlp(), samples(18)
+    whole = Whole(model, clip_norm=0.02)
+
+    def clamp(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-0.002, 0.002)  # not linear: per micro-batch it would be wrong
+
+    for parameter in whole.model.parameters():
+        parameter.register_hook(clamp)
+    whole.step(batch)
+    calls = []
+    for parameter in model.parameters():
+        parameter.register_hook(clamp)
+        parameter.register_hook(lambda g: calls.append(g))
+    acc = wb.Accumulator(model, sgd(model), steps=3, clip_norm=0.02)
+    window(model, acc, batch, [1, 12, 5])
+    whole.assert_same(model)
+    assert len(calls) == 6
+    model(batch["x"]).sum().backward()  # outside of a window the hooks are back
+    assert len(calls) == 12

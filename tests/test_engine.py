@@ -1,0 +1,358 @@
+"""WholeBatch against the undivided batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.support import EXACT, Seen, Whole, adamw, distance, mlp, samples, sgd
+
+
+def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def count(micro: dict[str, torch.Tensor]) -> int:
+    return len(micro["y"])
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 23, 24, 100, "auto"])
+@pytest.mark.parametrize("units", [None, count])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_same_update_as_the_undivided_batch(
+    micro_batch: Any, units: Callable[..., int] | None, clip: float | None
+) -> None:
+    model, batch = mlp(), samples(24)
+    whole = Whole(model, adamw, clip_norm=clip)
+    optimizer = adamw(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=micro_batch, units=units, clip_norm=clip
+    )
+    for _ in range(3):
+        value = whole.step(batch)
+        step = train.step(batch)
+        assert step.loss == pytest.approx(value, rel=1e-13)
+    whole.assert_same(model, seen, at_most=10 * EXACT)
+    assert (train.updates, step.update) == (3, 3)
+    assert step.units == 24.0
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 64])
+def test_several_terms_each_with_its_own_units(micro_batch: int) -> None:
+    model = mlp()
+    batch = samples(20)
+    batch["keep"] = torch.rand(20) < 0.3
+    batch["weight"] = torch.rand(20, dtype=torch.float64)
+
+    def whole_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = model(batch["x"])
+        main = functional.cross_entropy(out[batch["keep"]], batch["y"][batch["keep"]])
+        aux = (out.square().mean(1) * batch["weight"]).sum() / batch["weight"].sum()
+        return main + 0.3 * aux
+
+    def terms(model: nn.Module, micro: dict[str, torch.Tensor]) -> Any:
+        out = model(micro["x"])
+        labels = micro["y"].masked_fill(~micro["keep"], -100)
+        main = wb.cross_entropy(out, labels)
+        aux = (out.square().mean(1) * micro["weight"]).sum()
+        return wb.Loss.terms(
+            {"main": (main.total, main.units), "aux": (aux, micro["weight"].sum(), 0.3)}
+        )
+
+    def units(micro: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"main": micro["keep"].sum(), "aux": micro["weight"].sum()}
+
+    whole = Whole(model, loss=whole_loss, clip_norm=0.1)
+    value = whole.step(batch)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model, optimizer, loss=terms, units=units, micro_batch=micro_batch, clip_norm=0.1
+    )
+    step = train.step(batch)
+    whole.assert_same(model, seen)
+    assert step.loss == pytest.approx(value, rel=1e-13)
+    assert step.terms["main"] + 0.3 * step.terms["aux"] == pytest.approx(value, rel=1e-13)
+
+    stream = wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(wb.errors.LossError, match=r"in a stream.*use WholeBatch with units="):
+        stream.backward(terms(model, batch))
+    with pytest.raises(wb.errors.LossError, match="in a stream"):
+        wb.WholeBatch(model, sgd(model), loss=terms, micro_batch=4).step(batch)
+    with pytest.raises(wb.errors.LossError, match=r"\['main'\], but the loss has the terms"):
+        wb.WholeBatch(
+            model, sgd(model), loss=terms, units=lambda m: {"main": 1}, micro_batch=4
+        ).step(batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_units_that_count_something_else_are_an_error() -> None:
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    train = wb.WholeBatch(model, sgd(model), loss=loss, units=lambda m: 1, micro_batch=4)
+    with pytest.raises(wb.errors.LossError, match=r"counted 3 units.*returned 10"):
+        train.step(samples(10))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("budget", [40, 64, 1000])
+def test_token_budgets_with_masked_tokens(budget: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11)).double()
+    lengths = [1, 20, 3, 7, 20, 2, 2, 9, 15, 1, 4]
+    ids = torch.randint(0, 11, (len(lengths), 20))
+    mask = torch.arange(20)[None] < torch.tensor(lengths)[:, None]
+    batch = {"input_ids": ids, "attention_mask": mask.long()}
+
+    def whole_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return functional.cross_entropy(
+            model(batch["input_ids"])[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
+
+    whole = Whole(model, loss=whole_loss)
+    whole.step(batch)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=wb.causal_lm, micro_batch=wb.tokens(budget))
+    step = train.step(batch)
+    whole.assert_same(model, seen)
+    assert step.units == sum(length - 1 for length in lengths)
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = "kept"
+
+
+def test_a_batch_of_any_structure() -> None:
+    model, data = mlp(), samples(11)
+    whole = Whole(model)
+    whole.step(data)
+
+    def on_pair(model: nn.Module, micro: Pair) -> torch.Tensor:
+        assert isinstance(micro, Pair)
+        assert micro.name == "kept"
+        return functional.cross_entropy(model(micro.x), micro.y, reduction="none")
+
+    train = wb.WholeBatch(model, sgd(model), loss=on_pair, micro_batch=4)
+    train.step(Pair(data["x"], data["y"]))
+    whole.assert_same(model)
+
+
+def test_the_batch_stays_where_it_is() -> None:
+    """Only the micro-batch travels: the loss function sees micro-batches on the model's device."""
+    model, seen = mlp(), []
+
+    def watching(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
+        seen.append(len(micro["y"]))
+        return loss(model, micro)
+
+    wb.WholeBatch(model, sgd(model), loss=watching, micro_batch=4).step(samples(10))
+    assert seen == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch": 0}, 'micro_batch=0: must be a positive number of samples, "auto"'),
+        ({"micro_batch": True}, "micro_batch=True"),
+        ({"micro_batch": "4096"}, "micro_batch='4096'"),
+        ({"loss": 3}, "loss=3: must be a function"),
+        ({"units": 3}, "units=3: must be a function"),
+        ({"precision": "int8"}, "precision='int8'"),
+        ({"clip_norm": -1}, "clip_norm=-1"),
+        ({"batchnorm": "wrong"}, "batchnorm='wrong'"),
+    ],
+)
+def test_impossible_options_are_refused_at_construction(
+    options: dict[str, Any], message: str
+) -> None:
+    model = mlp()
+    with pytest.raises(wb.errors.OptionError, match=message):
+        wb.WholeBatch(model, sgd(model), **{"loss": loss, **options})
+
+
+def test_a_bare_scalar_is_refused_before_any_gradient() -> None:
+    model = mlp()
+    train = wb.WholeBatch(model, sgd(model), loss=lambda m, b: loss(m, b).total, micro_batch=4)
+    with pytest.raises(wb.errors.LossError, match="is this scalar a sum or a mean"):
+        train.step(samples(8))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_error_in_the_loss_leaves_nothing_behind() -> None:
+    model, calls = mlp(), []
+    whole = Whole(model)
+    whole.step(samples(8))
+
+    def fails_once(model: nn.Module, micro: Any) -> wb.Loss:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("my own bug")
+        return loss(model, micro)
+
+    train = wb.WholeBatch(model, sgd(model), loss=fails_once, micro_batch=3, precision="full")
+    with pytest.raises(KeyError, match="my own bug"):
+        train.step(samples(8))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    train.step(samples(8))
+    whole.assert_same(model)
+
+
+class Overflows(torch.autograd.Function):
+    """Finite forward, infinite gradient where the input is above 90."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0].masked_fill(x > 90, float("inf"))
+
+
+def test_a_finite_loss_with_an_infinite_gradient_is_found_by_replay() -> None:
+    model, batch = mlp(), samples(10)
+    batch["marker"] = torch.zeros(10, dtype=torch.float64)
+    batch["marker"][6] = 99.0
+
+    def risky(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
+        out = model(micro["x"])
+        shifted = Overflows.apply(out + micro["marker"][:, None])
+        return wb.Loss(functional.cross_entropy(shifted, micro["y"], reduction="sum"), len(out))
+
+    before = copy.deepcopy(model.state_dict())
+    train = wb.WholeBatch(model, sgd(model), loss=risky, micro_batch=3)
+    state = torch.get_rng_state()
+    with pytest.raises(
+        wb.errors.NonFiniteError, match=r"micro-batch 3 of 4 is the first.*parameter 0\.weight"
+    ) as caught:
+        train.step(batch)
+    assert caught.value.micro_batch == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def with_dropout() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 32), nn.Dropout(0.5), nn.Linear(32, 3)).double()
+
+
+@pytest.mark.parametrize("fits", [1, 3, 5])
+def test_auto_halves_on_a_real_out_of_memory_as_if_split_so_from_the_start(fits: int) -> None:
+    batch, sizes = samples(20), []
+
+    def limited(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
+        out = model(micro["x"])  # draws dropout before it fails
+        if len(out) > fits:
+            raise torch.OutOfMemoryError("tried to allocate")
+        sizes.append(len(out))
+        return wb.cross_entropy(out, micro["y"])
+
+    model = with_dropout()
+    torch.manual_seed(11)
+    train = wb.WholeBatch(model, sgd(model), loss=limited, micro_batch="auto")
+    for _ in range(2):
+        train.step(batch)
+    chosen = sizes[0]
+    assert chosen <= fits < 2 * chosen
+
+    reference = with_dropout()
+    torch.manual_seed(11)
+    fixed = wb.WholeBatch(reference, sgd(reference), loss=limited, micro_batch=chosen)
+    for _ in range(2):
+        fixed.step(batch)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_auto_gives_up_when_one_sample_does_not_fit() -> None:
+    model = mlp()
+
+    def never(model: nn.Module, micro: Any) -> wb.Loss:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        wb.WholeBatch(model, sgd(model), loss=never).step(samples(4))
+
+
+@pytest.mark.parametrize("precision", ["full", "fp16"])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_stopped_in_the_middle_of_a_window_and_resumed(stop: int, precision: str) -> None:
+    def build() -> tuple[nn.Module, Any, wb.WholeBatch]:
+        model = with_dropout().float()
+        optimizer = adamw(model)
+        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3, precision=precision)
+        return model, optimizer, train
+
+    batches = [samples(n, dtype=torch.float32) for n in (9, 11, 7)]
+    torch.manual_seed(2)
+    straight, _, train = build()
+    torch.manual_seed(2)
+    for batch in batches:
+        train.step(batch)
+
+    torch.manual_seed(2)
+    model, optimizer, train = build()
+    torch.manual_seed(2)
+    train.step(batches[0])
+    buffer = io.BytesIO()
+
+    class Stop(Exception):
+        pass
+
+    def after(done: int, of: int) -> None:
+        assert of == 4
+        if done == stop:
+            parts = {"m": model.state_dict(), "o": optimizer.state_dict(), "t": train.state_dict()}
+            torch.save(parts, buffer)
+            raise Stop
+
+    with pytest.raises(Stop):
+        train.step(batches[1], after_micro=after)
+
+    torch.manual_seed(77)
+    model, optimizer, train = build()
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=False)
+    model.load_state_dict(saved["m"])
+    optimizer.load_state_dict(saved["o"])
+    train.load_state_dict(saved["t"])
+    with pytest.raises(wb.errors.StateError, match="had 4 micro-batches, this batch makes 3"):
+        train.step(batches[2])
+    train.load_state_dict(saved["t"])
+    for batch in batches[1:]:
+        train.step(batch)
+    assert train.updates == 3
+    for ours, theirs in zip(model.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_gradients_are_compared_too() -> None:
+    """Adam hides a gradient that is 8 times too large; the tests above look at the gradients."""
+    model, batch = mlp(), samples(8)
+    whole = Whole(model, adamw)
+    whole.step(batch)
+    wrong = copy.deepcopy(model)
+    optimizer = adamw(wrong)
+    seen = Seen(wrong, optimizer)
+    (8 * functional.cross_entropy(wrong(batch["x"]), batch["y"])).backward()
+    optimizer.step()
+    update = [a - b for a, b in zip(wrong.parameters(), whole.start.parameters(), strict=True)]
+    assert distance(update, whole.updates()) < 1e-4
+    assert distance(seen.gradients[0], whole.seen.gradients[0]) > 1

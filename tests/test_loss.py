@@ -1,0 +1,176 @@
+"""The loss contract and its helpers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import wholebatch as wb
+from wholebatch.errors import LossError
+from wholebatch.loss import Terms, as_loss
+
+
+def scalar(value: float = 1.0) -> torch.Tensor:
+    return torch.tensor(value, requires_grad=True) * 1.0
+
+
+def test_per_unit_losses_mean_their_sum_over_their_number() -> None:
+    per_unit = torch.ones(3, 4, requires_grad=True) * 2
+    loss = as_loss(per_unit)
+    assert isinstance(loss, wb.Loss)
+    assert (loss.total.item(), loss.units) == (24.0, 12)
+
+
+def test_a_bare_scalar_is_refused_with_the_question_and_the_helpers() -> None:
+    with pytest.raises(LossError, match=r"a sum or a mean\?.*wb\.Loss.*wb\.mean_loss"):
+        as_loss(scalar())
+
+
+@pytest.mark.parametrize("result", [None, 1.0, (scalar(), 3), {"loss": scalar()}])
+def test_other_results_are_refused_by_their_type(result: Any) -> None:
+    with pytest.raises(LossError, match=rf"returned {type(result).__name__}: must be wb\.Loss"):
+        as_loss(result)
+
+
+@pytest.mark.parametrize(
+    ("total", "units", "message"),
+    [
+        (3.0, 1, "must be a 0-dim tensor"),
+        (torch.ones(2, requires_grad=True), 1, r"total of shape \(2,\)"),
+        (torch.tensor(1.0), 1, "does not require a gradient"),
+        (scalar(), -1, "finite and not negative"),
+        (scalar(), float("nan"), "finite and not negative"),
+        (scalar(), float("inf"), "finite and not negative"),
+        (scalar(), True, "must be a number or a 0-dim tensor"),
+        (scalar(), "12", "must be a number or a 0-dim tensor"),
+        (scalar(), torch.ones(2), r"units of shape \(2,\)"),
+        (scalar(), torch.tensor(1j), "must be real"),
+    ],
+)
+def test_what_is_no_sum_with_units_is_refused(total: Any, units: Any, message: str) -> None:
+    with pytest.raises(LossError, match=message):
+        wb.Loss(total, units)
+
+
+def test_terms_take_two_or_three_parts() -> None:
+    terms = wb.Loss.terms({"lm": (scalar(), 3), "aux": (scalar(), torch.tensor(2), 0.5)})
+    assert isinstance(terms, Terms)
+    assert terms.by_name["lm"].weight == 1.0
+    assert terms.by_name["aux"].weight == 0.5
+    for bad, message in (
+        ({}, "at least one term"),
+        ({"a": (scalar(),)}, r"\(total, units\) or \(total, units, weight\)"),
+        ({"a": scalar()}, r"\(total, units\) or \(total, units, weight\)"),
+        ({"a": (scalar(), 1, "x")}, "weight 'x'"),
+    ):
+        with pytest.raises(LossError, match=message):
+            wb.Loss.terms(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("units", [6, 6.0, torch.tensor(6)])
+def test_mean_loss_turns_a_mean_into_its_sum(units: Any) -> None:
+    assert wb.mean_loss(scalar(0.5), units).total.item() == 3.0
+
+
+@pytest.mark.parametrize("units", [0, torch.tensor(0)])
+def test_a_mean_over_nothing_contributes_nothing(units: Any) -> None:
+    logits = torch.randn(4, 3, requires_grad=True)
+    mean = functional.cross_entropy(logits, torch.full((4,), -100))
+    assert torch.isnan(mean)
+    wb.mean_loss(mean, units).total.backward()
+    assert logits.grad is not None
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("layout", ["last", "torch", "flat"])
+def test_cross_entropy_is_torchs_mean_as_a_sum(
+    smoothing: float, weighted: bool, layout: str
+) -> None:
+    logits = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 5, (4, 6))
+    labels[0, :4] = -100
+    weight = torch.rand(5, dtype=torch.float64) if weighted else None
+    given = {
+        "last": (logits, labels),
+        "torch": (logits.transpose(1, 2), labels),
+        "flat": (logits.reshape(-1, 5), labels.reshape(-1)),
+    }[layout]
+    loss = wb.cross_entropy(*given, weight=weight, label_smoothing=smoothing)
+    expected = functional.cross_entropy(
+        logits.reshape(-1, 5), labels.reshape(-1), weight=weight, label_smoothing=smoothing
+    )
+    assert (loss.total / loss.units).item() == pytest.approx(expected.item(), rel=1e-14)
+    assert isinstance(loss.units, torch.Tensor)
+
+
+def test_cross_entropy_sums_16_bit_logits_in_fp32() -> None:
+    logits = torch.zeros(70_000, 3, dtype=torch.float16, requires_grad=True)
+    loss = wb.cross_entropy(logits, torch.zeros(70_000, dtype=torch.long))
+    assert loss.total.dtype is torch.float32
+    assert torch.isfinite(loss.total)
+
+
+def test_cross_entropy_refuses_shapes_that_do_not_fit() -> None:
+    with pytest.raises(LossError, match=r"\(4, 5\) and labels of shape \(3,\)"):
+        wb.cross_entropy(torch.randn(4, 5), torch.zeros(3, dtype=torch.long))
+
+
+class Lm(nn.Module):
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 7)
+        self.output = output
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None) -> Any:
+        logits = self.table(input_ids)
+        return {"object": SimpleNamespace(logits=logits), "tuple": (logits,)}.get(
+            self.output, logits
+        )
+
+
+class PositionalLm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 7)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.table(tokens)
+        return logits
+
+
+@pytest.mark.parametrize("model", [Lm("tensor"), Lm("object"), Lm("tuple"), PositionalLm()])
+def test_causal_lm_takes_the_usual_models_and_batches(model: nn.Module) -> None:
+    ids = torch.randint(0, 7, (3, 6))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    expected = functional.cross_entropy(
+        model.table(ids)[:, :-1].flatten(0, 1),  # type: ignore[operator]
+        labels[:, 1:].flatten(),
+        reduction="sum",
+    )
+    for micro in (
+        {"input_ids": ids, "attention_mask": mask},
+        {"input_ids": ids, "attention_mask": mask, "labels": labels},
+        {"input_ids": ids, "labels": labels},
+        (ids[:, :-1], labels[:, 1:]),
+    ):
+        loss = wb.causal_lm(model, micro)
+        assert loss.total.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert loss.units == 3 * 5 - 2
+
+
+def test_causal_lm_refuses_what_it_cannot_read() -> None:
+    with pytest.raises(LossError, match="mapping with 'input_ids'"):
+        wb.causal_lm(PositionalLm(), {"tokens": torch.zeros(1, 2)})
+    with pytest.raises(LossError, match="needs logits of shape"):
+        wb.causal_lm(nn.Embedding(7, 7), (torch.tensor([1, 2]), torch.tensor([1, 2])))

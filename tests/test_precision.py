@@ -1,0 +1,204 @@
+"""Autocast with one cast per window, fp16 loss scaling, fp32 accumulation of 16-bit gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wholebatch as wb
+from tests.support import Seen, Whole, adamw, distance, mlp, pieces, samples, sgd, summed
+from wholebatch import precision
+from wholebatch.precision import SixteenBit
+
+
+def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_256_micro_batches_of_16_bit_gradients_add_up_in_fp32(make: Any, dtype: Any) -> None:
+    model = mlp(dtype=dtype)
+    batch = samples(256, dtype=dtype)
+    optimizer = make(model)
+    acc = wb.Accumulator(model, optimizer, steps=257)
+    parameters = list(model.parameters())
+    right = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    rounded = [torch.zeros_like(p) for p in parameters]
+    for micro in pieces(batch, [1] * 256):
+        total = summed(model, micro)
+        for exact, sixteen, gradient in zip(
+            right, rounded, torch.autograd.grad(total, parameters), strict=True
+        ):
+            exact += gradient.double()
+            sixteen += gradient
+        acc.backward(summed(model, micro), units=1)
+    held = [p.grad for p in parameters]
+    assert all(g is not None and g.dtype is torch.float32 for g in held)
+    assert distance([g for g in held if g is not None], right) <= 1e-6
+    assert distance(rounded, right) > 1e-3  # what adding in 16 bit would have given
+
+    seen = Seen(model, optimizer)
+    acc.flush()
+    mean = [exact / 256 for exact in right]
+    # SGD takes the fp32 gradient as it is; Adam's 16-bit moments need it rounded, once.
+    once = [m.to(dtype) for m in mean]
+    at_most = 1e-6 if make is sgd else 1.01 * distance(once, mean)
+    assert distance(seen.gradients[0], mean) <= at_most
+    assert all(p.grad is None and p.grad_dtype is dtype for p in parameters)
+
+
+def test_which_optimizers_take_fp32_gradients_of_16_bit_parameters() -> None:
+    def rounds(kind: Any, **options: Any) -> bool:
+        model = nn.Linear(2, 2).bfloat16()
+        sixteen = SixteenBit([kind(model.parameters(), **options)])
+        sixteen.begin()
+        model.weight.grad = torch.ones(2, 2)
+        sixteen.round_once()
+        assert model.weight.grad is not None
+        return model.weight.grad.dtype is torch.bfloat16
+
+    assert not rounds(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert rounds(torch.optim.AdamW)
+    assert rounds(torch.optim.AdamW, fused=True)
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of fp32 matrices to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype is torch.bfloat16:
+            self.weights += tuple(out.shape) in ((16, 5), (16, 16), (3, 16))
+        return out
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 12])
+def test_weights_are_cast_once_per_window(micro_batch: int) -> None:
+    model = mlp(dtype=torch.float32)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch, precision="bf16")
+    for _ in range(2):
+        with Casts() as casts:
+            train.step(samples(12, dtype=torch.float32))
+        assert casts.weights == 3
+    assert torch.autocast_increment_nesting() == 1  # nothing is left behind
+    torch.autocast_decrement_nesting()
+
+
+def test_casting_once_changes_no_bit() -> None:
+    model = mlp(dtype=torch.float32)
+    batch = samples(12, dtype=torch.float32)
+    by_hand = copy.deepcopy(model)
+    optimizer = sgd(by_hand)
+    for micro in pieces(batch, [5, 5, 2]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total = loss(by_hand, micro).total
+        (total / 16).backward()  # the power of two that the window takes is exact
+    for parameter in by_hand.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 16 / 12
+    optimizer.step()
+    train = wb.WholeBatch(
+        model, sgd(model), loss=loss, micro_batch=5, precision="bf16", units=lambda m: len(m["y"])
+    )
+    train._window.next_seed = 1 / 16
+    train._units = None
+    train.step(batch)
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_autocast_is_as_close_to_float64_as_the_undivided_batch(name: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    ours, theirs = [], []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        double = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+        batch = {"x": torch.randn(64, 20).double(), "y": torch.randint(0, 4, (64,))}
+        truth = Whole(double)
+        truth.step(batch)
+        single = copy.deepcopy(double).float()
+        batch = {"x": batch["x"].float(), "y": batch["y"]}
+
+        def under_autocast(model: nn.Module, micro: Any) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=dtype):
+                return nn.functional.cross_entropy(model(micro["x"]), micro["y"])
+
+        whole = Whole(single, loss=under_autocast)
+        whole.step(batch)
+        optimizer = sgd(single)
+        seen = Seen(single, optimizer)
+        wb.WholeBatch(single, optimizer, loss=loss, micro_batch=9, precision=name).step(batch)
+        ours.append(distance(seen.gradients[0], truth.seen.gradients[0]))
+        theirs.append(distance(whole.seen.gradients[0], truth.seen.gradients[0]))
+    assert sum(ours) <= 1.25 * sum(theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp16_scaler_backs_off_skips_and_grows(fused: bool) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=5, precision="fp16", scaler=scaler, clip_norm=1.0
+    )
+    before = copy.deepcopy(model.state_dict())
+    batch = samples(12, dtype=torch.float32)
+    step = train.step(batch)
+    assert step.skipped is not None
+    assert "loss scale" in step.skipped
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert scaler.get_scale() == 2.0**59
+    while train.updates == 0:
+        step = train.step(batch)
+    assert step.skipped is None
+    scale = scaler.get_scale()
+    train.step(batch)
+    assert scaler.get_scale() == 2 * scale  # two good updates
+    assert train.skipped > 20
+
+
+def test_fp16_gradients_are_unscaled_before_clipping() -> None:
+    model = mlp(dtype=torch.float32)
+    batch = samples(12, dtype=torch.float32)
+    whole = Whole(model, clip_norm=0.05)
+    whole.step(batch)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    acc = wb.Accumulator(model, sgd(model), steps=3, clip_norm=0.05, scaler=scaler)
+    for micro in acc.over(pieces(batch, [7, 4, 1])):
+        step = acc.backward(summed(model, micro), units=len(micro["y"]))
+    assert step is not None
+    assert step.loss_scale == 1024.0
+    whole.assert_same(model, at_most=1e-6)
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_the_loss_scale() -> None:
+    model = mlp(dtype=torch.float32)
+    batch = samples(6, dtype=torch.float32)
+    batch["x"][1] = float("nan")
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2, precision="fp16")
+    with pytest.raises(wb.errors.NonFiniteError, match="micro-batch 1 of 3 has a loss"):
+        train.step(batch)
+
+
+def test_refusals() -> None:
+    model = mlp()
+    with pytest.raises(wb.errors.OptionError, match="precision='fp8': must be 'full'"):
+        wb.WholeBatch(model, sgd(model), loss=loss, precision="fp8")
+    with pytest.raises(wb.errors.OptionError, match="bf16 has the range of fp32"):
+        wb.WholeBatch(
+            model, sgd(model), loss=loss, precision="bf16", scaler=torch.amp.GradScaler("cpu")
+        )
+    with pytest.raises(wb.errors.OptionError, match=r"must be a torch\.amp\.GradScaler"):
+        wb.Accumulator(model, sgd(model), steps=1, scaler="auto")  # type: ignore[arg-type]
+    assert isinstance(precision.choose("fp32", "cpu"), precision.Full)

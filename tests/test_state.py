@@ -1,0 +1,204 @@
+"""A run that is stopped after any micro-batch and resumed ends bit-identical."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import wholebatch as wb
+from tests.support import mlp, pieces, samples, sgd, summed
+
+
+def dropout_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(4, 12), nn.BatchNorm1d(12, momentum=None), nn.Dropout(0.4), nn.Linear(12, 3)
+    )
+
+
+def build(fresh_seed: int, generator: bool) -> tuple[nn.Module, Any, Any, wb.Accumulator]:
+    torch.manual_seed(fresh_seed)
+    model = dropout_model()
+    torch.manual_seed(fresh_seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    acc = wb.Accumulator(
+        model, optimizer, steps={0: 3, 2: 4}, scheduler=scheduler, batchnorm="statistics"
+    )
+    data = TensorDataset(torch.linspace(-1, 1, 88).reshape(22, 4), torch.arange(22) % 3)
+    own = torch.Generator().manual_seed(fresh_seed) if generator else None
+    return model, optimizer, DataLoader(data, batch_size=2, shuffle=True, generator=own), acc
+
+
+def train(parts: Any, *, stop_after: int | None = None, before_backward: bool = False) -> Any:
+    model, _, loader, acc = parts
+    done = 0
+    while acc.epoch < 2:
+        for x, y in acc.over(loader):
+            x = x + 0.01 * torch.randn_like(x) + 0.001 * random.random()
+            if before_backward and done == stop_after:
+                return saved(parts)
+            acc.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), units=len(y))
+            done += 1
+            if not before_backward and done == stop_after:
+                return saved(parts)
+    return [p.detach().clone() for p in model.state_dict().values()]
+
+
+def saved(parts: Any) -> bytes:
+    model, optimizer, _, acc = parts
+    buffer = io.BytesIO()
+    torch.save(
+        {"m": model.state_dict(), "o": optimizer.state_dict(), "a": acc.state_dict()}, buffer
+    )
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("generator", [False, True])
+def test_stopped_after_any_micro_batch(generator: bool) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    straight = train(build(1, generator))
+    for stop in range(1, 22, 2):
+        random.seed(1)
+        stopped = train(build(1, generator), stop_after=stop)
+        random.seed(99)
+        model, optimizer, loader, acc = build(99, generator)
+        state = torch.load(io.BytesIO(stopped), weights_only=False)
+        model.load_state_dict(state["m"])
+        optimizer.load_state_dict(state["o"])
+        acc.load_state_dict(state["a"])
+        torch.randn(3)  # what happens between loading and the loop does not matter
+        resumed = train((model, optimizer, loader, acc))
+        assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True)), stop
+
+
+RESUME = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from tests.test_state import build, train
+model, optimizer, loader, acc = build(12345, False)
+state = torch.load({path!r}, weights_only=False)
+model.load_state_dict(state["m"])
+optimizer.load_state_dict(state["o"])
+acc.load_state_dict(state["a"])
+torch.save(train((model, optimizer, loader, acc)), {out!r})
+"""
+
+
+def test_resumed_in_a_new_process(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    straight = train(build(1, False))
+    random.seed(1)
+    (tmp_path / "state.pt").write_bytes(train(build(1, False), stop_after=7))
+    code = RESUME.format(
+        root=str(Path(__file__).parents[1]),
+        path=str(tmp_path / "state.pt"),
+        out=str(tmp_path / "end.pt"),
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    resumed = torch.load(tmp_path / "end.pt")
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+def test_an_item_whose_backward_was_not_made_comes_again() -> None:
+    def items(acc: wb.Accumulator, model: nn.Module, stop: int | None) -> Any:
+        got = []
+        for index, micro in enumerate(acc.over(pieces(samples(6), [1] * 6))):
+            if index == stop:
+                return got, acc.state_dict()
+            got.append(float(micro["x"][0, 0]))
+            acc.backward(summed(model, micro), units=1)
+        return got, None
+
+    model = mlp()
+    everything, _ = items(wb.Accumulator(model, sgd(model), steps=4), model, None)
+    before, state = items(wb.Accumulator(model, sgd(model), steps=4), model, 2)
+    acc = wb.Accumulator(model, sgd(model), steps=4)
+    acc.load_state_dict(state)
+    after, _ = items(acc, model, None)
+    assert before + after == everything
+
+
+class Positioned:
+    """A loader that keeps its own position, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        items = pieces(samples(6), [1] * 6)
+        while self.at < 6:
+            self.at += 1
+            yield items[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_loader_that_keeps_its_own_position() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=4)
+    for index, micro in enumerate(acc.over(Positioned())):
+        acc.backward(summed(model, micro), units=1)
+        if index == 1:
+            break
+    state = acc.state_dict()
+    acc = wb.Accumulator(model, sgd(model), steps=4)
+    acc.load_state_dict(state)
+    rest = [
+        float(micro["x"][0, 0]) for micro in acc.over(Positioned()) if _trained(acc, model, micro)
+    ]
+    assert rest == [float(m["x"][0, 0]) for m in pieces(samples(6), [1] * 6)[2:]]
+    acc.load_state_dict(state)
+    with pytest.raises(wb.errors.StateError, match="kept its own position"):
+        next(acc.over([1, 2, 3]))
+
+
+def _trained(acc: wb.Accumulator, model: nn.Module, micro: Any) -> bool:
+    acc.backward(summed(model, micro), units=1)
+    return True
+
+
+def test_states_that_do_not_belong_are_refused() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=4)
+    acc.backward(summed(model, samples(3)), units=3)
+    state = acc.state_dict()
+    other = mlp(classes=7)
+    with pytest.raises(wb.errors.StateError, match=r"4.weight has shape \(3, 16\)"):
+        wb.Accumulator(other, sgd(other), steps=4).load_state_dict(state)
+    small = nn.Linear(5, 3).double()
+    with pytest.raises(wb.errors.StateError, match="gradients of 6 parameters, and 2"):
+        wb.Accumulator(small, sgd(small), steps=4).load_state_dict(state)
+    with pytest.raises(wb.errors.StateError, match="not a state dict of wholebatch"):
+        acc.load_state_dict({})
+    with pytest.raises(wb.errors.StateError, match="format 99"):
+        acc.load_state_dict({**state, "format": 99})
+    with pytest.raises(wb.errors.StateError, match="state dict of WholeBatch"):
+        acc.load_state_dict({**state, "kind": "WholeBatch"})
+    acc.load_state_dict(state)
+    with pytest.raises(wb.errors.StateError, match="ended after 0 micro-batches"):
+        feed = {
+            "fetched": 2,
+            "held": [],
+            "random": state["random"],
+            "generators": [],
+            "loader": None,
+        }
+        acc.load_state_dict({**state, "feed": feed})
+        next(acc.over([]))
