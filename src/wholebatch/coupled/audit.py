@@ -1,0 +1,160 @@
+"""Which layers let one sample's output depend on the other samples of its batch.
+
+Such a layer makes plain accumulation wrong without a word: BatchNorm by a third to two thirds of
+the gradient. `audit` finds them by their type and, when it is given a batch, by changing one sample
+and looking at whose outputs move: that finds what no list of types can know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from wholebatch.coupled.probe import moved_by_another_sample
+
+__all__ = ["Audit", "Finding", "audit", "batchnorms", "tracked_instance_norms"]
+
+_POLICIES = (
+    'WholeBatch(batchnorm="exact") is exact; Accumulator needs "statistics", "freeze", "group", '
+    '"layer" or "sync"'
+)
+_ADVICE = {
+    "batchnorm": f"normalises with the statistics of the batch: {_POLICIES}",
+    "custom": (
+        "a BatchNorm of its own kind: exact if it calls F.batch_norm, refused by name otherwise; "
+        f"{_POLICIES}"
+    ),
+    "sync": (
+        "normalises with the statistics of the micro-batch on all ranks, not of the window: "
+        'WholeBatch(batchnorm="exact") includes the ranks; "sync" keeps it as it is'
+    ),
+    "running": (
+        "outputs do not depend on other samples, but the running statistics move once for every "
+        'micro-batch: batchnorm="exact" or "statistics" moves them once per window'
+    ),
+    "probe": (
+        "output for one sample moved when another sample changed, for a reason its type does not "
+        "tell: no micro-batch can give it the whole batch; compute it per sample, or as part of "
+        "a loss of the whole batch"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One layer: its name in the model, its class, how it was found and what to do."""
+
+    name: str
+    type: str
+    kind: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.name or '(the model itself)'} ({self.type}): {self.advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What couples the samples of a batch in a model; true if anything does."""
+
+    findings: tuple[Finding, ...]
+    probed: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.findings)
+
+    @property
+    def beyond_batchnorm(self) -> tuple[Finding, ...]:
+        """What no BatchNorm policy can make exact: found by the probe alone."""
+        return tuple(finding for finding in self.findings if finding.kind == "probe")
+
+    def __str__(self) -> str:
+        how = "by type and by changing one sample" if self.probed else "by type"
+        if not self.findings:
+            return f"no layer couples the samples of a batch ({how})"
+        lines = [f"{len(self.findings)} layers couple the samples of a batch ({how}):"]
+        return "\n  ".join([*lines, *map(str, self.findings)])
+
+
+def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.
+
+    >>> [name for name, module in batchnorms(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))]
+    ['1']
+    """
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+
+
+def tracked_instance_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every InstanceNorm that keeps running statistics: they move with every micro-batch."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, _InstanceNorm) and module.track_running_stats
+    ]
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether this BatchNorm would now normalise with the batch it is given."""
+    if module.training:
+        return True
+    return (
+        getattr(module, "running_mean", None) is None
+        and getattr(module, "running_var", None) is None
+    )
+
+
+def audit(
+    model: nn.Module, batch: Any = None, *, forward: Callable[[nn.Module, Any], Any] | None = None
+) -> Audit:
+    """The layers of `model` that couple the samples of a batch.
+
+    Layers are looked at as they are now: a BatchNorm in evaluation mode couples nothing and is not
+    reported. With a `batch` the model is also probed: it runs on the first samples, then again with
+    one of them changed. `forward(model, batch)` says how the model is called (default: with the
+    batch, or with its items as keywords or positions). Buffers and random state are left as found.
+
+    >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))
+    no layer couples the samples of a batch (by type and by changing one sample)
+    """
+    findings = list(_by_type(model))
+    if batch is not None:
+        known = {finding.name for finding in findings if finding.kind != "running"}
+        with torch.no_grad():
+            names = moved_by_another_sample(model, batch, forward=forward)
+        modules = dict(model.named_modules())
+        findings += [
+            Finding(name, type(modules[name]).__name__, "probe", _ADVICE["probe"])
+            for name in names
+            if name not in known
+        ]
+    return Audit(tuple(findings), probed=batch is not None)
+
+
+def _by_type(model: nn.Module) -> Iterator[Finding]:
+    for name, module in batchnorms(model):
+        if uses_batch_statistics(module):
+            kind = _kind(module)
+            yield Finding(name, type(module).__name__, kind, _ADVICE[kind])
+    for name, module in tracked_instance_norms(model):
+        if module.training:
+            yield Finding(name, type(module).__name__, "running", _ADVICE["running"])
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.SyncBatchNorm):
+        return "sync"
+    return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
+
+
+def running_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a normalisation layer's training-mode forward moves."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    found = {name: getattr(module, name, None) for name in names}
+    return {name: buffer for name, buffer in found.items() if isinstance(buffer, Tensor)}

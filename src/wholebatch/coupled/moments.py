@@ -1,0 +1,192 @@
+"""The mathematics of a BatchNorm over a batch that is held in parts.
+
+Forward: every part gives its count, mean and M2 (the sum of squared distances from its own mean);
+`merge` makes those of the whole batch by Chan's formula, written for K parts at once:
+
+    mean = Σ n_k mean_k / N            M2 = Σ M2_k + Σ n_k (mean_k - mean)²
+
+No difference of large numbers occurs, so a mean far from zero costs no digits.
+
+Backward: with x̂ = (x - mean) · invstd, y = w x̂ + b and the whole batch's sums S1 = Σ dy and
+S2 = Σ dy (x - mean),
+
+    dx = w · invstd · (dy - S1/N - (x - mean) · invstd² · S2/N)
+
+Only S1 and S2 cross the parts. The gradients of w and b are plain sums over samples: each part
+adds its own. Everything is at least float32, and float64 for float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = [
+    "Merged",
+    "Moments",
+    "Reduce",
+    "backward_sums",
+    "input_gradient",
+    "merge",
+    "moments",
+    "move",
+    "move_buffers",
+    "normalise",
+    "recomputing",
+]
+
+Reduce = Callable[[Tensor], Tensor]
+"""Gives the sum of a tensor over the data-parallel ranks; called by all ranks in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and M2 per channel of one part of a batch."""
+
+    count: int
+    mean: Tensor
+    m2: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Count, mean and M2 per channel of the whole batch."""
+
+    count: int | Tensor
+    mean: Tensor
+    m2: Tensor
+
+    @property
+    def var(self) -> Tensor:
+        """The biased variance: what the batch is normalised with."""
+        return self.m2 / self.count
+
+    @property
+    def unbiased_var(self) -> Tensor:
+        """The unbiased variance: what the running variance moves towards."""
+        return self.m2 / (self.count - 1)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that statistics of `dtype` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def moments(x: Tensor) -> Moments:
+    """Count, mean and M2 of every channel (dimension 1) of `x`."""
+    count = x.numel() // x.shape[1]
+    if x.device.type == "cuda":
+        # The kernel accumulates 16-bit input in float32 by itself: no copy of x.
+        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    elif x.device.type == "cpu":
+        wide = x.to(accumulation_dtype(x.dtype))
+        mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
+    else:
+        wide = x.to(accumulation_dtype(x.dtype))
+        dims = [d for d in range(x.dim()) if d != 1]
+        var, mean = torch.var_mean(wide, dims, correction=0)
+    return Moments(count, mean, var * count)
+
+
+def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
+    """The moments of all parts together and, with `reduce`, of all ranks' parts together."""
+    means = torch.stack([part.mean for part in parts])
+    m2s = torch.stack([part.m2 for part in parts])
+    counts = [part.count for part in parts]
+    weights: Tensor | float = float(counts[0])
+    if len(set(counts)) > 1:
+        column = torch.tensor(counts, dtype=means.dtype, device="cpu")[:, None]
+        weights = column.to(means.device, non_blocking=True)
+    sums = (means * weights).sum(0)
+    count: int | Tensor = sum(counts)
+    if reduce is not None:
+        of_all = reduce(torch.cat([sums, sums.new_full((1,), float(count))]))
+        sums, count = of_all[:-1], of_all[-1]
+    mean = sums / count
+    m2 = (m2s + weights * (means - mean).square_()).sum(0)
+    return Merged(count, mean, m2 if reduce is None else reduce(m2))
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: Merged, eps: float
+) -> Tensor:
+    """`x` normalised with the whole batch's moments, in the type and memory format of `x`."""
+    # In evaluation mode the native kernel normalises with the moments it is given.
+    return F.batch_norm(x, whole.mean, whole.var, _like(weight, whole), _like(bias, whole), eps=eps)
+
+
+def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> Tensor:
+    """S1 = Σ dy and S2 = Σ dy (x - mean) of one part, as the rows of one tensor."""
+    if x.device.type == "cuda":
+        invstd = torch.rsqrt(whole.var + eps)
+        s1, s2, _, _ = torch.batch_norm_backward_reduce(
+            _dense(dy), x, whole.mean, invstd, None, True, False, False
+        )
+        return torch.stack([s1, s2])
+    # As the backward of an evaluation-mode BatchNorm this kernel gives S1 and S2 · invstd.
+    _, s2_invstd, s1 = torch.ops.aten.native_batch_norm_backward(
+        dy, x, None, whole.mean, whole.var, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack([s1, s2_invstd * torch.sqrt(whole.var + eps)])
+
+
+def input_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor | None, whole: Merged, sums: Tensor, eps: float
+) -> Tensor:
+    """dx of one part from the whole batch's S1 and S2 (the rows of `sums`)."""
+    invstd = torch.rsqrt(whole.var + eps)
+    s1, s2 = (sums / whole.count).unbind()
+    wide = _like(weight, whole)
+    if x.device.type == "cuda":
+        # The sums are means already, so the kernel's own division is by one.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(_dense(dy), x, whole.mean, invstd, wide, s1, s2, one)
+    slope = invstd if wide is None else wide * invstd
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    dx = x - whole.mean.view(shape)
+    dx.mul_((-slope * invstd.square() * s2).view(shape))
+    dx.addcmul_(dy.to(dx.dtype), slope.view(shape))
+    return dx.sub_((slope * s1).view(shape)).to(x.dtype)
+
+
+def _like(parameter: Tensor | None, whole: Merged) -> Tensor | None:
+    return None if parameter is None else parameter.to(whole.mean.dtype)
+
+
+def _dense(dy: Tensor) -> Tensor:
+    # The CUDA kernels read the raw memory: an expanded gradient (of a sum) must be written out.
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if dy.dim() in layouts and dy.is_contiguous(memory_format=layouts[dy.dim()]):
+        return dy
+    return dy.contiguous()
+
+
+def move(module: _BatchNorm, whole: Merged) -> None:
+    """Move a layer's running statistics as one training-mode forward of the whole batch does."""
+    if not (module.training and module.track_running_stats):
+        return
+    factor = 0.0 if module.momentum is None else module.momentum
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            factor = 1.0 / float(module.num_batches_tracked)
+    move_buffers(module.running_mean, module.running_var, factor, whole)
+
+
+def move_buffers(
+    running_mean: Tensor | None, running_var: Tensor | None, factor: float, whole: Merged
+) -> None:
+    """running = (1 - factor) · running + factor · (the whole batch's), in the wider type."""
+    for buffer, value in ((running_mean, whole.mean), (running_var, whole.unbiased_var)):
+        if buffer is not None:
+            buffer.copy_(buffer * (1.0 - factor) + value * factor)
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is running on this thread: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

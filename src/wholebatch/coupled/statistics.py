@@ -1,0 +1,169 @@
+"""Running statistics of a window whose micro-batches are normalised each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from wholebatch.coupled.audit import running_buffers
+from wholebatch.coupled.moments import Moments, Reduce, merge, move, recomputing
+from wholebatch.coupled.replaced import ReplacedForwards
+from wholebatch.errors import StateError
+
+__all__ = ["Statistics", "instances"]
+
+
+@final
+class Statistics:
+    """Moves running statistics once per window, by the moments of all its micro-batches.
+
+    Every micro-batch is normalised with its own mean and variance; only what is remembered for
+    evaluation is that of the window, exactly. `micro()` after each forward tells the second call of
+    a reused layer from the first of the next micro-batch.
+    """
+
+    def __init__(
+        self, norms: Sequence[tuple[str, nn.Module]], *, reduce: Reduce | None = None
+    ) -> None:
+        self._norms = dict(norms)
+        self._reduce = reduce
+        # Moments so far, by layer and by which of its calls within a forward.
+        self._pending: dict[str, list[Moments]] = {}
+        self._calls: dict[str, int] = {}
+        self._replaced = ReplacedForwards()
+        for name, module in norms:
+            self._replaced.replace(module, self._recording(name, module, module.forward))
+
+    def begin_window(self) -> None:
+        self.discard_window()
+
+    def micro(self) -> None:
+        self._calls.clear()
+
+    def end_window(self) -> None:
+        with torch.no_grad():
+            for name, module in self._norms.items():
+                for part in self._pending.get(name, ()):
+                    _move(module, part, self._reduce)
+        self.discard_window()
+
+    def discard_window(self) -> None:
+        self._pending.clear()
+        self._calls.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: [(part.count, part.mean.clone(), part.m2.clone()) for part in parts]
+            for name, parts in self._pending.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        unknown = [name for name in state if name not in self._norms]
+        if unknown:
+            raise StateError(
+                f"statistics of {', '.join(map(repr, unknown))}: this model has no such BatchNorm"
+            )
+        self._calls.clear()
+        self._pending = {}
+        for name, parts in state.items():
+            device = next(iter(self._norms[name].buffers())).device
+            self._pending[name] = [
+                Moments(n, mean.to(device), m2.to(device)) for n, mean, m2 in parts
+            ]
+
+    def detach(self) -> None:
+        self._replaced.restore()
+
+    def _recording(
+        self, name: str, module: nn.Module, found: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not module.training or getattr(module, "running_mean", None) is None:
+                return found(x, *args, **kwargs)
+            with _scratch(module) as (mean, var):
+                out = found(x, *args, **kwargs)
+            # A block that is computed again was counted before.
+            if not recomputing() and _filled(module, mean, var):
+                self._add(name, _moments(module, x, mean, var))
+            return out
+
+        return forward
+
+    def _add(self, name: str, part: Moments) -> None:
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        parts = self._pending.setdefault(name, [])
+        if call == len(parts):
+            parts.append(part)
+        elif isinstance(self._norms[name], _BatchNorm):
+            both = merge([parts[call], part])
+            parts[call] = Moments(parts[call].count + part.count, both.mean, both.m2)
+        else:
+            parts[call] = _mean_over_samples(parts[call], part)
+
+
+@contextmanager
+def _scratch(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Buffers that a forward with momentum 1 fills with the statistics of its batch."""
+    assert isinstance(module, _NormBase)
+    found = dict(module._buffers)
+    momentum = module.momentum
+    scratch = {name: torch.zeros_like(b) for name, b in running_buffers(module).items()}
+    module._buffers.update(scratch)
+    module.momentum = 1.0
+    try:
+        yield scratch["running_mean"], scratch["running_var"]
+    finally:
+        module._buffers.update(found)
+        module.momentum = momentum
+
+
+def _filled(module: nn.Module, mean: Tensor, var: Tensor) -> bool:
+    """Whether the forward moved its running statistics: one of a subclass's own may not."""
+    if type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward):
+        return True
+    return bool(mean.any() | var.any())
+
+
+def _moments(module: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Moments:
+    wide = torch.float64 if mean.dtype == torch.float64 else torch.float32
+    mean, var = mean.to(wide), var.to(wide)
+    if isinstance(module, _BatchNorm):
+        count = x.numel() // x.shape[1]
+        return Moments(count, mean, var * (count - 1))  # the running variance is the unbiased one
+    return Moments(instances(module, x), mean, var)
+
+
+def instances(module: nn.Module, x: Tensor) -> int:
+    """The number of samples an InstanceNorm is given: it also takes one without a batch."""
+    assert isinstance(module, _InstanceNorm)
+    return 1 if x.dim() == module._get_no_batch_dim() else x.shape[0]
+
+
+def _mean_over_samples(a: Moments, b: Moments) -> Moments:
+    """An InstanceNorm remembers the mean, over samples, of each one's statistics."""
+    count = a.count + b.count
+    mean = (a.mean * a.count + b.mean * b.count) / count
+    return Moments(count, mean, (a.m2 * a.count + b.m2 * b.count) / count)
+
+
+def _move(module: nn.Module, part: Moments, reduce: Reduce | None) -> None:
+    if isinstance(module, _BatchNorm):
+        move(module, merge([part], reduce))
+        return
+    count: int | Tensor = part.count
+    mean, var = part.mean, part.m2
+    if reduce is not None:
+        mean, var = reduce(mean * count), reduce(var * count)
+        count = reduce(mean.new_full((), float(part.count)))
+        mean, var = mean / count, var / count
+    assert isinstance(module, _NormBase)
+    factor = module.momentum or 0.0
+    for buffer, value in ((module.running_mean, mean), (module.running_var, var)):
+        if buffer is not None:
+            buffer.copy_(buffer * (1.0 - factor) + value * factor)

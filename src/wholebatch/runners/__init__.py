@@ -1,0 +1,1 @@
+"""Who feeds a window its micro-batches, and in what order."""

@@ -1,0 +1,196 @@
+"""Threads of which exactly one is awake: the one that holds the baton.
+
+Each party runs ordinary code in a thread of its own until it comes to a meeting. There it leaves a
+value, hands the baton to the next party and sleeps. The last one to arrive merges the values, in
+the order of the parties, and the round begins again. So everything happens in one fixed order,
+nothing is raced, and a party may stop in the middle of a forward or of a backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from wholebatch.errors import UnsupportedError
+
+__all__ = ["Baton"]
+
+R = TypeVar("R")
+V = TypeVar("V")
+M = TypeVar("M")
+
+
+class _Unwind(BaseException):
+    """Ends a sleeping party because another one failed. Never leaves this module."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """One meeting: where it is and what the parties brought so far."""
+
+    place: str
+    values: list[Any] = field(default_factory=list)
+    result: Any = None
+
+
+class Baton(Generic[R]):
+    """Runs one body per party to the end, one party awake at a time.
+
+    `enter(k)` is called when party k gets the baton and `leave(k)` when it gives it away: what a
+    party needs to have in place (its random numbers, its memory) is put there by these.
+
+    The first exception ends every party (each unwinds at the meeting where it sleeps, in turn) and
+    is raised by `run` as it is. That holds for a KeyboardInterrupt of the caller too.
+    """
+
+    def __init__(
+        self,
+        parties: int,
+        *,
+        enter: Callable[[int], None] = lambda party: None,
+        leave: Callable[[int], None] = lambda party: None,
+    ) -> None:
+        self._parties = parties
+        self._enter = enter
+        self._leave = leave
+        self._turns = [threading.Lock() for _ in range(parties)]
+        self._alive = [True] * parties
+        self._here = threading.local()
+        self._over = threading.Lock()
+        self._round: _Round | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def party(self) -> int | None:
+        """The party whose thread this is; None outside of a run."""
+        return getattr(self._here, "party", None)
+
+    def run(self, bodies: Sequence[Callable[[], R]]) -> list[R]:
+        """What every body returned, in order. A single body runs on the calling thread."""
+        results: dict[int, R] = {}
+        if self._parties == 1:
+            self._turn(0, bodies[0], results)
+        else:
+            self._in_threads(bodies, results)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame: together they would keep every tensor
+        return [results[party] for party in range(self._parties)]
+
+    def meet(self, place: str, value: V, merge: Callable[[list[V]], M]) -> M:
+        """What `merge` makes of the values that all parties bring to `place`, in their order."""
+        party = self.party
+        if party is None:
+            raise UnsupportedError(
+                f"{place} was reached on a thread that is not one of the micro-batches': "
+                "the model must be run on the thread that calls it"
+            )
+        if self._failure is not None:
+            raise _Unwind
+        if party == 0:
+            self._round = _Round(place)
+        current = self._round
+        if current is None:
+            raise UnsupportedError(_other_way(party, place, 0, "the end of its pass"))
+        if current.place != place:
+            raise UnsupportedError(_other_way(party, place, 0, current.place))
+        current.values.append(value)
+        if party == self._parties - 1:
+            current.result = merge(current.values)
+            current.values.clear()
+            self._round = None
+        if self._parties > 1:
+            self._leave(party)
+            self._turns[(party + 1) % self._parties].release()
+            self._sleep(party)
+        return current.result  # type: ignore[no-any-return]
+
+    def _in_threads(self, bodies: Sequence[Callable[[], R]], results: dict[int, R]) -> None:
+        for lock in (*self._turns, self._over):
+            lock.acquire()
+        threads: list[threading.Thread] = []
+        try:
+            for party, body in enumerate(bodies):
+                thread = threading.Thread(
+                    target=self._thread,
+                    args=(party, body, results),
+                    name=f"micro-batch {party}",
+                    daemon=True,
+                )
+                thread.start()
+                threads.append(thread)
+        except BaseException as failure:
+            self._fail(failure)
+            for party in range(len(threads), self._parties):
+                self._alive[party] = False
+        if threads:
+            self._turns[0].release()
+            self._wait(lambda: self._over.acquire(timeout=0.2))
+        for thread in threads:
+            self._wait(partial(_ended, thread))
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        # An interrupt of the caller ends the parties; they use the model, so they are waited for.
+        # In short spells: an interrupt may be delivered to a thread that does not wake this one.
+        over = False
+        while not over:
+            try:
+                over = until()
+            except BaseException as failure:
+                self._fail(failure)
+
+    def _thread(self, party: int, body: Callable[[], R], results: dict[int, R]) -> None:
+        self._turns[party].acquire()
+        self._turn(party, body, results)
+        following = [(party + step) % self._parties for step in range(1, self._parties)]
+        successor = next((other for other in following if self._alive[other]), None)
+        if successor is None:
+            self._over.release()
+        else:
+            self._turns[successor].release()
+
+    def _turn(self, party: int, body: Callable[[], R], results: dict[int, R]) -> None:
+        self._here.party = party
+        try:
+            if self._failure is None:
+                self._enter(party)
+                results[party] = body()
+                if self._round is not None:
+                    missed = self._round.place
+                    raise UnsupportedError(_other_way(party, "the end of its pass", 0, missed))
+        except _Unwind:
+            pass
+        except BaseException as failure:
+            self._fail(failure)
+        finally:
+            self._alive[party] = False
+            self._here.party = None
+
+    def _sleep(self, party: int) -> None:
+        self._turns[party].acquire()
+        if self._failure is not None:
+            raise _Unwind
+        self._enter(party)
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
+            self._failure = failure
+
+
+def _ended(thread: threading.Thread) -> bool:
+    thread.join(0.2)
+    return not thread.is_alive()
+
+
+def _other_way(party: int, place: str, other: int, elsewhere: str) -> str:
+    return (
+        f"micro-batch {party} came to {place} where micro-batch {other} came to {elsewhere}: exact "
+        "BatchNorm needs all micro-batches to take the same way through the BatchNorms. Make the "
+        'model\'s path independent of its input, or name another policy (batchnorm="statistics")'
+    )

@@ -1,0 +1,133 @@
+"""Exact BatchNorm: micro-batches that meet at every BatchNorm.
+
+Every micro-batch runs forward and backward in a thread of its own, one awake at a time. At a
+training-mode BatchNorm it leaves its moments and sleeps until all others have; then each normalises
+with the moments of the whole batch. The backward pass meets at the same layers for its two sums.
+What comes out is the gradient, and the running statistics, of the undivided batch: this is
+SyncBatchNorm with micro-batches for ranks.
+
+```python
+step = LockStep(batchnorms(model))
+losses = step.run(
+    micros,
+    forward=lambda micro: loss_fn(model, micro),     # called in the order of the micro-batches
+    backward=lambda loss: loss.total.backward() or loss.total.detach(),
+)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.coupled.audit import running_buffers
+from wholebatch.coupled.moments import Reduce
+from wholebatch.coupled.rng import Streams
+from wholebatch.runners.baton import Baton
+from wholebatch.runners.inherit import Inherited
+from wholebatch.runners.meeting import Meetings
+
+__all__ = ["LockStep"]
+
+M = TypeVar("M")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class LockStep:
+    """Runs the micro-batches of one window with the BatchNorms of the undivided batch.
+
+    `norms` are the layers to make exact, with the names that errors call them by: BatchNorms, and
+    InstanceNorms with running statistics. Which of them use batch statistics is looked at on every
+    call, so layers in evaluation mode are left alone. `reduce` sums a tensor over data-parallel
+    ranks; with it the statistics, and the gradients through them, are those of the global batch.
+    """
+
+    def __init__(
+        self, norms: Sequence[tuple[str, nn.Module]], *, reduce: Reduce | None = None
+    ) -> None:
+        self._norms = tuple(norms)
+        self._reduce = reduce
+
+    def run(
+        self,
+        micros: Sequence[M],
+        *,
+        forward: Callable[[M], T],
+        backward: Callable[[T], R],
+        moved: Callable[[M], M] | None = None,
+    ) -> list[R]:
+        """What `backward` returned for every micro-batch, in their order.
+
+        For each micro-batch `backward(forward(moved(micro)))` is called on its thread. The threads
+        have the caller's autocast, gradient mode, devices, streams and context variables, and a
+        stream of random numbers each. Gradients are added in the order of the micro-batches within
+        each stretch between two BatchNorms, the same on every run.
+
+        If anything fails, all micro-batches end, running statistics and random state are put back
+        and the exception is raised as it is. What was added to `.grad` until then stays: whether to
+        discard it is the caller's decision.
+        """
+        if not micros:
+            return []
+        parties = len(micros)
+        streams = Streams(parties, self._devices()) if parties > 1 else None
+        baton: Baton[R] = Baton(
+            parties,
+            enter=streams.enter if streams else lambda party: None,
+            leave=streams.leave if streams else lambda party: None,
+        )
+        inherited = Inherited.of_this_thread()
+
+        def body(party: int) -> R:
+            micro = micros[party] if moved is None else moved(micros[party])
+            result = forward(micro)
+            del micro
+            return backward(result)
+
+        def threaded(party: int) -> Callable[[], R]:
+            return lambda: inherited.run(lambda: body(party))
+
+        buffers = _Buffers(self._norms)
+        try:
+            with Meetings(self._norms, baton, reduce=self._reduce):
+                results = baton.run([threaded(party) for party in range(parties)])
+        except BaseException:
+            buffers.restore()
+            if streams is not None:
+                streams.rewind()
+            raise
+        if streams is not None:
+            streams.close()
+        return results
+
+    def _devices(self) -> set[torch.device]:
+        found = {
+            tensor.device
+            for _, module in self._norms
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
+        if torch.cuda.is_initialized():
+            found.add(torch.device("cuda", torch.cuda.current_device()))
+        return found
+
+
+class _Buffers:
+    """The running statistics as they were before a window that may fail."""
+
+    def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
+        self._saved: list[tuple[Tensor, Tensor]] = [
+            (buffer, buffer.detach().clone())
+            for _, module in norms
+            for buffer in running_buffers(module).values()
+            if not nn.parameter.is_lazy(buffer)
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, saved in self._saved:
+                buffer.copy_(saved)

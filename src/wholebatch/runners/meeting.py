@@ -1,0 +1,297 @@
+"""BatchNorms that meet: during a run, their forward asks the whole batch for its moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from wholebatch.coupled.audit import running_buffers, uses_batch_statistics
+from wholebatch.coupled.moments import (
+    Merged,
+    Moments,
+    Reduce,
+    backward_sums,
+    input_gradient,
+    merge,
+    moments,
+    move,
+    move_buffers,
+    normalise,
+    recomputing,
+)
+from wholebatch.coupled.replaced import ReplacedForwards
+from wholebatch.coupled.statistics import instances
+from wholebatch.errors import UnsupportedError, WindowError
+from wholebatch.runners.baton import Baton
+
+__all__ = ["Meetings"]
+
+# Layers whose forward is known: normalise, count the batch, move the running statistics.
+_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+class Meetings:
+    """While this is entered, the given layers normalise with the moments of all parties together.
+
+    Their `forward` is replaced on the instance and put back as it was found.
+    """
+
+    def __init__(
+        self,
+        norms: Sequence[tuple[str, nn.Module]],
+        baton: Baton[Any],
+        *,
+        reduce: Reduce | None = None,
+    ) -> None:
+        self._norms = norms
+        self._baton = baton
+        self._reduce = reduce
+        self._replaced = ReplacedForwards()
+        self._open = False
+        # What each party met in each layer, so that a checkpointed block that is computed again in
+        # the backward pass gets the same moments without a meeting.
+        self._met: dict[tuple[int | None, str], list[tuple[Moments, Merged]]] = {}
+
+    def __enter__(self) -> Meetings:
+        self._open = True
+        for name, module in self._norms:
+            kind = _batchnorm if isinstance(module, _BatchNorm) else _instancenorm
+            self._replaced.replace(module, kind(self, name, module, module.forward))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open = False
+        self._met.clear()
+        self._replaced.restore()
+
+    def norm(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        running: Callable[[Merged], None],
+    ) -> Tensor:
+        """`x` normalised with the whole batch; `running` is told its moments once per meeting."""
+        whole = self._moments(name, x.detach(), running)
+        return _normalise(x, weight, bias, whole, eps, self, name)
+
+    def _moments(self, name: str, x: Tensor, running: Callable[[Merged], None]) -> Merged:
+        met = self._met.setdefault((self._baton.party, name), [])
+        with torch.no_grad():
+            if recomputing():
+                return met[0][1] if len(met) == 1 else _same(name, moments(x), met)
+            mine = moments(x)
+            whole = self._baton.meet(
+                f"BatchNorm {name!r}", mine, lambda parts: self._merge(name, parts, running)
+            )
+        met.append((mine, whole))
+        return whole
+
+    def _merge(
+        self, name: str, parts: Sequence[Moments], running: Callable[[Merged], None]
+    ) -> Merged:
+        whole = merge(parts, self._reduce)
+        if isinstance(whole.count, int) and whole.count < 2:
+            raise ValueError(
+                f"BatchNorm {name!r}: the whole batch has one value per channel, and "
+                "training needs more than one"
+            )
+        running(whole)
+        return whole
+
+    def sums(self, name: str, mine: Tensor) -> Tensor:
+        """The whole batch's backward sums of a layer."""
+        if not self._open:
+            raise WindowError(
+                f"backward through BatchNorm {name!r} outside of the run that its forward was in: "
+                "call backward inside it"
+            )
+
+        def total(parts: list[Tensor]) -> Tensor:
+            whole = torch.stack(parts).sum(0)
+            return whole if self._reduce is None else self._reduce(whole)
+
+        return self._baton.meet(f"the backward of BatchNorm {name!r}", mine, total)
+
+    def weighted(self, name: str, count: int, values: list[Tensor]) -> list[Tensor]:
+        """Means of `values` over all parties' samples."""
+
+        def mean(parts: list[tuple[int, list[Tensor]]]) -> list[Tensor]:
+            total: int | Tensor = sum(n for n, _ in parts)
+            sums = [torch.stack([v[i] * n for n, v in parts]).sum(0) for i in range(len(values))]
+            if self._reduce is not None:
+                sums = [self._reduce(each) for each in sums]
+                total = self._reduce(values[0].new_full((), float(total)))
+            return [each / total for each in sums]
+
+        return self._baton.meet(f"InstanceNorm {name!r}", (count, values), mean)
+
+    @property
+    def first(self) -> bool:
+        """Whether this thread is the first party's."""
+        return self._baton.party == 0
+
+
+class _Normalise(torch.autograd.Function):
+    """y = w (x - mean) · invstd + b with moments of the whole batch, and its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        whole: Merged,
+        eps: float,
+        meetings: Meetings,
+        name: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.whole, ctx.eps, ctx.meetings, ctx.name = whole, eps, meetings, name
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return normalise(x, weight, bias, whole, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole, eps = ctx.whole, ctx.eps
+        mine = backward_sums(dy, x, whole, eps)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[1]:
+            dweight = (mine[1] * torch.rsqrt(whole.var + eps)).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = mine[0].to(ctx.bias_dtype)
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(dy, x, weight, whole, ctx.meetings.sums(ctx.name, mine), eps)
+        return dx, dweight, dbias, None, None, None, None
+
+
+_normalise: Callable[..., Tensor] = _Normalise.apply
+
+
+def _batchnorm(
+    meetings: Meetings, name: str, module: nn.Module, found: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not uses_batch_statistics(module):
+            return found(x, *args, **kwargs)
+        if type(module).forward in _PLAIN and getattr(found, "__func__", None) in _PLAIN:
+            assert isinstance(module, _BatchNorm)
+            module._check_input_dim(x)
+            return meetings.norm(
+                name, x, module.weight, module.bias, module.eps, lambda whole: move(module, whole)
+            )
+        with _Inside(meetings, name, module) as inside:
+            out = found(x, *args, **kwargs)
+        if not inside.calls:
+            raise UnsupportedError(
+                f"{name!r} ({type(module).__name__}) is a BatchNorm that does not call "
+                "F.batch_norm, so it cannot be made exact: use a plain BatchNorm, or name "
+                'another policy (batchnorm="statistics")'
+            )
+        return out
+
+    return forward
+
+
+def _instancenorm(
+    meetings: Meetings, name: str, module: nn.Module, found: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        buffers = {k: b for k, b in running_buffers(module).items() if b.is_floating_point()}
+        if not module.training or not buffers:
+            return found(x, *args, **kwargs)
+        # The running statistics move towards the mean over samples: the mean, weighted by samples,
+        # of where each micro-batch alone would have moved them.
+        before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
+        try:
+            out = found(x, *args, **kwargs)
+            after = [buffer.detach().clone() for buffer in buffers.values()]
+        finally:
+            with torch.no_grad():
+                for key, buffer in buffers.items():
+                    buffer.copy_(before[key])
+        if not recomputing():
+            whole = meetings.weighted(name, instances(module, x), after)
+            if meetings.first:
+                with torch.no_grad():
+                    for buffer, value in zip(buffers.values(), whole, strict=True):
+                        buffer.copy_(value)
+        return out
+
+    return forward
+
+
+class _Inside(TorchFunctionMode):
+    """Turns F.batch_norm, called inside a layer with a forward of its own, into a meeting."""
+
+    def __init__(self, meetings: Meetings, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.calls = 0
+        self._meetings = meetings
+        self._name = name
+        self._tracked = None
+        if recomputing() or not meetings.first:
+            # The layer counts the batch by itself, and may take its momentum from the count. It has
+            # counted this window already: it shall find the count as it was before.
+            self._tracked = running_buffers(module).get("num_batches_tracked")
+        if self._tracked is not None:
+            self._count = self._tracked.detach().clone()
+            self._tracked.sub_(1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+        self.calls += 1
+        if self._tracked is not None:
+            self._tracked.copy_(self._count)
+        return self._meetings.norm(
+            self._name,
+            input,
+            weight,
+            bias,
+            eps,
+            lambda whole: move_buffers(running_mean, running_var, momentum, whole),
+        )
+
+
+def _same(name: str, mine: Moments, met: list[tuple[Moments, Merged]]) -> Merged:
+    """Which of a layer's calls is computed again: the one with these moments."""
+    gaps = [float((mine.mean - then.mean).abs().sum()) for then, _ in met]
+    if not gaps:
+        raise UnsupportedError(
+            f"BatchNorm {name!r} was called in the backward pass and never before, in the forward: "
+            "exact BatchNorm does not know its statistics"
+        )
+    return met[gaps.index(min(gaps))][1]

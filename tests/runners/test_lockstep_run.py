@@ -1,0 +1,215 @@
+"""How a lock-step run behaves: order, randomness, failures, ranks, and what it leaves behind."""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.coupled.networks import resnet
+from tests.runners.windows import Dropped, batch, error, lockstep, result, split, total, whole
+from wholebatch.coupled.audit import batchnorms
+from wholebatch.errors import UnsupportedError, WindowError
+from wholebatch.runners.lockstep import LockStep
+
+
+def test_random_streams_are_deterministic_and_advance_the_callers() -> None:
+    micros = split(batch(6), [2, 2, 2])
+    runs = []
+    for parts in (micros, micros, micros[:2]):
+        torch.manual_seed(5)
+        model = Dropped("kept").double()
+        before = torch.get_rng_state()
+        gradients = lockstep(model, parts)[0]
+        assert not torch.equal(torch.get_rng_state(), before)
+        runs.append((gradients, torch.get_rng_state()))
+    assert all(torch.equal(runs[0][0][n], runs[1][0][n]) for n in runs[0][0])
+    # However many micro-batches there are, the caller's stream goes on from the same place.
+    assert torch.equal(runs[0][1], runs[2][1])
+
+
+def test_hooks_results_and_order() -> None:
+    model = resnet().double()
+    hooked: list[int] = []
+    model[0][0][1].register_forward_hook(lambda m, args, out: hooked.append(len(out)))
+    order: list[tuple[str, int]] = []
+
+    def forward(micro: tuple[Tensor, Tensor]) -> tuple[int, Tensor]:
+        order.append(("forward", len(micro[1])))
+        return len(micro[1]), total(model, micro)
+
+    def backward(pair: tuple[int, Tensor]) -> int:
+        order.append(("backward", pair[0]))
+        pair[1].backward()
+        return pair[0]
+
+    moved: list[int] = []
+
+    def move(micro: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        moved.append(len(micro[1]))
+        return micro
+
+    step = LockStep(batchnorms(model))
+    sizes = [3, 1, 4]
+    out = step.run(split(batch(8), sizes), forward=forward, backward=backward, moved=move)
+    assert out == sizes
+    assert moved == hooked == sizes
+    assert order == [(kind, size) for kind in ("forward", "backward") for size in sizes]
+    assert step.run([], forward=forward, backward=backward) == []
+
+
+def test_model_is_left_as_found() -> None:
+    model = resnet().double()
+    layer = model[0][0][1]
+    own = layer.forward
+    data = batch(4)
+    want = whole(model, data)
+    wrapper = layer.forward = lambda x: own(x) * 1.0  # as libraries do that hook into modules
+    found = [m.__dict__.keys() for m in model.modules()]
+    got = lockstep(model, split(data, [2, 2]))
+    assert error(got[0], want[0]) <= 1e-12
+    assert [m.__dict__.keys() for m in model.modules()] == found
+    assert layer.__dict__["forward"] is wrapper
+    assert threading.active_count() == 1
+
+
+def test_another_way_through_the_batchnorms_is_refused() -> None:
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.left if len(x) > 2 else self.right)(x).flatten(1)[:, :5]
+
+    with pytest.raises(UnsupportedError, match="micro-batch 1 came to BatchNorm 'right' where"):
+        lockstep(Forked().double(), split(batch(5), [3, 2]))
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [2, 3]])
+def test_another_number_of_batchnorms_is_refused(sizes: list[int]) -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.bn(x) if len(x) > 2 else x).flatten(1)[:, :5]
+
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Skipping()).double()
+    with pytest.raises(UnsupportedError, match=r"the end of its pass.*'1\.bn'|'1\.bn'.*end"):
+        lockstep(model, split(batch(5), sizes))
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_ends_all_and_restores(
+    failing: int, where: str, kind: type[BaseException]
+) -> None:
+    model = resnet().double()
+    state = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    failure = kind("mine")
+
+    def fail(*args: object) -> None:
+        raise failure
+
+    def forward(pair: tuple[int, tuple[Tensor, Tensor]]) -> Tensor:
+        value = total(model, pair[1])
+        if pair[0] == failing:
+            if where == "forward":
+                fail()
+            value.register_hook(fail)
+        return value
+
+    micros = list(enumerate(split(batch(6), [2, 2, 2])))
+    with pytest.raises(kind) as raised:
+        LockStep(batchnorms(model)).run(micros, forward=forward, backward=lambda v: v.backward())
+    assert raised.value is failure
+    assert threading.active_count() == 1
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert "forward" not in model[0][0][1].__dict__
+
+
+def test_interrupt_of_the_caller_ends_the_threads() -> None:
+    model = resnet().double()
+    calls: list[int] = []
+
+    def forward(micro: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            _thread.interrupt_main()
+        return total(model, micro)
+
+    with pytest.raises(KeyboardInterrupt):
+        LockStep(batchnorms(model)).run(
+            split(batch(64), [1] * 64), forward=forward, backward=lambda v: v.backward()
+        )
+    assert threading.active_count() == 1
+
+
+def test_backward_outside_of_the_run_is_refused() -> None:
+    model = resnet().double()
+    values = LockStep(batchnorms(model)).run(
+        split(batch(4), [2, 2]), forward=lambda m: total(model, m), backward=lambda value: value
+    )
+    with pytest.raises(WindowError, match="outside of the run"):
+        values[0].backward()
+
+
+def test_one_value_per_channel_is_an_error_as_in_torch() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    x, y = torch.randn(1, 3), torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match="one value per channel"):
+        lockstep(model, [(x, y)])
+
+
+def test_reduce_includes_other_ranks() -> None:
+    """Two ranks played one after the other: what rank 0 leaves is added to what rank 1 brings."""
+    model = resnet().double()
+    data = batch(10)
+    want = whole(model, data)
+    micros = split(data, [3, 2, 1, 4])
+    ranks = [copy.deepcopy(model) for _ in range(2)]
+    barrier = threading.Barrier(2)
+    brought: list[Tensor | None] = [None, None]
+    failures: list[BaseException] = []
+
+    def reduce_of(rank: int) -> Any:
+        def reduce(value: Tensor) -> Tensor:
+            brought[rank] = value
+            barrier.wait(30)
+            both = [b for b in brought if b is not None]
+            barrier.wait(30)
+            return both[0] + both[1]
+
+        return reduce
+
+    def play(rank: int) -> None:
+        mine = ranks[rank]
+        try:
+            LockStep(batchnorms(mine), reduce=reduce_of(rank)).run(
+                micros[:3] if rank == 0 else micros[3:],
+                forward=lambda m: total(mine, m),
+                backward=lambda v: v.backward(),
+            )
+        except BaseException as failure:
+            failures.append(failure)
+            barrier.abort()
+
+    other = threading.Thread(target=play, args=(1,))
+    other.start()
+    play(0)
+    other.join()
+    assert not failures
+    grads = [result(rank)[0] for rank in ranks]
+    assert error({n: grads[0][n] + grads[1][n] for n in grads[0]}, want[0]) <= 1e-12
+    for rank in ranks:
+        assert error(result(rank)[1], want[1]) <= 1e-12
