@@ -48,19 +48,13 @@ class Collector:
     def pytest_runtest_logreport(self, report: Any) -> None:
         # A test's own phase counts; set-up and tear-down only where they fail or skip.
         if report.when == "call" or report.outcome != "passed":
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-            self.results.append(
-                Result(
-                    report.nodeid.removeprefix("tests/gpu/"),
-                    report.outcome,
-                    report.duration,
-                    _last_line(str(reason or "")),
-                )
-            )
+            name = report.nodeid.removeprefix("tests/gpu/")
+            reason = _reason(report.longrepr)
+            self.results.append(Result(name, report.outcome, report.duration, reason))
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.outcome != "passed":
-            reason = _last_line(str(report.longrepr))
+            reason = _reason(report.longrepr)
             self.results.append(Result(report.nodeid, report.outcome, 0.0, reason))
 
 
@@ -118,6 +112,14 @@ def _call(name: str, function: Any) -> Result:
         traceback.print_exc()
         outcome, reason = "failed", _last_line(f"{type(problem).__name__}: {problem}")
     return Result(name, outcome, time.perf_counter() - started, reason)
+
+
+def _reason(longrepr: Any) -> str:
+    """One line of what pytest knows: (file, line, reason) of a skip, or the crash's message."""
+    if isinstance(longrepr, tuple):
+        return str(longrepr[2])
+    crash = getattr(longrepr, "reprcrash", None)
+    return str(crash.message).partition("\n")[0] if crash else _last_line(str(longrepr or ""))
 
 
 def _last_line(text: str) -> str:

@@ -89,6 +89,9 @@ def test_with_pytest_gives_the_same_outcomes(tmp_path: Path) -> None:
         "test_warns": "failed",
         "test_skips": "skipped",
     }, done.stdout
+    reasons = {line[1]: line[3] for line in lines if len(line) > 3}
+    assert reasons["test_fails"] == "ArithmeticError: off by 38%"
+    assert "needs two devices" in reasons["test_skips"]
 
 
 def test_page_counts_and_escapes(gpu: ModuleType) -> None:
