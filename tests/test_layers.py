@@ -26,7 +26,19 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runners", "memory", "state", "checkpoint"}),
     frozenset({"window", "execute", "coupled"}),
     frozenset({"target", "feed"}),
-    frozenset({"close", "hooks", "precision", "sync", "splitting", "scaling", "steps", "snapshot"})
+    frozenset(
+        {
+            "backward",
+            "close",
+            "hooks",
+            "precision",
+            "sync",
+            "splitting",
+            "scaling",
+            "steps",
+            "snapshot",
+        }
+    )
     | frozenset({"memory.meter", "memory.ledger"}),
     frozenset({"loss", "step", "randomness"}),
     frozenset({"errors"}),
