@@ -1,0 +1,78 @@
+"""The commands together, and one clear line for everything that a user can get wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from wholebatch import __version__
+from wholebatch.cli.recipes import recipes
+from wholebatch.cli.train import train
+from wholebatch.errors import WholebatchError
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="wholebatch",
+    help="Train on the whole batch in the memory of a slice: the same update.",
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command()(recipes)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"wholebatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status of `wholebatch ARGUMENTS`; errors are one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that has no "×" shows "?", and lives
+            stream.reconfigure(errors="replace")
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(arguments, prog_name="wholebatch", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)
+        return 130
+    except WholebatchError as error:
+        return fail(str(error), 2)
+    except BrokenPipeError:  # `wholebatch recipes | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        # Usage errors of the parser, wherever its package keeps them in this version.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        return fail(f"{format_message()} (see --help)", int(getattr(error, "exit_code", 2)))
+    return result if isinstance(result, int) else 0
+
+
+def fail(message: str, status: int) -> int:
+    """Say it in one line on stderr."""
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return status

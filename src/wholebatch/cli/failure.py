@@ -1,0 +1,66 @@
+"""What goes wrong while training: the recipe's own line, short, and how to go on."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import typer
+
+from wholebatch.checkpoint import Checkpoints
+from wholebatch.cli.folder import RunFolder, resume_command
+from wholebatch.errors import WholebatchError, WindowError
+from wholebatch.recipes import place_of
+
+__all__ = ["training_failures"]
+
+
+@contextmanager
+def training_failures(recipe: Path, folder: Path) -> Iterator[None]:
+    """Tell an error of the recipe by its file and line; one of wholebatch itself stays whole."""
+    try:
+        yield
+    except (WholebatchError, torch.OutOfMemoryError) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        place = place_of(error, recipe)
+        if place and isinstance(error, WholebatchError):
+            print(f"  at {place}", file=sys.stderr)
+        if isinstance(error, torch.OutOfMemoryError):
+            print("  give a smaller --micro-batch", file=sys.stderr)
+        _tell_last(folder)
+        raise typer.Exit(1 if isinstance(error, _WHILE_TRAINING) else 2) from error
+    except Exception as error:
+        place = place_of(error, recipe)
+        if place is None:
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename) == recipe and frame.lineno is not None:
+                print(f"  at {recipe}:{frame.lineno}, in {frame.name}", file=sys.stderr)
+                print(
+                    f"    {linecache.getline(frame.filename, frame.lineno).strip()}",
+                    file=sys.stderr,
+                )
+        _tell_last(folder)
+        raise typer.Exit(1) from error
+
+
+_WHILE_TRAINING = (ArithmeticError, WindowError, torch.OutOfMemoryError)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, WholebatchError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _tell_last(folder: Path) -> None:
+    run = RunFolder(folder)
+    if run.has_run() and Checkpoints(run.checkpoints).paths():
+        print(f"  go on from the last checkpoint: {resume_command(folder)}", file=sys.stderr)

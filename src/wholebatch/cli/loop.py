@@ -1,0 +1,190 @@
+"""The way of a run: take a batch, make the update, write it down; until done, or asked to stop."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wholebatch.checkpoint import Checkpoints
+from wholebatch.cli.folder import RunFolder
+from wholebatch.cli.memory import PeakMemory
+from wholebatch.cli.session import Session
+from wholebatch.cli.stop import StopRequest
+from wholebatch.errors import WindowError
+from wholebatch.report.metrics import Events, MetricsFile, record_of
+from wholebatch.report.terminal import Terminal
+from wholebatch.splitting import batch_size_of
+
+__all__ = ["Outcome", "run_loop"]
+
+_MOST_SKIPPED_IN_A_ROW = 50
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: finished, or stopped with a checkpoint `micro_batches` into a window."""
+
+    finished: bool
+    checkpoint: Path
+    micro_batches: int
+    of: int
+    seconds: float
+    units_per_second: float
+    first_loss: float | None
+    last_loss: float | None
+    batch: Any
+
+
+class _Stopped(Exception):
+    """Leaves `step()` in the middle of a window, after its checkpoint was written."""
+
+    def __init__(self, checkpoint: Path, done: int, of: int) -> None:
+        super().__init__(f"stopped after micro-batch {done} of {of}")
+        self.checkpoint, self.done, self.of = checkpoint, done, of
+
+
+def run_loop(
+    session: Session,
+    folder: RunFolder,
+    terminal: Terminal,
+    memory: PeakMemory,
+    *,
+    mid_window: bool,
+) -> Outcome:
+    """Train up to the configured number of updates, or until a signal asks to stop."""
+    with ExitStack() as stack:
+        metrics = MetricsFile(folder.metrics, windows=session.windows)
+        stack.callback(metrics.close)
+        events = Events(folder.events, windows=session.windows)
+        stack.callback(events.close)
+        stop = stack.enter_context(StopRequest())
+        terminal.begin(done=session.train.updates, total=session.config.steps)
+        stack.callback(terminal.end)
+        return _Loop(session, folder, terminal, memory, metrics, events, stop).run(mid_window)
+
+
+class _Loop:
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        terminal: Terminal,
+        memory: PeakMemory,
+        metrics: MetricsFile,
+        events: Events,
+        stop: StopRequest,
+    ) -> None:
+        self._session = session
+        self._checkpoints = Checkpoints(folder.checkpoints)
+        self._terminal = terminal
+        self._memory = memory
+        self._metrics = metrics
+        self._events = events
+        self._stop = stop
+        self._began = time.perf_counter()
+        self._units = self._seconds = 0.0
+        self._metered = True
+        self._skipped_in_a_row = 0
+        self._largest: tuple[int, Any] = (0, None)
+
+    def run(self, mid_window: bool) -> Outcome:
+        session = self._session
+        checkpoint = self._save() if not self._checkpoints.paths() else None
+        while session.train.updates < session.config.steps:
+            if self._stop.requested:
+                return self._outcome(self._save(), 0, 0)
+            batch = session.batches.peek()
+            session.position = session.batches.position
+            session.batches.take()
+            self._remember(batch)
+            try:
+                self._window(batch, whole=not mid_window)
+            except _Stopped as stopped:
+                return self._outcome(stopped.checkpoint, stopped.done, stopped.of)
+            mid_window = False
+            checkpoint = None
+            if session.train.updates % session.config.checkpoint_every == 0:
+                checkpoint = self._save()
+        return self._outcome(checkpoint or self._save(), 0, 0, finished=True)
+
+    def _window(self, batch: Any, *, whole: bool) -> None:
+        session = self._session
+        rates = [float(group["lr"]) for group in session.optimizer.param_groups]
+        metered = not self._memory.settled
+        began = time.perf_counter()
+        with self._memory.around(whole_window=whole):
+            step = session.train.step(batch, after_micro=self._after_micro)
+        seconds = time.perf_counter() - began
+        if self._metered and not metered:
+            self._units = self._seconds = 0.0  # the meter is slow: count from here on
+        self._metered = metered
+        self._units += step.units
+        self._seconds += seconds
+        record = record_of(
+            step,
+            window=session.windows,
+            epoch=session.position.epoch,
+            lr=rates,
+            now=time.time(),
+        )
+        self._metrics.write(record)
+        self._events.write(record)
+        session.position = session.batches.position
+        self._terminal.update(
+            updates=session.train.updates,
+            loss=step.loss,
+            units_per_second=self._rate,
+        )
+        if session.config.micro_batch == "auto" and session.windows == 1:
+            self._terminal.note(f"the batch is made of {step.micro_batches} micro-batches")
+        self._watch_skipped(step.skipped)
+
+    def _after_micro(self, done: int, of: int) -> None:
+        self._terminal.micro(done, of)
+        if self._stop.requested and done < of:
+            raise _Stopped(self._save(micro_batches=done), done, of)
+
+    def _save(self, *, micro_batches: int = 0) -> Path:
+        self._metrics.sync()
+        self._events.sync()
+        return self._session.save(self._checkpoints, micro_batches=micro_batches)
+
+    def _watch_skipped(self, reason: str | None) -> None:
+        if reason is None:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        self._terminal.note(f"window {self._session.windows} made no update: {reason}")
+        if self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
+            raise WindowError(
+                f"{_MOST_SKIPPED_IN_A_ROW} windows in a row made no update ({reason}); the run "
+                "would never end"
+            )
+
+    def _remember(self, batch: Any) -> None:
+        """Keep a full batch: how much memory it would have needed at once is asked at the end."""
+        if self._largest[0] < self._session.config.batch_size:
+            size = batch_size_of(batch)
+            if size > self._largest[0]:
+                self._largest = (size, batch)
+
+    @property
+    def _rate(self) -> float:
+        return self._units / self._seconds if self._seconds else 0.0
+
+    def _outcome(self, checkpoint: Path, done: int, of: int, *, finished: bool = False) -> Outcome:
+        first, last = self._metrics.first, self._metrics.last
+        return Outcome(
+            finished=finished,
+            checkpoint=checkpoint,
+            micro_batches=done,
+            of=of,
+            seconds=time.perf_counter() - self._began,
+            units_per_second=self._rate,
+            first_loss=first["loss"] if first else None,
+            last_loss=last["loss"] if last else None,
+            batch=self._largest[1],
+        )

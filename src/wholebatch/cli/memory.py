@@ -1,0 +1,79 @@
+"""Peak memory: what a window really used, beside what the whole batch at once would have needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholebatch.errors import WholebatchError
+from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
+from wholebatch.memory.predict import predict_peak
+from wholebatch.report.terminal import bytes_said
+
+__all__ = ["PeakMemory"]
+
+
+class PeakMemory:
+    """Measures a run: CUDA's allocator keeps its own peak, on the CPU a few windows are metered.
+
+    Metered until one whole window was, with the optimizer's state there already: the first
+    window makes that state at its end, and so shows less than all later ones use.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._device = next(model.parameters()).device
+        self._measured: int | None = None
+        self._is_first = True
+        self.settled = self._device.type != "cpu"
+        if self._device.type == "cuda":
+            reset_cuda_peak(self._device)
+
+    @contextmanager
+    def around(self, *, whole_window: bool) -> Iterator[None]:
+        """Around one window."""
+        if self.settled:
+            yield
+            return
+        has_state = bool(self._optimizer.state)
+        with MemoryMeter(model=self._model, optimizer=self._optimizer) as meter:
+            yield
+        self._measured = max(meter.peak, self._measured or 0)
+        self._is_first = not has_state
+        self.settled = has_state and whole_window
+
+    @property
+    def measured(self) -> int | None:
+        """The most bytes of tensors alive at one moment; None where nothing can tell."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return self._measured
+
+    def said(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
+        """Both numbers in one line; `batch` is a whole one."""
+        measured = self.measured
+        here = "not measured on this device" if measured is None else f"{bytes_said(measured)}"
+        try:
+            whole = predict_peak(
+                self._model,
+                loss,
+                batch,
+                optimizer=self._optimizer,
+                precision=precision,
+                micro_batches=1,
+                first=self._is_first and self._device.type == "cpu",
+            ).peak
+        except WholebatchError as error:
+            return f"{here}; for the whole batch at once: {error}"
+        except (
+            Exception
+        ) as error:  # a loss that cannot run without numbers: only the report is poorer
+            reason = str(error).strip().split("\n")[0][:120]
+            return f"{here}; for the whole batch at once it cannot be predicted ({reason})"
+        less = f" ({whole / measured:.1f}×)" if measured else ""
+        return f"{here} measured; {bytes_said(whole)} predicted for the whole batch at once{less}"

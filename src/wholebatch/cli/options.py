@@ -1,0 +1,161 @@
+"""The settings of a run: the command line, else the stored run, else the recipe, else a default.
+
+Nothing here imports torch: a wrong option is refused at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from wholebatch.errors import OptionError, StateError
+
+__all__ = ["PRECISIONS", "Config", "Given", "check", "config_text", "read_config", "resolve"]
+
+PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
+_TOKENS = re.compile(r"(\d+)\s*tokens?")
+_FALLBACK: dict[str, Any] = {
+    "batch_size": 32,
+    "micro_batch": "auto",
+    "steps": 100,
+    "precision": "full",
+    "clip_norm": None,
+    "lr": None,
+    "seed": 0,
+    "checkpoint_every": 50,
+}
+# What a resumed run may change without becoming another run.
+_MAY_CHANGE = ("steps", "checkpoint_every")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user wrote; None where nothing was written."""
+
+    batch_size: int | None = None
+    micro_batch: str | None = None
+    steps: int | None = None
+    precision: str | None = None
+    clip_norm: float | None = None
+    lr: float | None = None
+    seed: int | None = None
+    checkpoint_every: int | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run, as `config.json` keeps it."""
+
+    batch_size: int
+    micro_batch: int | str
+    steps: int
+    precision: str
+    clip_norm: float | None
+    lr: float | None
+    seed: int
+    checkpoint_every: int
+
+    @property
+    def tokens(self) -> int | None:
+        """The budget, if the micro-batch is one of tokens."""
+        match = _TOKENS.fullmatch(str(self.micro_batch))
+        return int(match[1]) if match else None
+
+    @property
+    def autocast(self) -> str:
+        """What `WholeBatch(precision=)` is given; pure 16-bit parameters need no autocast."""
+        return "full" if self.precision == "bf16-pure" else self.precision
+
+
+def resolve(
+    given: Given, defaults: Mapping[str, Any], *, stored: Mapping[str, Any] | None
+) -> Config:
+    """The settings, each from the first place that says it; a stored run is not changed."""
+    values: dict[str, Any] = {}
+    for field in fields(Config):
+        name = field.name
+        asked = check(name, getattr(given, name), _flag(name))
+        if stored is not None:
+            kept = stored[name]
+            if asked is not None and asked != kept and name not in _MAY_CHANGE:
+                raise OptionError(
+                    f"{_flag(name)} {asked}: the run that --resume continues has {kept}; leave it "
+                    "out, or begin a new run in another --out"
+                )
+            values[name] = kept if asked is None else asked
+        elif asked is not None:
+            values[name] = asked
+        elif name == "lr":
+            values[name] = None  # the recipe's own affair: its optimizer, or defaults["lr"]
+        elif name in defaults:
+            values[name] = check(name, defaults[name], f"the recipe's defaults[{name!r}]")
+        else:
+            values[name] = _FALLBACK[name]
+    if values["precision"] == "fp32":
+        values["precision"] = "full"
+    return Config(**values)
+
+
+def check(name: str, value: Any, label: str) -> Any:
+    """The value as it is meant, or an OptionError that says what is allowed. None stays None."""
+    if value is None:
+        return None
+    if name == "micro_batch":
+        return _micro_batch(value, label)
+    if name == "precision":
+        if value not in PRECISIONS:
+            raise OptionError(f"{label} {value}: must be one of {', '.join(PRECISIONS)}")
+        return "full" if value == "fp32" else value
+    if name in ("clip_norm", "lr"):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise OptionError(f"{label} {value}: must be a number above 0")
+        return float(value)
+    least = 0 if name == "seed" else 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{label} {value}: must be a whole number, at least {least}")
+    return value
+
+
+def _micro_batch(value: Any, label: str) -> int | str:
+    text = str(value).strip()
+    match = _TOKENS.fullmatch(text)
+    if match and int(match[1]) > 0:
+        return f"{int(match[1])} tokens"
+    if text == "auto":
+        return text
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise OptionError(
+        f'{label} {text}: must be "auto", a number of samples, or a budget such as "4096 tokens"'
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What `config.json` of a run says: the recipe and its settings."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        wanted = {field.name for field in fields(Config)}
+        if not wanted <= stored["settings"].keys() or not isinstance(stored["recipe"], str):
+            raise KeyError
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise StateError(f"{path} is damaged: it does not hold the settings of a run") from None
+    result: dict[str, Any] = stored
+    return result
+
+
+def config_text(config: Config, *, recipe: str, digest: str, about: Mapping[str, Any]) -> str:
+    """What is written to `config.json`."""
+    content = {"recipe": recipe, "recipe_sha256": digest, "settings": asdict(config), **about}
+    return json.dumps(content, indent=2) + "\n"

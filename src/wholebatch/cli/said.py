@@ -1,0 +1,102 @@
+"""What a run says before it begins and after it ended: labelled lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from wholebatch.checkpoint import Found
+from wholebatch.cli.folder import resume_command, shown
+from wholebatch.cli.loop import Outcome
+from wholebatch.cli.options import Config
+from wholebatch.cli.session import Session
+from wholebatch.report.terminal import count_said
+
+__all__ = ["arithmetic", "head_rows", "summary_rows"]
+
+Rows = list[tuple[str, str]]
+
+
+def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
+    """What will be done, with the arithmetic of the batch."""
+    config, model = session.config, session.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    place = str(session.device)
+    if session.device.type == "cpu":
+        threads = torch.get_num_threads()
+        place += f" ({threads} thread{'' if threads == 1 else 's'})"
+    group = session.optimizer.param_groups[0]
+    rate = float(group.get("initial_lr", group["lr"]))
+    clip = f"clipped to norm {config.clip_norm:g}" if config.clip_norm else "not clipped"
+    rows = [
+        ("model", f"{type(model).__name__}, {parameters:,} parameters, {dtype} on {place}"),
+        ("data", _data_said(session)),
+        ("batch", arithmetic(session.micro_batches(), config)),
+        (
+            "update",
+            f"{type(session.optimizer).__name__}, learning rate {rate:g}, {clip}, "
+            f"precision {config.precision}",
+        ),
+        ("run", f"{config.steps} updates, seed {config.seed}, in {shown(folder)}/"),
+    ]
+    if found is not None:
+        state = found.state["train"]
+        into = f", {state['done']} micro-batches into the next" if state["window"] else ""
+        rows.append(("resumed", f"after update {session.train.updates}{into}"))
+    return rows
+
+
+def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Path) -> Rows:
+    """What came out, and where it is."""
+    rows = [
+        ("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}"),
+        ("speed", f"{count_said(outcome.units_per_second)} {session.recipe.unit}/s"),
+        ("peak memory", memory),
+        ("written to", f"{shown(folder)}/"),
+        ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json"),
+        ("go on with", resume_command(folder, steps=2 * session.train.updates)),
+    ]
+    if session.train.skipped:
+        rows.insert(1, ("skipped", f"{session.train.skipped} windows made no update"))
+    return rows
+
+
+def arithmetic(sizes: Sequence[int] | None, config: Config, *, ranks: int = 1) -> str:
+    """How the global batch comes about: micro-batch × steps × ranks, with a remainder as it is.
+
+    >>> from wholebatch.cli.options import Config
+    >>> config = Config(64, 12, 1, "full", None, None, 0, 1)
+    >>> arithmetic([12, 12, 12, 12, 12, 4], config)
+    '(12 × 5 + 4) × 1 rank = 64 samples an update (micro-batch × steps × ranks)'
+    """
+    said = f"{ranks} rank{'' if ranks == 1 else 's'}"
+    if sizes is None:
+        return (
+            f"{config.batch_size} samples × {said} an update, as few micro-batches as memory allows"
+        )
+    total = sum(sizes) * ranks
+    groups: list[tuple[int, int]] = []  # (samples, how many in a row)
+    for size in sizes:
+        if groups and groups[-1][0] == size:
+            groups[-1] = (size, groups[-1][1] + 1)
+        else:
+            groups.append((size, 1))
+    first, *others = groups
+    terms = f"{first[0]} × {first[1]}"
+    for size, count in others:
+        terms += f" + {size}" if count == 1 else f" + {size} × {count}"
+    if len(groups) > 1:
+        terms = f"({terms})"
+    budget = f", at most {config.micro_batch} each" if config.tokens else ""
+    return f"{terms} × {said} = {total} samples an update (micro-batch × steps × ranks{budget})"
+
+
+def _data_said(session: Session) -> str:
+    batches = session.batches
+    if batches.length is not None:
+        count = -(-batches.length // session.config.batch_size)
+        return f"{batches.length:,} samples, {count:,} batches an epoch"
+    return "batches of a DataLoader" if batches.kind == "loader" else "a stream of samples"

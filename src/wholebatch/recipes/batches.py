@@ -1,0 +1,218 @@
+"""Whole batches out of a recipe's data, in an order that needs no memory of the past.
+
+The order of a dataset in epoch e is a permutation made from (seed, e), and whatever randomness
+its samples draw is seeded by their place. So batch number b of epoch e is always the same batch,
+whatever ran before it: resuming goes straight there. A stream can only be read again from its
+start, to the same place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from wholebatch.errors import RecipeError, StateError
+
+__all__ = ["Batches", "Position"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Which batch: number `batch` of epoch `epoch`, both from 0."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+class Batches:
+    """The batches of a recipe, one `take()` after the other, over as many epochs as are asked for.
+
+    `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
+    DataLoader, whose batches are taken as they are. The last batch of an epoch may be short; it
+    is never left out.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        *,
+        batch_size: int,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.position = Position()
+        self.batch_size = batch_size
+        self._build = build
+        self._seed = seed
+        self._collate = collate or default_collate
+        with self._seeded("data"):
+            self._data = build()
+        self.kind = _kind_of(self._data)
+        self.length = len(self._data) if self.kind == "dataset" else None
+        if self.length == 0:
+            raise RecipeError("the recipe's data() is empty")
+        self._order: Tensor | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._in_epoch = 0  # batches taken from the iterator
+        self._peeked: tuple[Any] | None = None
+
+    @property
+    def loader_batch_size(self) -> int | None:
+        """What a DataLoader was made with; None for everything else."""
+        return self._data.batch_size if self.kind == "loader" else None
+
+    def peek(self) -> Any:
+        """The batch at `position`, which stays; the next `take` gives the same."""
+        if self._peeked is None:
+            batch = self._from_dataset() if self.kind == "dataset" else self._from_stream()
+            self._peeked = (batch,)
+        return self._peeked[0]
+
+    def take(self) -> Any:
+        """The batch at `position`, which moves on to the next."""
+        batch = self.peek()
+        self._peeked = None
+        self.position = Position(self.position.epoch, self.position.batch + 1)
+        return batch
+
+    def state_dict(self, position: Position) -> dict[str, Any]:
+        """A place in the data, with what tells this data from another."""
+        return {
+            "kind": self.kind,
+            "length": self.length,
+            "epoch": position.epoch,
+            "batch": position.batch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place that `state_dict` noted."""
+        if (state["kind"], state["length"]) != (self.kind, self.length):
+            raise StateError(
+                f"the data has changed: the run was on {_described(state['kind'], state['length'])}"
+                f", and data() now gives {_described(self.kind, self.length)}"
+            )
+        self.position = Position(state["epoch"], state["batch"])
+        self._order = self._iterator = self._peeked = None
+
+    def _from_dataset(self) -> Any:
+        assert self.length is not None
+        if self.position.batch * self.batch_size >= self.length:
+            self.position = Position(self.position.epoch + 1, 0)
+            self._order = None
+        if self._order is None:
+            generator = torch.Generator().manual_seed(_mixed(self._seed, self.position.epoch))
+            self._order = torch.randperm(self.length, generator=generator)
+        start = self.position.batch * self.batch_size
+        chosen = self._order[start : start + self.batch_size].tolist()
+        with self._seeded("batch"):
+            if callable(getattr(self._data, "__getitems__", None)):  # torch's name for many at once
+                samples = list(self._data.__getitems__(chosen))
+            else:
+                samples = [self._data[index] for index in chosen]
+            return self._collate(samples)
+
+    def _from_stream(self) -> Any:
+        if self._iterator is None:
+            self._restart()
+        while self._in_epoch < self.position.batch:  # resuming: read up to the place
+            if self._next() is None:
+                raise StateError(
+                    f"the data has changed: epoch {self.position.epoch} ended after "
+                    f"{self._in_epoch} batches, and the run had taken {self.position.batch}"
+                )
+        batch = self._next()
+        if batch is None:
+            if self._in_epoch == 0:
+                raise RecipeError("the recipe's data() is empty")
+            self.position = Position(self.position.epoch + 1, 0)
+            self._restart()
+            batch = self._next()
+            if batch is None:
+                raise RecipeError("the recipe's data() was empty when it was begun a second time")
+        return batch[0]
+
+    def _restart(self) -> None:
+        with self._seeded("epoch"):
+            if self.position.epoch > 0 and iter(self._data) is self._data:
+                self._data = self._build()  # a generator: spent after one epoch
+            self._iterator = iter(self._data)
+        self._in_epoch = 0
+
+    def _next(self) -> tuple[Any] | None:
+        assert self._iterator is not None
+        with self._seeded("batch", batch=self._in_epoch):
+            if self.kind == "loader":
+                found = list(islice(self._iterator, 1))
+                batch = found[0] if found else None
+            else:
+                found = list(islice(self._iterator, self.batch_size))
+                batch = self._collate(found) if found else None
+        if not found:
+            return None
+        self._in_epoch += 1
+        return (batch,)
+
+    @contextmanager
+    def _seeded(self, what: str, *, batch: int | None = None) -> Iterator[None]:
+        """Random numbers by place in the data, apart from those that the model draws."""
+        at = self.position.batch if batch is None else batch
+        seed = _mixed(self._seed, self.position.epoch, at if what == "batch" else what)
+        numpy = sys.modules.get("numpy")
+        before = torch.get_rng_state(), random.getstate()
+        numpy_before = numpy.random.get_state() if numpy is not None else None
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before[0])
+            random.setstate(before[1])
+            if numpy is not None and numpy_before is not None:
+                numpy.random.set_state(numpy_before)
+
+
+def _kind_of(data: Any) -> str:
+    if isinstance(data, DataLoader):
+        return "loader"
+    if isinstance(data, dict) or (
+        isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data)
+    ):
+        raise RecipeError(
+            f"the recipe's data() returned a {type(data).__name__} of columns; return samples: "
+            "torch.utils.data.TensorDataset(x, y), a list, or a dataset"
+        )
+    if not isinstance(data, IterableDataset) and hasattr(data, "__getitem__"):
+        if not hasattr(data, "__len__"):
+            raise RecipeError(
+                f"the recipe's data() returned a {type(data).__name__} that has an index but no "
+                "length; give it a __len__, or make it iterable"
+            )
+        return "dataset"
+    if hasattr(data, "__iter__"):
+        return "stream"
+    raise RecipeError(
+        f"the recipe's data() returned a {type(data).__name__}; return a dataset (a length and an "
+        "index), an iterable of samples, or a DataLoader"
+    )
+
+
+def _described(kind: str, length: int | None) -> str:
+    return f"a {kind}" if length is None else f"a {kind} of {length:,} samples"
+
+
+def _mixed(*parts: int | str) -> int:
+    """One seed of 63 bits from several numbers; neighbours give unrelated ones."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,148 @@
+"""A byte-level GPT on the sources of the Python that runs it.
+
+The corpus is on every machine: the standard library's `.py` files. Copy this file to begin a
+recipe of your own: `wholebatch recipes bytes-gpt > mine.py`, then `wholebatch train mine.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+
+import wholebatch as wb
+
+defaults = {
+    "batch_size": 64,
+    "micro_batch": 8,
+    "steps": 110,
+    "precision": "full",
+    "clip_norm": 1.0,
+    "checkpoint_every": 25,
+}
+unit = "bytes"
+
+CONTEXT = 64
+WIDTH = 128
+LAYERS = 3
+HEADS = 4
+CORPUS_BYTES = 8_000_000
+
+
+class Block(nn.Module):
+    """Attention, then a multilayer perceptron, each on normalised input and added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm_2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        added: Tensor = self.down(functional.gelu(self.up(self.norm_2(x))))
+        return x + added
+
+
+class GPT(nn.Module):
+    """Next-byte predictor: embeddings, blocks, and a head over the 256 byte values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, WIDTH)
+        self.place = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.3)
+        # Every branch adds to the stream: begin with small additions, and with a flat prediction.
+        for name, weight in self.named_parameters():
+            if name.endswith(("mix.weight", "down.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS))
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        logits: Tensor = self.head(self.norm(self.blocks(self.byte(tokens) + self.place(places))))
+        return logits
+
+
+class Corpus:
+    """Sequences of CONTEXT bytes, each with the byte that follows every one of them."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return (len(self._text) - 1) // CONTEXT
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        piece = self._text[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
+        return {"tokens": piece[:-1], "next": piece[1:]}
+
+
+def model() -> nn.Module:
+    return GPT()
+
+
+def data() -> Corpus:
+    """The standard library, file by file in the order of names, up to CORPUS_BYTES."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    parts, size = [], 0
+    for path in sorted(root.rglob("*.py")):
+        if left_out.isdisjoint(path.relative_to(root).parts):
+            parts.append(path.read_bytes())
+            size += len(parts[-1])
+            if size >= CORPUS_BYTES:
+                break
+    return Corpus(b"\n".join(parts)[:CORPUS_BYTES])
+
+
+def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["tokens"]), micro["next"])
+
+
+def units(micro: dict[str, Tensor]) -> int:
+    return micro["next"].numel()
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), fused=True)
+
+
+def scheduler(optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """Ten updates of warm-up, then a cosine down to a tenth."""
+
+    def factor(update: int) -> float:
+        if update < 10:
+            return (update + 1) / 10
+        done = min(1.0, (update - 10) / max(1, steps - 10))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, factor)

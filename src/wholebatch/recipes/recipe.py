@@ -1,0 +1,287 @@
+"""A recipe, read from its file and checked before anything is built.
+
+```python
+def model(): ...                          # an nn.Module
+def data(): ...                           # samples, or a DataLoader that gives whole batches
+def loss(model, micro): ...               # wb.Loss(total, units)
+# and, where the defaults do not do:
+def optimizer(model): ...
+def scheduler(optimizer, steps): ...      # or scheduler(optimizer)
+def units(micro): ...                     # counted before the first backward
+def collate(samples): ...                 # a list of samples -> a batch
+def tokens(budget): ...                   # wb.tokens(budget, ...) for --micro-batch "4096 tokens"
+defaults = {"batch_size": 64, "micro_batch": 8, "steps": 100}
+unit = "tokens"                           # what the units are called in reports
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypedDict, cast
+
+import torch
+from torch import nn
+
+from wholebatch.errors import RecipeError, WholebatchError
+
+__all__ = ["EMBEDDED", "Recipe", "Settings", "load_recipe", "place_of", "source_of"]
+
+EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
+"""The names that can stand for a file, the default first."""
+
+_REQUIRED = {"model": 0, "data": 0, "loss": 2}
+_OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1}
+
+
+class Settings(TypedDict, total=False):
+    """What a recipe may set in `defaults`; the command line wins over it."""
+
+    batch_size: int
+    micro_batch: int | str
+    steps: int
+    precision: str
+    clip_norm: float | None
+    lr: float
+    seed: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts of a training run, as the file gives them."""
+
+    name: str
+    path: Path
+    description: str
+    digest: str
+    defaults: Settings
+    unit: str
+    loss: Callable[[Any, Any], Any]
+    units: Callable[[Any], Any] | None
+    collate: Callable[[list[Any]], Any] | None
+    _parts: Mapping[str, Callable[..., Any]] = field(repr=False)
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the name alone finds it."""
+        return self.path.parent == Path(__file__).parent
+
+    def build_model(self) -> nn.Module:
+        """What `model()` returns."""
+        model = self._call("model")
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"{self.path}: model() returned {_kind(model)}, not an nn.Module")
+        return model
+
+    def build_data(self) -> Any:
+        """What `data()` returns."""
+        data = self._call("data")
+        if data is None:
+            raise RecipeError(f"{self.path}: data() returned None; return a dataset or a loader")
+        return data
+
+    def build_optimizer(self, model: nn.Module, *, lr: float | None) -> torch.optim.Optimizer:
+        """What `optimizer(model)` returns, else AdamW; `lr`, if given, wins over its own."""
+        if "optimizer" not in self._parts:
+            rate = lr if lr is not None else self.defaults.get("lr", 1e-3)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            if not trained:
+                raise RecipeError(f"{self.path}: model() has no parameter that requires a gradient")
+            return torch.optim.AdamW(trained, lr=rate)
+        optimizer = self._call("optimizer", model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RecipeError(
+                f"{self.path}: optimizer(model) returned {_kind(optimizer)}, not a "
+                "torch.optim.Optimizer"
+            )
+        if lr is not None:
+            rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+            if len(rates) > 1:
+                raise RecipeError(
+                    f"--lr {lr:g}: {self.path} gives its parameter groups rates of their own "
+                    f"({', '.join(f'{rate:g}' for rate in rates)}); set them in the recipe"
+                )
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        return optimizer
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
+        """What `scheduler(optimizer)` or `scheduler(optimizer, steps)` returns, or None."""
+        if "scheduler" not in self._parts:
+            return None
+        wants_steps = _takes(self._parts["scheduler"], 2)
+        return self._call("scheduler", optimizer, *((steps,) if wants_steps else ()))
+
+    def build_tokens(self, budget: int) -> Any:
+        """How to split by a budget of tokens: the recipe's `tokens(budget)`, else the plain one."""
+        if "tokens" in self._parts:
+            return self._call("tokens", budget)
+        from wholebatch.splitting import tokens
+
+        return tokens(budget)
+
+    def _call(self, part: str, *arguments: object) -> Any:
+        try:
+            return self._parts[part](*arguments)
+        except WholebatchError:
+            raise
+        except Exception as error:
+            place = place_of(error, self.path) or str(self.path)
+            raise RecipeError(f"{place}: {part}() failed: {_said(error)}") from error
+
+
+def load_recipe(name: str) -> Recipe:
+    """The recipe of a file, or the embedded one of that name; a RecipeError says what is wrong."""
+    path = _find(name)
+    source = _read(path)
+    module = _run(path)
+    parts = _parts_of(module, path)
+    return Recipe(
+        name=name if name in EMBEDDED else path.stem,
+        path=path,
+        description=inspect.cleandoc(module.__doc__ or "").split("\n")[0],
+        digest=hashlib.sha256(source).hexdigest(),
+        defaults=_defaults_of(module, path),
+        unit=_unit_of(module, path),
+        loss=parts["loss"],
+        units=parts.get("units"),
+        collate=parts.get("collate"),
+        _parts=parts,
+    )
+
+
+def source_of(name: str) -> str:
+    """The text of an embedded recipe: the beginning of one's own."""
+    return _find(name).read_text(encoding="utf-8")
+
+
+def place_of(error: BaseException, path: Path) -> str | None:
+    """`mine.py:12, in loss`: the innermost line of the recipe that the error passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename) == path]
+    if not inside:
+        return None
+    last = inside[-1]
+    where = "" if last.name == "<module>" else f", in {last.name}"
+    return f"{path}:{last.lineno}{where}"
+
+
+def _find(name: str) -> Path:
+    if name in EMBEDDED:
+        return Path(__file__).parent / EMBEDDED[name]
+    path = Path(name)
+    if path.is_file():
+        return path.resolve()
+    known = ", ".join(EMBEDDED)
+    if path.is_dir():
+        raise RecipeError(f"recipe {name!r} is a folder; give a Python file or one of: {known}")
+    raise RecipeError(f"recipe {name!r}: there is no such file; the embedded recipes are: {known}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
+
+
+def _run(path: Path) -> ModuleType:
+    """The file as a module. Its neighbours can be imported, as if Python had been given it."""
+    module_name = f"wholebatch_recipe_{path.stem}".replace("-", "_").replace(".", "_")
+    spec = importlib.util.spec_from_loader(
+        module_name, importlib.machinery.SourceFileLoader(module_name, str(path))
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Registered, as dataclasses and pickle look a class's module up there.
+    sys.modules[module_name] = module
+    is_embedded = path.parent == Path(__file__).parent
+    if not is_embedded and str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    linecache.checkcache(str(path))
+    try:
+        spec.loader.exec_module(module)
+    except WholebatchError:
+        raise
+    except SyntaxError as error:
+        if error.filename is None or Path(error.filename) != path:  # of something it imports
+            raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+        raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
+    except Exception as error:
+        raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+    return module
+
+
+def _parts_of(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
+    missing = [name for name in _REQUIRED if not callable(getattr(module, name, None))]
+    if missing:
+        has = f"{missing[0]}{'(model, micro)' if missing[0] == 'loss' else '()'}"
+        others = f" (nor {' nor '.join(missing[1:])})" if missing[1:] else ""
+        raise RecipeError(
+            f"recipe {path} has no function {has}{others}; a recipe has model(), data() and "
+            "loss(model, micro)"
+        )
+    parts: dict[str, Callable[..., Any]] = {}
+    for name, arguments in (_REQUIRED | _OPTIONAL).items():
+        part = getattr(module, name, None)
+        if part is None:
+            continue
+        if not callable(part):
+            raise RecipeError(f"recipe {path}: {name} is {_kind(part)}, not a function")
+        if not _takes(part, arguments) and not (name == "scheduler" and _takes(part, 2)):
+            raise RecipeError(
+                f"recipe {path}: {name}{inspect.signature(part)} must take {arguments} "
+                f"argument{'' if arguments == 1 else 's'}"
+            )
+        parts[name] = part
+    return parts
+
+
+def _defaults_of(module: ModuleType, path: Path) -> Settings:
+    defaults = getattr(module, "defaults", {})
+    if not isinstance(defaults, Mapping):
+        raise RecipeError(f"recipe {path}: defaults is {_kind(defaults)}, not a dict")
+    allowed = list(Settings.__annotations__)
+    for name in defaults:
+        if name not in allowed:
+            raise RecipeError(
+                f"recipe {path}: defaults has {name!r}; it may have {', '.join(allowed)}"
+            )
+    return cast(Settings, dict(defaults))
+
+
+def _unit_of(module: ModuleType, path: Path) -> str:
+    unit = getattr(module, "unit", "units")
+    if not isinstance(unit, str) or not unit:
+        raise RecipeError(f'recipe {path}: unit is {_kind(unit)}, not a word such as "tokens"')
+    return unit
+
+
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:  # a built-in that does not say
+        return True
+    return True
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

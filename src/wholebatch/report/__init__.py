@@ -1,0 +1,1 @@
+"""What a run leaves behind and shows: metrics files, TensorBoard events, the terminal."""
