@@ -1,0 +1,192 @@
+"""A model, an optimizer and a batch without their bytes: what a prediction runs on.
+
+Fake tensors have a shape, a dtype, strides and a device, and operations on them compute only
+those. The real model is read (its shapes), never written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholebatch.errors import UnsupportedError
+from wholebatch.memory.batches import map_tensors
+
+__all__ = [
+    "Shapes",
+    "fake_batch",
+    "fake_mode_of",
+    "fake_model",
+    "fake_optimizer",
+    "fake_tensor",
+]
+
+
+def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode:
+    """The fake mode a model was built under, or a new one for a model that has real tensors."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, FakeTensor):
+            mode: FakeTensorMode = tensor.fake_mode
+            return mode
+    # Constants that the loss reaches through a closure (class weights) are real and may be used.
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor of the same shape, strides and dtype on `device`."""
+    if tensor.device == device:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        # Keeps ties: tensors that share a storage share one afterwards.
+        same: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
+        return same
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def fake_model(
+    model: torch.nn.Module, mode: FakeTensorMode, device: torch.device
+) -> tuple[torch.nn.Module, dict[int, torch.nn.Parameter]]:
+    """A copy of the model with fake tensors, and its parameters by the id of the original's.
+
+    One tensor that two modules hold is one tensor in the copy too.
+    """
+    parameters: dict[int, torch.nn.Parameter] = {}
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = torch.nn.Parameter(
+            fake_tensor(mode, parameter, device), requires_grad=parameter.requires_grad
+        )
+        memo[id(parameter)] = parameters[id(parameter)] = fake
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_tensor(mode, buffer, device)
+    for module in model.modules():
+        for value in vars(module).values():  # tensors that are neither parameter nor buffer
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = fake_tensor(mode, value, device)
+    try:
+        with mode:
+            return copy.deepcopy(model, memo), parameters
+    except Exception as error:
+        raise UnsupportedError(
+            f"memory cannot be predicted for {type(model).__name__}, because it cannot be copied"
+            f" ({type(error).__name__}: {error}); give the micro-batch size as a number instead"
+        ) from error
+
+
+def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
+    """A batch of fakes. Each tensor has a storage of its own, as a micro-batch on a device has."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty_like(tensor, device=device)
+
+    return map_tensors(batch, fake)
+
+
+def fake_optimizer(
+    optimizer: torch.optim.Optimizer,
+    mode: FakeTensorMode,
+    device: torch.device,
+    parameters: Mapping[int, torch.nn.Parameter],
+    *,
+    on_cuda: bool = False,
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class, options and state, over the fake parameters.
+
+    On CUDA torch chooses its `foreach` implementation by itself, but not for fake tensors.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        fakes = [parameters[id(p)] for p in group["params"] if id(p) in parameters]
+        options = {name: value for name, value in group.items() if name != "params"}
+        if on_cuda and options.get("foreach", False) is None and not options.get("fused"):
+            options["foreach"] = True
+        groups.append({**options, "params": fakes})
+    # A new object with the old one's attributes needs no guess about the constructor of a class
+    # that we do not know. Schedulers leave a `step` bound to the real optimizer on it, and hooks
+    # of the user's must not run for a prediction: those stay behind.
+    fake = object.__new__(type(optimizer))
+    fake.__dict__ = {
+        name: type(value)() if name.endswith("_hooks") else value
+        for name, value in vars(optimizer).items()
+        if name != "step"
+    }
+    fake.param_groups = groups
+    fake.state = defaultdict(dict)
+    for key, state in optimizer.state.items():
+        if id(key) in parameters:
+            fake.state[parameters[id(key)]] = map_tensors(dict(state), _fake_like(mode, device))
+    return fake
+
+
+def _fake_like(
+    mode: FakeTensorMode, device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        # Counts of steps stay on the CPU, beside moments on the device.
+        return fake_tensor(mode, tensor, device if tensor.dim() else tensor.device)
+
+    return fake
+
+
+class Shapes(TorchDispatchMode):
+    """What fake tensors lack to run a whole step: a number on request, and a dtype put right.
+
+    It stands between the meter and the fake mode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answers = False
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer 1 where a number is read out of a tensor, as optimizers do with their steps.
+
+        The memory of an update does not depend on it. That of a loss might, so there the error of
+        the fake tensor stands.
+        """
+        self._answers = True
+        try:
+            yield
+        finally:
+            self._answers = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if not self._answers:
+                raise
+            return 1
+        if func in _BATCH_NORMS and args[1] is not None and args[1].dtype != args[0].dtype:
+            # 16-bit input with fp32 weights: the kernel saves mean and deviation in the dtype of
+            # the weights, its shape function says that of the input.
+            output, *saved = result
+            return (output, *(one.to(args[1].dtype) for one in saved))
+        return result
+
+
+_BATCH_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten._native_batch_norm_legit.default,
+    torch.ops.aten._native_batch_norm_legit.no_stats,
+)

@@ -1,0 +1,166 @@
+"""The bytes that are alive now and were alive at the peak, by category: one entry per storage.
+
+Memory belongs to storages, not to tensors: views share one, and a storage outlives the tensor it
+was made for as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. The ledger
+therefore counts each storage once, from the moment it is first seen until it dies.
+
+Storages are known by identity and watched by weak reference. Addresses are no identity: an
+allocator hands the same `data_ptr` out again within microseconds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["CATEGORIES", "Ledger", "Record", "storages_of"]
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "temporaries",
+    "buffers",
+    "inputs",
+)
+
+
+class Record:
+    """One storage: how many bytes, what for, and when it was first seen."""
+
+    __slots__ = ("born", "category", "nbytes", "ref")
+
+    def __init__(self, nbytes: int, category: str, born: int) -> None:
+        self.nbytes = nbytes
+        self.category = category
+        self.born = born
+        self.ref: _StorageRef | None = None
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that carries what its callback needs, so that no closure is made for it."""
+
+    __slots__ = ("key", "record")
+    key: int
+    record: Record
+
+
+class Ledger:
+    """Live storages, the peak of their sum, and what that peak was made of.
+
+    A storage's category may become known long after its birth (a tensor turns out to be a saved
+    activation when the backward begins, or a gradient when the backward has ended), so the peak is
+    remembered as the set of records that were alive at it, not as numbers by category.
+    """
+
+    def __init__(self, *, granule: int = 1) -> None:
+        self.current = 0
+        self.peak = 0
+        self.clock = 0
+        self._granule = granule
+        self._live: dict[int, Record] = {}
+        self._peak_at = 0
+        # Alive at the peak, dead since: without them the peak could not be told by category.
+        self._dead_since_peak: list[Record] = []
+
+    def see(self, storage: torch.UntypedStorage, category: str) -> Record:
+        """The record of a storage, made with this category if the storage is new."""
+        key = storage._cdata
+        record = self._live.get(key)
+        if record is not None:
+            nbytes = self._rounded(storage.nbytes())
+            if nbytes != record.nbytes:
+                self._grow(nbytes - record.nbytes)
+                record.nbytes = nbytes
+            return record
+        self.clock += 1
+        record = Record(self._rounded(storage.nbytes()), category, self.clock)
+        reference = _StorageRef(storage, self._died)
+        reference.key = key
+        reference.record = record
+        record.ref = reference
+        self._live[key] = record
+        self._grow(record.nbytes)
+        return record
+
+    def reset_peak(self) -> None:
+        """Forget the peak: from now on it is the most that is alive from here on."""
+        self.peak = self.current
+        self._peak_at = self.clock
+        self._dead_since_peak.clear()
+
+    def since(self, born: int) -> Iterator[Record]:
+        """The live records that were first seen after `born`, youngest first."""
+        # A dict keeps the order of insertion, so this touches only what is asked for. The list is
+        # needed because a collection of garbage may end a storage while the caller iterates.
+        young: list[Record] = []
+        for record in reversed(self._live.values()):
+            if record.born <= born:
+                break
+            young.append(record)
+        return iter(young)
+
+    def current_by_category(self) -> dict[str, int]:
+        """Live bytes now, by category; every category is there, also those with nothing in it."""
+        return _by_category(list(self._live.values()))
+
+    def peak_by_category(self) -> dict[str, int]:
+        """The bytes that were alive at the peak, by category; they add up to `peak`."""
+        at_peak = [r for r in list(self._live.values()) if r.born <= self._peak_at]
+        return _by_category(at_peak + self._dead_since_peak)
+
+    def _grow(self, nbytes: int) -> None:
+        self.current += nbytes
+        if self.current > self.peak:
+            self.peak = self.current
+            self._peak_at = self.clock
+            self._dead_since_peak.clear()
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(reference, _StorageRef)
+        record = reference.record
+        record.ref = None
+        if self._live.get(reference.key) is record:
+            del self._live[reference.key]
+        self.current -= record.nbytes
+        if record.born <= self._peak_at:
+            self._dead_since_peak.append(record)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granule) * self._granule
+
+
+def _by_category(records: list[Record]) -> dict[str, int]:
+    totals = dict.fromkeys(CATEGORIES, 0)
+    for record in records:
+        totals[record.category] = totals.get(record.category, 0) + record.nbytes
+    return totals
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The storages behind a tensor: one for a plain tensor, several for a sparse or wrapped one."""
+    parts = _parts_of(tensor)
+    if parts is None:
+        return [tensor.untyped_storage()]
+    return [storage for part in parts for storage in storages_of(part)]
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """The inner tensors of a tensor that owns no storage itself; None for one that does."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        return [getattr(tensor, name) for name in names]
+    layout = tensor.layout
+    if layout is torch.strided:
+        return None
+    if layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # an opaque layout (MKL-DNN): its bytes are not reachable from Python

@@ -1,0 +1,53 @@
+"""Batches of another size keep their structure, their samples and their memory format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wholebatch.errors import OptionError
+from wholebatch.memory import resize_batch
+from wholebatch.memory.batches import map_tensors
+
+
+def test_cuts_and_repeats() -> None:
+    batch = {"x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0)}
+    small = resize_batch(batch, 2)
+    assert small["x"].tolist() == [[0, 1], [2, 3]]
+    assert small["names"] == ["a", "b"]
+    large = resize_batch(batch, 7)
+    assert large["x"][:, 0].tolist() == [0, 2, 4, 0, 2, 4, 0]
+    assert large["names"] == ["a", "b", "c", "a", "b", "c", "a"]
+    assert large["scale"] is batch["scale"]
+    assert resize_batch(batch, 3) is batch
+
+
+def test_keeps_the_memory_format() -> None:
+    image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    large = resize_batch(image, 5)
+    assert large.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_works_without_bytes() -> None:
+    with FakeTensorMode():
+        assert resize_batch((torch.zeros(2, 3), torch.zeros(2)), 1000)[0].shape == (1000, 3)
+    assert resize_batch({"x": torch.zeros(4, 2, device="meta")}, 9)["x"].shape == (9, 2)
+
+
+def test_leaves_named_static_are_passed_on() -> None:
+    batch = {"x": torch.zeros(3, 2), "table": torch.zeros(3, 5)}
+    assert resize_batch(batch, 6, static="table")["table"] is batch["table"]
+
+
+def test_refuses_no_samples() -> None:
+    with pytest.raises(OptionError, match="samples=0: must be at least 1"):
+        resize_batch(torch.zeros(2), 0)
+
+
+def test_maps_only_tensors() -> None:
+    assert map_tensors((torch.ones(1), "a", [1]), lambda t: t + 1) == (
+        torch.tensor([2.0]),
+        "a",
+        [1],
+    )

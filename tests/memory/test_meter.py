@@ -1,0 +1,242 @@
+"""The meter counts storages, each once, from birth to death, in the right category."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.memory.models import GPT, loss, mlp, tokens, vectors
+from wholebatch.memory import MemoryMeter
+from wholebatch.memory.ledger import CATEGORIES, Ledger
+
+KIB = 1024
+
+
+def kib(count: int) -> torch.Tensor:
+    return torch.zeros(count * KIB, dtype=torch.uint8)
+
+
+def test_counts_a_storage_once_however_many_views_it_has() -> None:
+    with MemoryMeter() as meter:
+        whole = kib(8)
+        views = [whole[:KIB], whole.view(2, -1), whole.view(-1, KIB)[3]]
+        assert meter.current == 8 * KIB
+        del whole
+        assert meter.current == 8 * KIB, "the views hold the storage"
+        del views
+        assert meter.current == 0
+    assert meter.peak == 8 * KIB
+
+
+def test_an_address_used_again_is_another_storage() -> None:
+    with MemoryMeter() as meter:
+        for _ in range(50):
+            kib(64)  # dies at once; the allocator gives the same address again
+        assert meter.current == 0
+        held = [kib(64) for _ in range(3)]
+        assert meter.current == len(held) * 64 * KIB
+    assert meter.peak == 3 * 64 * KIB
+
+
+def test_peak_is_the_most_alive_at_one_moment() -> None:
+    with MemoryMeter() as meter:
+        a = kib(4)
+        b = a + 1
+        del a
+        c = b + 1
+        del b
+        assert meter.current == 4 * KIB
+        assert meter.peak == 8 * KIB
+        meter.reset_peak()
+        assert meter.peak == 4 * KIB
+        d = c + 1
+        assert meter.peak == 8 * KIB
+        assert sum(meter.peak_by_category.values()) == meter.peak
+        del c, d
+
+
+def test_what_was_there_before_is_an_input_once_it_is_used() -> None:
+    before = kib(4)
+    with MemoryMeter() as meter:
+        assert meter.current == 0
+        after = before + 1
+        assert meter.current_by_category["inputs"] == 4 * KIB
+        assert meter.current_by_category["temporaries"] == after.numel()
+
+
+def test_other_devices_do_not_count() -> None:
+    with MemoryMeter(device="cpu") as meter:
+        held = torch.zeros(1000, device="meta") + 1
+        assert meter.current == 0
+    del held
+
+
+def test_a_storage_that_is_resized_is_counted_anew() -> None:
+    with MemoryMeter() as meter:
+        out = torch.empty(0)
+        torch.add(torch.ones(256), 1, out=out)
+        assert meter.current == 1024
+        del out
+
+
+def test_sparse_tensors_count_their_parts() -> None:
+    with MemoryMeter() as meter:
+        sparse = torch.eye(16).to_sparse()
+        assert meter.current == 16 * 4 + 2 * 16 * 8
+        del sparse
+        assert meter.current == 0
+
+
+def test_categories_of_a_step() -> None:
+    model = mlp(64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameters = sum(p.nbytes for p in model.parameters())
+    micro = vectors(512)  # so many that the peak is at the beginning of the backward
+    with MemoryMeter(model=model, optimizer=optimizer) as meter:
+        total = loss(model, micro).total
+        # Saved: ReLU and Tanh outputs, log-softmax; and the loss itself, with the two numbers
+        # that cross-entropy keeps.
+        held = meter.current - parameters - micro["x"].nbytes - micro["y"].nbytes
+        assert held >= 2 * 512 * 64 * 4 + 512 * 5 * 4
+        total.backward()
+        by_category = meter.current_by_category
+        assert by_category["parameters"] == parameters
+        assert by_category["gradients"] == parameters
+        assert by_category["optimizer state"] == 0
+        assert by_category["inputs"] == micro["x"].nbytes + micro["y"].nbytes
+        # The peak is in the backward: some activations are gone by then, the first is not.
+        assert 512 * 64 * 4 <= meter.peak_by_category["activations"] <= held
+        optimizer.step()
+        counts = 4 * len(list(model.parameters()))
+        assert meter.current_by_category["optimizer state"] == 2 * parameters + counts
+        optimizer.zero_grad()
+        assert meter.current_by_category["gradients"] == 0
+        del total
+    assert set(meter.peak_by_category) == set(CATEGORIES)
+    assert sum(meter.peak_by_category.values()) == meter.peak
+
+
+def test_gradients_stay_gradients_at_a_peak_before_they_were_cleared() -> None:
+    model = mlp(256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MemoryMeter(model=model, optimizer=optimizer) as meter:
+        for _ in range(2):
+            loss(model, vectors(4)).total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert meter.peak_by_category["gradients"] <= parameters
+    assert meter.peak_by_category["gradients"] >= 256 * 256 * 4
+
+
+def test_recomputed_activations_are_activations() -> None:
+    block = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
+    x = torch.randn(32, 8)
+    with MemoryMeter(model=block) as meter:
+        y = checkpoint(block, x, use_reentrant=False)
+        assert meter.current_by_category["activations"] == 0
+        y.sum().backward()
+    assert meter.peak_by_category["activations"] >= 32 * 512 * 4
+
+
+def test_buffers_and_marks() -> None:
+    model = nn.BatchNorm1d(16)
+    with MemoryMeter(model=model) as meter:
+        assert meter.current_by_category["buffers"] == 2 * 16 * 4 + 8
+        accumulated = torch.zeros(100)
+        meter.mark("gradients", [accumulated])
+        assert meter.current_by_category["gradients"] == 400
+        with pytest.raises(ValueError, match="category='grads': must be one of parameters"):
+            meter.mark("grads", [accumulated])
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_survives_every_kind_of_optimizer(option: str) -> None:
+    model = GPT(dropout=0.1, checkpointed=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **{option: True})
+    with MemoryMeter(model=model, optimizer=optimizer) as meter:
+        for _ in range(2):
+            loss(model, tokens(2)).total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    gc.collect()
+    by_category = meter.current_by_category
+    assert by_category["gradients"] == by_category["activations"] == by_category["temporaries"] == 0
+
+
+def test_metering_changes_no_number() -> None:
+    def run(*, metered: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = GPT(dropout=0.1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        micro = tokens(2)
+        with MemoryMeter(model=model, optimizer=optimizer) if metered else torch.enable_grad():
+            loss(model, micro).total.backward()
+            optimizer.step()
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    assert torch.equal(run(metered=True), run(metered=False))
+
+
+def test_a_limit_raises_the_typed_error_and_leaves_nothing_behind() -> None:
+    with MemoryMeter(limit=10 * KIB) as meter:
+        held = kib(8)
+        with pytest.raises(torch.OutOfMemoryError, match="more than the budget of 10240"):
+            held + 1
+        assert meter.current == 8 * KIB
+        assert kib(2).numel() == 2 * KIB
+        del held
+    assert meter.peak == 16 * KIB
+
+
+def test_an_error_inside_leaves_the_mode() -> None:
+    with pytest.raises(RuntimeError, match="mine"), MemoryMeter() as meter:
+        raise RuntimeError("mine")
+    kib(4)
+    assert meter.peak == 0
+
+
+def test_granule_rounds_every_storage_up() -> None:
+    with MemoryMeter(granule=512) as meter:
+        a, b = torch.zeros(1), torch.zeros(129)
+        assert meter.current == 512 + 1024
+        del a, b
+
+
+def test_ledger_remembers_who_was_alive_at_the_peak() -> None:
+    ledger = Ledger()
+    first = torch.UntypedStorage(100)
+    ledger.see(first, "inputs")
+    second = torch.UntypedStorage(50)
+    record = ledger.see(second, "temporaries")
+    del first
+    record.category = "activations"  # known only later
+    third = torch.UntypedStorage(20)
+    ledger.see(third, "temporaries")
+    del second, third
+    assert ledger.peak == 150
+    assert ledger.current == 0
+    by_category = ledger.peak_by_category()
+    assert (by_category["inputs"], by_category["activations"]) == (100, 50)
+    assert by_category["temporaries"] == 0
+
+
+def test_costs_little_beside_operations_of_ordinary_size() -> None:
+    a = torch.randn(400, 400)
+
+    def seconds(*, metered: bool) -> float:
+        best = float("inf")
+        for _ in range(5):
+            with MemoryMeter() if metered else torch.enable_grad():
+                began = time.perf_counter()
+                for _ in range(20):
+                    a @ a
+                best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(metered=True) < 2 * seconds(metered=False) + 0.01
