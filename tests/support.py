@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import wholebatch as wb
+
 EXACT = 1e-12
 
 
@@ -130,3 +132,13 @@ class Whole:
             assert len(seen.gradients) == len(self.seen.gradients)
             for ours, theirs in zip(seen.gradients, self.seen.gradients, strict=True):
                 assert distance(ours, theirs) <= at_most
+
+
+def trained(model: nn.Module, acc: wb.Accumulator, micros: Any) -> list[wb.Step]:
+    """One pass of an Accumulator over micro-batches of `samples`; the steps that it made."""
+    steps = []
+    for micro in acc.over(micros):
+        step = acc.backward(summed(model, micro), units=len(micro["y"]))
+        if step is not None:
+            steps.append(step)
+    return steps

@@ -174,7 +174,7 @@ def test_the_batch_stays_where_it_is() -> None:
         ({"units": 3}, "units=3: must be a function"),
         ({"precision": "int8"}, "precision='int8'"),
         ({"clip_norm": -1}, "clip_norm=-1"),
-        ({"batchnorm": "wrong"}, "batchnorm='wrong'"),
+        ({"batchnorm": "wrong"}, 'batchnorm="wrong"'),
     ],
 )
 def test_impossible_options_are_refused_at_construction(

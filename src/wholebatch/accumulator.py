@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from wholebatch import randomness, state
 from wholebatch.close import ClipNorm, CloseOptions, Policy
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.batchnorm import Refuse
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.feed import Feed
 from wholebatch.loss import Loss, Terms, Units
@@ -59,8 +61,14 @@ class Accumulator:
         ema: Ema | None = None,
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
+        batchnorm: str = "refuse",
         allow_untested_device: bool = False,
     ) -> None:
+        if batchnorm == "exact":
+            raise OptionError(
+                'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
+                "and Accumulator owns no forward: use WholeBatch, or name another policy"
+            )
         self._steps = Steps.of(steps)
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
         sync = choose_sync(model)
@@ -74,6 +82,7 @@ class Accumulator:
             allow_untested_device=allow_untested_device,
         )
         self._window = Window(target, options, sync)
+        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward
@@ -127,8 +136,8 @@ class Accumulator:
             raise WindowError(
                 "a second backward for one micro-batch: pass more=True on all but its last"
             )
-        if self._places == 0:
-            self._size = self._next_size()
+        if self._places == 0 and self._driver is None:
+            self._open_place()
         if isinstance(total, Loss):
             if units is not None:
                 raise LossError("units= beside a wb.Loss, which carries its own: give one")
@@ -146,6 +155,8 @@ class Accumulator:
         if more:
             return None
         self._window.micro_batch_done()
+        for policy in self._batchnorms:
+            policy.micro()
         self._places += 1
         self._place_done = True
         if not is_last:
@@ -164,10 +175,18 @@ class Accumulator:
         """Drop what the window holds; the next micro-batch begins a new one."""
         self._window.discard()
         self._places = 0
+        for policy in self._batchnorms:
+            policy.discard_window()
 
     def _close(self) -> Step:
         self._places = 0
-        self.last_step = self._window.close()
+        try:
+            self.last_step = self._window.close()
+            for policy in self._batchnorms:
+                policy.end_window()
+        finally:
+            for policy in self._batchnorms:
+                policy.discard_window()
         return self.last_step
 
     # --------------------------------------------------------------- the loop
@@ -192,9 +211,16 @@ class Accumulator:
                 "over(loader, continue_window=True) to go on with it"
             )
 
+    def _open_place(self) -> None:
+        """The first place of a window: its size, and that no BatchNorm has come to life."""
+        self._size = self._next_size()
+        for policy in self._batchnorms:
+            if isinstance(policy, Refuse):
+                policy.begin_window()
+
     def _enter_place(self, feed: Feed) -> None:
         if self._places == 0:
-            self._size = self._next_size()
+            self._open_place()
         full = self._places + 1 >= self._size
         self._is_last = full or not feed.has_next()
         self._place_done = False
@@ -228,6 +254,7 @@ class Accumulator:
             epoch=self.epoch,
             places=self._places,
             size=self._size,
+            batchnorms=[policy.state_dict() for policy in self._batchnorms],
             feed=None
             if feed is None or feed.is_exhausted
             else feed.state_dict(current_is_done=self._place_done),
@@ -246,6 +273,8 @@ class Accumulator:
         self.epoch = saved["epoch"]
         self._places = saved["places"]
         self._size = saved["size"]
+        for policy, pending in zip(self._batchnorms, saved["batchnorms"], strict=True):
+            policy.load_state_dict(pending)
         self._feed = None
         self._resume = saved
 

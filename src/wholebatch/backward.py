@@ -53,7 +53,7 @@ def _is_reentrant(totals: Iterable[Tensor]) -> bool:
         node = stack.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "CheckpointFunctionBackward":
+        if type(node).__name__ == "CheckpointFunctionBackward":
             return True
         seen.add(node)
         stack.extend(successor for successor, _ in node.next_functions)

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from wholebatch import precision as precisions
 from wholebatch import randomness, state
 from wholebatch.close import ClipNorm, CloseOptions, Policy, read_scalars
+from wholebatch.coupled import batchnorms, tracked_instance_norms
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.errors import LossError, NonFiniteError, OptionError, StateError, WindowError
 from wholebatch.loss import Loss, Terms, Units, as_loss, check_units
+from wholebatch.runners.lockstep import LockStep
 from wholebatch.runners.sequential import run_sequential
 from wholebatch.snapshot import Snapshot
 from wholebatch.splitting import Tokens, batch_size_of, split, to_device
@@ -47,7 +51,8 @@ class WholeBatch:
     `loss(model, micro)` returns `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of
     per-unit losses. `units(micro)`, if given, counts them before the first backward (a number, or
     one for each term); a loss of several terms needs it. Batches may stay on the host: only the
-    micro-batch travels to the model's device.
+    micro-batch travels to the model's device. A model with BatchNorm runs its micro-batches in
+    lock-step, with the statistics of the whole batch (`batchnorm="exact"`).
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class WholeBatch:
         ema: Ema | None = None,
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
+        batchnorm: str = "exact",
         static: Sequence[str] = (),
         allow_untested_device: bool = False,
     ) -> None:
@@ -94,6 +100,9 @@ class WholeBatch:
         self._device = target.device
         self._precision = precisions.choose(precision, target.device.type)
         self._window = Window(target, options, sync)
+        self._norms = [*batchnorms(model), *tracked_instance_norms(model)]
+        self._lock_step = LockStep(self._norms)
+        self._batchnorm = None if batchnorm == "exact" else choose_batchnorm(batchnorm, model)
         self._fits: int | None = None  # the size that "auto" has come down to
         self._done = 0  # micro-batches of the open window that are in it
         self._of = 0
@@ -150,19 +159,41 @@ class WholeBatch:
                 first = self._resume_at(micros)
             else:
                 first = self._done = 0
-                window.begin(known=self._count(micros)) if self._units else None
+                if self._units is not None:
+                    window.begin(known=self._count(micros))
+                if self._batchnorm is not None:
+                    self._batchnorm.begin_window()
             self._of = len(micros)
-            run_sequential(
-                window, micros, self._forward, first=first, after_micro=self._told(after_micro)
-            )
+            told = self._told(after_micro)
+            in_lock_step = self._batchnorm is None and len(micros) > 1 and self._is_coupled()
+            if not in_lock_step:
+                run_sequential(window, micros, self._forward, first=first, after_micro=told)
+            elif first < len(micros):
+                self._run_in_lock_step(micros, told)
             self._precision.end()
-            return self._close(micros, start if first == 0 else None)
+            return self._close(micros, None if in_lock_step or first else start)
         finally:
             self._precision.end()
             window.sync.restore()
             self._done = 0
             if window.is_open:
                 window.discard()
+            if self._batchnorm is not None:
+                self._batchnorm.discard_window()
+
+    def _is_coupled(self) -> bool:
+        """Whether a BatchNorm would use batch statistics, or an InstanceNorm move its own, now."""
+        return any(uses_batch_statistics(module) for _, module in self._norms)
+
+    def _run_in_lock_step(self, micros: list[Any], told: AfterMicro) -> None:
+        """All micro-batches together, meeting at every BatchNorm; done all at once."""
+
+        def backward(loss: Loss | Terms) -> None:
+            self._window.add_loss(loss)
+            self._window.micro_batch_done()
+
+        self._lock_step.run(micros, forward=self._forward, backward=backward)
+        told(len(micros), len(micros))
 
     def _told(self, after_micro: AfterMicro | None) -> AfterMicro:
         def told(done: int, of: int) -> None:
@@ -175,7 +206,10 @@ class WholeBatch:
     def _forward(self, micro: Any) -> Loss | Terms:
         micro = to_device(micro, self._device)
         with self._precision.forward():
-            return as_loss(self._loss(self.model, micro))
+            loss = as_loss(self._loss(self.model, micro))
+        if self._batchnorm is not None:
+            self._batchnorm.micro()
+        return loss
 
     def _count(self, micros: Sequence[Any]) -> dict[str, float]:
         """All units, by term, over the window and the ranks, before the first backward."""
@@ -196,7 +230,10 @@ class WholeBatch:
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None) -> Step:
         try:
-            return self._window.close()
+            step = self._window.close()
+            if self._batchnorm is not None:
+                self._batchnorm.end_window()
+            return step
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
                 raise
@@ -233,7 +270,12 @@ class WholeBatch:
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, in the middle of a window too (not model and optimizer)."""
         saved = state.progress("WholeBatch", self._window)
-        saved.update(fits=self._fits, done=self._done, of=self._of)
+        saved.update(
+            fits=self._fits,
+            done=self._done,
+            of=self._of,
+            batchnorm=None if self._batchnorm is None else self._batchnorm.state_dict(),
+        )
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -244,6 +286,8 @@ class WholeBatch:
         self._fits = saved["fits"]
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
+        if self._batchnorm is not None and saved["batchnorm"] is not None:
+            self._batchnorm.load_state_dict(saved["batchnorm"])
 
     def _resume_at(self, micros: Sequence[Any]) -> int:
         if len(micros) != self._of:

@@ -7,8 +7,9 @@ once, at its close:
     gradient of the window = sum over micro-batches of d(total) / sum over micro-batches of units
 
 >>> import torch
->>> loss = Loss(torch.tensor([0.5, 1.5]).sum(), units=2)
->>> float(loss.total), loss.units
+>>> per_sample = torch.tensor([0.5, 1.5], requires_grad=True)
+>>> loss = Loss(per_sample.sum(), units=2)
+>>> loss.total.item(), loss.units
 (2.0, 2)
 """
 

@@ -16,7 +16,7 @@ __all__ = ["capture", "restore"]
 def capture(*, every: bool = True) -> dict[str, Any]:
     """The generators' states; `every=False` leaves out Python's and NumPy's (cheaper)."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     if every:
         state["python"] = random.getstate()

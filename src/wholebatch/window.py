@@ -158,12 +158,14 @@ class Window:
                 "the last backward of this window failed half way and left part of its gradients "
                 "behind: call discard() before going on"
             )
-        self.broken = True  # until every gradient of this micro-batch is in
         seeds = [self._seed_of(name, total, weights[name]) for name, total in totals.items()]
         if not self.owners:
             self._backward_into = backward_into(self.inputs, self.target.models, totals.values())
-        self._backward_into(list(totals.values()), seeds)
-        self.broken = False
+        try:
+            self._backward_into(list(totals.values()), seeds)
+        except BaseException:
+            self.broken = True  # some gradients of this micro-batch are in, others are not
+            raise
         for name, total in totals.items():
             self.totals.setdefault(name, []).append(total.detach())
             self.units.setdefault(name, []).append(units[name])

@@ -1,0 +1,142 @@
+"""BatchNorm through the two ways in: exact in WholeBatch, refused or named in Accumulator."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.support import EXACT, Seen, Whole, distance, mean, pieces, samples, sgd, summed
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(5, 12),
+        nn.BatchNorm1d(12),
+        nn.ReLU(),
+        nn.Linear(12, 12),
+        nn.BatchNorm1d(12, momentum=None),
+        nn.ReLU(),
+        nn.Linear(12, 3),
+    ).double()
+
+
+def loss(model: nn.Module, micro: Any) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 7, 20])
+@pytest.mark.parametrize("units", [None, lambda micro: len(micro["y"])])
+def test_gradients_and_running_statistics_are_those_of_the_undivided_batch(
+    micro_batch: int, units: Any
+) -> None:
+    model = normed()
+    whole = Whole(model, clip_norm=0.5)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=micro_batch, units=units, clip_norm=0.5
+    )
+    for number in (20, 17):
+        whole.step(samples(number))
+        train.step(samples(number))
+    whole.assert_same(model, seen)
+    assert (
+        distance([b.double() for b in model.buffers()], [b.double() for b in whole.model.buffers()])
+        <= EXACT
+    )
+
+
+def test_plain_accumulation_is_far_off_here() -> None:
+    model = normed()
+    whole = Whole(model)
+    whole.step(samples(20))
+    acc = wb.Accumulator(model, sgd(model), steps=5, batchnorm="statistics")
+    for micro in acc.over(pieces(samples(20), [4] * 5)):
+        acc.backward(summed(model, micro), units=4)
+    update = [a - b for a, b in zip(model.parameters(), whole.start.parameters(), strict=True)]
+    assert distance(update, whole.updates()) > 0.1
+
+
+def test_a_model_in_evaluation_mode_needs_no_lock_step() -> None:
+    model = normed().eval()
+    whole = Whole(model)
+    whole.step(samples(9))
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    for micro in acc.over(pieces(samples(9), [4, 5])):
+        acc.backward(summed(model, micro), units=len(micro["y"]))
+    whole.assert_same(model)
+
+
+def test_accumulator_refuses_by_name() -> None:
+    model = normed()
+    with pytest.raises(wb.errors.UnsupportedError, match=r"BatchNorm in '1', '4'"):
+        wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(wb.errors.OptionError, match="owns no forward"):
+        wb.Accumulator(model, sgd(model), steps=2, batchnorm="exact")
+    acc = wb.Accumulator(model.eval(), sgd(model), steps=2)
+    model.train()
+    with pytest.raises(wb.errors.UnsupportedError, match=r"BatchNorm in '1', '4'"):
+        acc.backward(summed(model, samples(4)), units=4)
+    with pytest.raises(wb.errors.UnsupportedError, match=r"BatchNorm in '1', '4'"):
+        next(acc.over([samples(4)]))
+
+
+def test_statistics_move_once_per_window() -> None:
+    model = normed()
+    reference = copy.deepcopy(model)
+    reference(samples(20)["x"])
+    acc = wb.Accumulator(model, sgd(model), steps=3, batchnorm="statistics")
+    for micro in acc.over(pieces(samples(20), [12, 1 + 4, 3])):
+        acc.backward(summed(model, micro), units=len(micro["y"]))
+    first, whole = model[1], reference[1]  # type: ignore[index]
+    assert (
+        distance([first.running_mean, first.running_var], [whole.running_mean, whole.running_var])
+        <= EXACT
+    )
+    assert int(first.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("policy", ["freeze", "group", "layer"])
+def test_the_other_policies_are_exact_for_the_model_they_make(policy: str) -> None:
+    model = normed()
+    optimizer = sgd(model)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3, batchnorm=policy)
+    reference = copy.deepcopy(model)
+    if policy == "freeze":
+        for module in reference.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.__dict__.pop("forward", None)
+                module.eval()
+    whole = Whole(reference)
+    mean(whole.model, samples(10)).backward()
+    whole.optimizer.step()
+    train.step(samples(10))
+    whole.assert_same(model)
+
+
+def test_an_error_inside_lock_step_leaves_nothing_behind() -> None:
+    model = normed()
+    before = copy.deepcopy(model.state_dict())
+    calls = []
+
+    def fails(model: nn.Module, micro: Any) -> wb.Loss:
+        calls.append(1)
+        mine = len(calls)
+        result = loss(model, micro)  # meets the others at the BatchNorms
+        if mine == 2:
+            raise KeyError("my own bug")
+        return result
+
+    train = wb.WholeBatch(model, sgd(model), loss=fails, micro_batch=3)
+    with pytest.raises(KeyError, match="my own bug"):
+        train.step(samples(9))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    train.step(samples(9))
+    assert train.updates == 1
