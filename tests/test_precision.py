@@ -202,3 +202,19 @@ def test_refusals() -> None:
     with pytest.raises(wb.errors.OptionError, match=r"must be a torch\.amp\.GradScaler"):
         wb.Accumulator(model, sgd(model), steps=1, scaler="auto")  # type: ignore[arg-type]
     assert isinstance(precision.choose("fp32", "cpu"), precision.Full)
+
+
+def test_a_16_bit_loss_is_not_scaled_by_a_rounded_number() -> None:
+    """1/23 in bf16 is 0.2% off, and so would be the whole gradient."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=lambda m, x: wb.Loss(m(x).sum(), len(x)),
+        units=len,
+        micro_batch=1,
+    )
+    train.step(torch.ones(23, 1, dtype=torch.bfloat16))
+    assert abs(seen.gradients[0][0].item() - 1.0) <= 1e-6

@@ -167,7 +167,7 @@ class WholeBatch:
             told = self._told(after_micro)
             in_lock_step = self._batchnorm is None and len(micros) > 1 and self._is_coupled()
             if not in_lock_step:
-                run_sequential(window, micros, self._forward, first=first, after_micro=told)
+                run_sequential(window, micros, self._micro_step, first=first, after_micro=told)
             elif first < len(micros):
                 self._run_in_lock_step(micros, told)
             self._precision.end()
@@ -210,6 +210,9 @@ class WholeBatch:
         if self._batchnorm is not None:
             self._batchnorm.micro()
         return loss
+
+    def _micro_step(self, micro: Any) -> None:
+        self._window.add_loss(self._forward(micro))
 
     def _count(self, micros: Sequence[Any]) -> dict[str, float]:
         """All units, by term, over the window and the ranks, before the first backward."""

@@ -121,6 +121,9 @@ class Window:
                 f"units= counts the terms {sorted(self.known)}, but the loss has no named terms: "
                 "return wb.Loss.terms({...}) with the same names"
             )
+        if self.known is not None and total.dtype in (torch.bfloat16, torch.float16):
+            # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
+            self.seed, self.known = _power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
         self._backward({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
 
     def add_loss(self, loss: Loss | Terms) -> None:
@@ -158,7 +161,7 @@ class Window:
                 "the last backward of this window failed half way and left part of its gradients "
                 "behind: call discard() before going on"
             )
-        seeds = [self._seed_of(name, total, weights[name]) for name, total in totals.items()]
+        seeds = [self.seed_of(name, total, weights[name]) for name, total in totals.items()]
         if not self.owners:
             self._backward_into = backward_into(self.inputs, self.target.models, totals.values())
         try:
@@ -166,13 +169,23 @@ class Window:
         except BaseException:
             self.broken = True  # some gradients of this micro-batch are in, others are not
             raise
+        self.record({name: total.detach() for name, total in totals.items()}, units, weights)
+
+    def record(
+        self,
+        totals: Mapping[str, Tensor],
+        units: Mapping[str, Units],
+        weights: Mapping[str, float],
+    ) -> None:
+        """Enter a micro-batch whose gradient, times the seed, is in: its sums and their units."""
         for name, total in totals.items():
-            self.totals.setdefault(name, []).append(total.detach())
+            self.totals.setdefault(name, []).append(total)
             self.units.setdefault(name, []).append(units[name])
         self.weights.update(weights)
         self.owners.append(self.micro_batches)
 
-    def _seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
+    def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
+        """What the backward of this total starts from (its dtype and device are what counts)."""
         seed = self.seed
         if self.known is not None:
             counted = self.known[name]
