@@ -50,8 +50,8 @@ class Baton(Generic[R]):
         self,
         parties: int,
         *,
-        enter: Callable[[int], None] = lambda party: None,
-        leave: Callable[[int], None] = lambda party: None,
+        enter: Callable[[int], object] = lambda party: None,
+        leave: Callable[[int], object] = lambda party: None,
     ) -> None:
         self._parties = parties
         self._enter = enter

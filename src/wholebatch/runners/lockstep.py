@@ -18,8 +18,9 @@ losses = step.run(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +28,22 @@ from torch import Tensor, nn
 from wholebatch.coupled.audit import running_buffers
 from wholebatch.coupled.moments import Reduce
 from wholebatch.coupled.rng import Streams
+from wholebatch.errors import OptionError
 from wholebatch.runners.baton import Baton
+from wholebatch.runners.blocks import Recomputed
+from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.inherit import Inherited
 from wholebatch.runners.meeting import Meetings
+from wholebatch.runners.paging import Paged, Pages
 
 __all__ = ["LockStep"]
 
 M = TypeVar("M")
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+Hold = Literal["graphs", "inputs", "host"]
 
 
 class LockStep:
@@ -45,13 +53,40 @@ class LockStep:
     InstanceNorms with running statistics. Which of them use batch statistics is looked at on every
     call, so layers in evaluation mode are left alone. `reduce` sums a tensor over data-parallel
     ranks; with it the statistics, and the gradients through them, are those of the global batch.
+
+    All micro-batches are alive at once. `hold` says what of them is kept on the device:
+
+    - `"graphs"`: everything, as the undivided batch would. The fastest way, if it fits.
+    - `"inputs"`: what goes into each of `blocks` (see `blocks_of`), which are computed again in the
+      backward pass. Nothing travels to the host.
+    - `"host"`: what the micro-batch that is awake works with. The rest waits in host memory, so the
+      device needs the same for any number of micro-batches, and the link to the host is busy.
+      `parameters` are those whose gradients are made here: they stay on the device.
     """
 
     def __init__(
-        self, norms: Sequence[tuple[str, nn.Module]], *, reduce: Reduce | None = None
+        self,
+        norms: Sequence[tuple[str, nn.Module]],
+        *,
+        reduce: Reduce | None = None,
+        hold: Hold = "graphs",
+        blocks: Sequence[tuple[str, nn.Module]] = (),
+        parameters: Iterable[nn.Parameter] = (),
+        least_page: int = 1 << 16,
     ) -> None:
+        if hold not in get_args(Hold):
+            raise OptionError(f'hold="{hold}": must be "graphs", "inputs" or "host"')
+        if hold == "inputs" and not blocks:
+            raise OptionError('hold="inputs": needs the blocks to compute again; see blocks_of')
         self._norms = tuple(norms)
         self._reduce = reduce
+        self._hold = hold
+        self._blocks = tuple(blocks)
+        self._parameters = tuple(parameters)
+        self._least_page = least_page
+        self._pool: HostPool | None = None
+        self._learnt: dict[int, set[int]] = {}
+        self.paged: Paged | None = None
 
     def run(
         self,
@@ -76,34 +111,59 @@ class LockStep:
             return []
         parties = len(micros)
         streams = Streams(parties, self._devices()) if parties > 1 else None
+        pages = self._pages(parties) if self._hold == "host" and parties > 1 else None
+        parts = [part for part in (streams, pages) if part is not None]
         baton: Baton[R] = Baton(
             parties,
-            enter=streams.enter if streams else lambda party: None,
-            leave=streams.leave if streams else lambda party: None,
+            enter=lambda party: [part.enter(party) for part in parts],
+            leave=lambda party: [part.leave(party) for part in parts],
         )
         inherited = Inherited.of_this_thread()
 
         def body(party: int) -> R:
-            micro = micros[party] if moved is None else moved(micros[party])
-            result = forward(micro)
-            del micro
-            return backward(result)
+            with nullcontext() if pages is None else pages.watch():
+                micro = micros[party] if moved is None else moved(micros[party])
+                result = forward(micro)
+                del micro
+                value = backward(result)
+                del result
+            if pages is not None:
+                pages.finish(party)
+            return value
 
         def threaded(party: int) -> Callable[[], R]:
             return lambda: inherited.run(lambda: body(party))
 
         buffers = _Buffers(self._norms)
         try:
-            with Meetings(self._norms, baton, reduce=self._reduce):
+            with (
+                Meetings(self._norms, baton, reduce=self._reduce),
+                Recomputed(self._blocks if self._hold == "inputs" else ()),
+            ):
                 results = baton.run([threaded(party) for party in range(parties)])
         except BaseException:
             buffers.restore()
             if streams is not None:
                 streams.rewind()
             raise
+        finally:
+            if pages is not None:
+                self.paged = pages.close()
         if streams is not None:
             streams.close()
         return results
+
+    def _pages(self, parties: int) -> Pages:
+        if self._pool is None:
+            on_cuda = any(device.type == "cuda" for device in self._devices())
+            self._pool = HostPool(pinned=on_cuda)
+        return Pages(
+            parties,
+            pool=self._pool,
+            parameters=self._parameters,
+            learnt=self._learnt,
+            least=self._least_page,
+        )
 
     def _devices(self) -> set[torch.device]:
         found = {

@@ -1,0 +1,163 @@
+"""What lock-step keeps on the device changes its memory, never its result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.coupled.networks import NETWORKS, densenet, resnet, unet
+from tests.runners.windows import Dropped, batch, error, result, split, total, whole
+from wholebatch.coupled.audit import batchnorms
+from wholebatch.errors import OptionError
+from wholebatch.runners.blocks import blocks_of
+from wholebatch.runners.hostpool import HostPool
+from wholebatch.runners.lockstep import Hold, LockStep
+
+BLOCKLESS = ("inputs", "reused")
+
+
+def held(model: nn.Module, hold: Hold) -> LockStep:
+    return LockStep(
+        batchnorms(model),
+        hold=hold,
+        blocks=blocks_of(model),
+        parameters=model.parameters(),
+        least_page=512,  # more than a channel's statistics, less than any activation
+    )
+
+
+def run(step: LockStep, model: nn.Module, micros: list[tuple[Tensor, Tensor]]) -> list[float]:
+    def backward(value: Tensor) -> float:
+        value.backward()
+        return value.item()
+
+    return step.run(micros, forward=lambda micro: total(model, micro), backward=backward)
+
+
+@pytest.mark.parametrize("sizes", [[7, 5], [4, 1, 3, 1, 3]])
+@pytest.mark.parametrize(
+    "hold, name",
+    [(hold, name) for hold in ("inputs", "host") for name in NETWORKS if (hold, name) != BLOCKLESS],
+)
+def test_equals_the_undivided_batch(hold: Hold, name: str, sizes: list[int]) -> None:
+    model = NETWORKS[name]().double()
+    data = batch(12)
+    want = whole(model, data)
+    losses = run(held(model, hold), model, split(data, sizes))
+    assert sum(losses) == pytest.approx(total(model.train(), data).item(), rel=1e-12)
+    assert error(result(model)[0], want[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("hold", ["inputs", "host"])
+def test_bit_equal_to_holding_everything_with_dropout_and_a_second_window(hold: Hold) -> None:
+    models = [Dropped("kept").double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    steps = [held(models[0], "graphs"), held(models[1], hold)]
+    for seed in range(2):  # in the second window, what to fetch ahead has been learnt
+        for model, step in zip(models, steps, strict=True):
+            torch.manual_seed(seed)
+            run(step, model, split(batch(9, seed=seed), [4, 1, 4]))
+    want, got = result(models[0]), result(models[1])
+    assert all(torch.equal(got[0][n], want[0][n]) for n in want[0])
+    assert all(torch.equal(got[1][n], want[1][n]) for n in want[1])
+
+
+def test_blocks() -> None:
+    assert [name for name, _ in blocks_of(resnet())] == ["0.0", "0.1", "0.2"]
+    assert [name for name, _ in blocks_of(densenet())] == [f"0.1.layers.{k}" for k in range(3)]
+    assert [name for name, _ in blocks_of(unet())] == ["0.down", "0.deep", "0.join"]
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) == []
+    assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def peak(parts: int, *, size: int = 2) -> int:
+    model = resnet().double()
+    step = held(model, "host")
+    for _ in range(2):  # what is fetched ahead is known from the first on
+        run(step, model, split(batch(parts * size), [size] * parts))
+    assert step.paged is not None
+    return step.paged.peak
+
+
+def test_host_needs_the_same_for_any_number_of_micro_batches() -> None:
+    few, many = peak(4), peak(16)  # with fewer than 4 not all can be on their way at once
+    assert many <= 1.02 * few
+
+
+def test_host_holds_far_less_than_the_graphs() -> None:
+    """All activations of the whole batch, saved and counted, against what was on the device."""
+    model = resnet().double()
+    data = batch(16)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = total(model, data)
+    everything = sum(saved.values())
+    del value
+    assert peak(8) < 0.4 * everything
+
+
+def test_host_gives_everything_back() -> None:
+    model = resnet().double()
+    step = held(model, "host")
+    kept: list[Tensor] = []
+
+    def backward(value: Tensor) -> Tensor:
+        value.backward()
+        return value.detach()
+
+    def forward(micro: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = model[0](micro[0])
+        kept.append(hidden.detach())
+        return nn.functional.cross_entropy(model[1](hidden), micro[1], reduction="sum")
+
+    data = batch(6)
+    expected = model[0](data[0])
+    out = step.run(split(data, [2, 2, 2]), forward=forward, backward=backward)
+    # What somebody still holds after the run is where it was.
+    assert torch.allclose(torch.cat(kept), expected.detach(), rtol=1e-10, atol=1e-12)
+    assert all(value.isfinite() for value in out)
+    assert step._pool is not None
+    assert step._pool.used == 0
+    assert step.paged is not None
+    assert step.paged.bytes_out > 0
+
+
+def test_host_after_a_failure() -> None:
+    model = resnet().double()
+    step = held(model, "host")
+    micros = split(batch(6), [2, 2, 2])
+
+    def backward(value: Tensor) -> None:
+        value.backward()
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        step.run(micros, forward=lambda m: total(model, m), backward=backward)
+    assert step._pool is not None
+    assert step._pool.used == 0
+    model.zero_grad()
+    want = whole(model, batch(6))
+    run(step, model, micros)
+    assert error(result(model)[0], want[0]) <= 1e-12
+
+
+def test_pool_uses_its_memory_again() -> None:
+    pool = HostPool(pinned=False)
+    first = pool.take(5000)
+    assert (len(first.bytes), pool.used) == (5000, 8192)
+    pool.give(first)
+    assert (pool.used, pool.held) == (0, 0)
+
+
+def test_options() -> None:
+    with pytest.raises(OptionError, match='hold="disk": must be "graphs", "inputs" or "host"'):
+        LockStep([], hold="disk")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="needs the blocks"):
+        LockStep([], hold="inputs")
