@@ -7,7 +7,8 @@ import shlex
 import shutil
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.events = path / "tensorboard"
-        self._lock: Any = None
+        self._lock = path / ".lock"
 
     def has_run(self) -> bool:
         """Whether something would be lost by beginning anew: an update, or part of a window."""
@@ -37,18 +38,38 @@ class RunFolder:
         )
         return started or saved
 
-    def prepare(self) -> None:
-        """Make it, see that it can be written, and hold it: one process writes to a run."""
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make it, see that it can be written, and hold it: one process writes to a run.
+
+        A folder that was made here and is left by an error before anything was written goes again.
+        """
+        is_new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("a+")
             self.checkpoints.mkdir(exist_ok=True)
+            lock = self._lock.open("a+")
         except OSError as error:
             raise OptionError(
                 f"--out {self.path}: cannot be written: {error.strerror or error}"
             ) from error
-        if not _lock(self._lock):
-            raise StateError(f"{self.path} is being written by another process; wait, or stop it")
+        with lock:
+            if not _lock(lock):
+                raise StateError(
+                    f"{self.path} is being written by another process; wait, or stop it"
+                )
+            try:
+                yield
+            except BaseException:
+                if is_new:
+                    self._remove_if_empty()
+                raise
+
+    def _remove_if_empty(self) -> None:
+        with suppress(OSError):
+            self.checkpoints.rmdir()
+            self._lock.unlink()
+            self.path.rmdir()
 
     def clear_beginning(self) -> None:
         """Remove what a run left that ended before its first update."""
@@ -56,17 +77,6 @@ class RunFolder:
             path.unlink(missing_ok=True)
         self.metrics.unlink(missing_ok=True)
         shutil.rmtree(self.events, ignore_errors=True)
-
-    def abandon(self, *, created: bool) -> None:
-        """Let go of it before anything was written; a folder that was made for it goes again."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-        if created:
-            with suppress(OSError):
-                self.checkpoints.rmdir()
-                (self.path / ".lock").unlink()
-                self.path.rmdir()
 
 
 def new_folder(recipe: str, out: Path | None) -> RunFolder:

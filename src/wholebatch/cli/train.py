@@ -131,9 +131,7 @@ def _train(name: str | None, given: Given, *, out: Path | None, resume: bool, de
     where = choose_device(device)
     terminal = Terminal(Console(), name=recipe.name, unit=recipe.unit)
 
-    created = not folder.path.exists()
-    folder.prepare()
-    try:
+    with folder.held():
         found = Checkpoints(folder.checkpoints).load() if resume else None
         session = build(recipe, config, device=where)
         if given.batch_size not in (None, session.config.batch_size):
@@ -141,28 +139,25 @@ def _train(name: str | None, given: Given, *, out: Path | None, resume: bool, de
                 f"--batch-size {given.batch_size}: the recipe's DataLoader gives batches of "
                 f"{session.config.batch_size}; change it there"
             )
-        if stored is not None and stored["recipe_sha256"] != recipe.digest:
-            terminal.note(f"note: {recipe.path} has changed since this run began")
         if found is not None:
             session.restore(found)
         rows = head_rows(session, found, folder=folder.path)
-    except BaseException:
-        folder.abandon(created=created)
-        raise
-    _begin(session, folder, found, terminal)
-    about = f": {recipe.description}" if recipe.description else ""
-    terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
-    if session.train.updates >= session.config.steps:
-        terminal.note(
-            f"nothing to do: the run has its {session.train.updates} updates; give --steps for more"
-        )
-        return 0
-    with training_failures(recipe.path, folder.path):
-        return _run(session, folder, found, terminal)
+        # Everything fits: from here on the folder is written.
+        if stored is not None and stored["recipe_sha256"] != recipe.digest:
+            terminal.note(f"note: {recipe.path} has changed since this run began")
+        _begin(session, folder, found, terminal)
+        about = f": {recipe.description}" if recipe.description else ""
+        terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
+        if session.train.updates >= session.config.steps:
+            done = session.train.updates
+            terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
+            return 0
+        with training_failures(recipe.path, folder.path):
+            return _run(session, folder, found, terminal)
 
 
 def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> None:
-    """Everything fits: from here on the folder is written."""
+    """Put the folder in order: what was left half written goes, what is damaged steps aside."""
     from wholebatch.checkpoint import Checkpoints, write_atomically
     from wholebatch.cli.options import config_text
     from wholebatch.cli.session import about_here

@@ -1,0 +1,63 @@
+"""Ways to run the command on a small recipe: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import NOISY, Ran, command_line, environment_of
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    """Write a recipe: NOISY, or the text given, with `old, new` replaced in it."""
+
+    def write(text: str = NOISY, *changes: tuple[str, str], name: str = "mine.py") -> Path:
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Ran]:
+    """`wholebatch ARGUMENTS` in this process, from a folder of its own."""
+    from wholebatch.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Ran:
+        capfd.readouterr()
+        status = main([str(argument) for argument in arguments])
+        said = capfd.readouterr()
+        return Ran(status, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Callable[..., Ran]:
+    """`wholebatch ARGUMENTS` in a new process, with warnings as errors and one thread."""
+
+    def run(*arguments: object, timeout: float = 120, **environment: str) -> Ran:
+        done = subprocess.run(
+            command_line(*arguments),
+            cwd=tmp_path,
+            env=environment_of(**environment),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run

@@ -1,0 +1,152 @@
+"""A batch depends on its place alone; nothing is left out, and resuming goes straight there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from wholebatch.errors import RecipeError, StateError
+from wholebatch.recipes import Batches, Position
+
+
+class Noisy:
+    """Samples that draw from all three generators."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [index, torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+
+class Stream(IterableDataset[list[float]]):
+    def __iter__(self) -> Iterator[list[float]]:
+        noisy = Noisy()
+        return (noisy[index] for index in range(len(noisy)))
+
+
+def generator() -> Iterator[list[float]]:
+    return iter(Stream())
+
+
+SOURCES = {
+    "dataset": Noisy,
+    "stream": Stream,
+    "generator": generator,
+    "loader": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),  # type: ignore[arg-type]
+    "loader of a stream": lambda: DataLoader(Stream(), batch_size=4),
+}
+
+
+def batches(source: str, seed: int = 5) -> Batches:
+    return Batches(SOURCES[source], batch_size=4, seed=seed, collate=torch.tensor)
+
+
+def as_lists(batch: Any) -> Any:
+    return torch.stack(batch, 1).tolist() if isinstance(batch, list) else batch.tolist()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_epoch_has_every_sample_once_and_the_short_batch_too(source: str) -> None:
+    feed = batches(source)
+    for _ in range(3):
+        epoch = [as_lists(feed.take()) for _ in range(3)]
+        assert [len(batch) for batch in epoch] == [4, 4, 3]
+        assert sorted(sample[0] for batch in epoch for sample in batch) == list(range(11))
+    assert feed.position == Position(2, 3)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    feed = batches("dataset")
+    orders = [[s[0] for _ in range(3) for s in as_lists(feed.take())] for _ in range(2)]
+    other = batches("dataset", seed=6)
+    orders.append([s[0] for _ in range(3) for s in as_lists(other.take())])
+    assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("taken", range(8))
+def test_goes_on_at_any_place_with_the_same_batches(source: str, taken: int) -> None:
+    straight = batches(source)
+    for _ in range(taken):
+        straight.take()
+    state = straight.state_dict(straight.position)
+    torch.manual_seed(99)  # whatever the model draws in between changes nothing
+    random.seed(99)
+    resumed = batches(source)
+    resumed.load_state_dict(state)
+    for _ in range(5):
+        assert as_lists(straight.take()) == as_lists(resumed.take())
+    assert straight.position == resumed.position
+
+
+def test_peeking_changes_nothing() -> None:
+    plain, peeking = batches("generator"), batches("generator")
+    for _ in range(7):
+        peeked = as_lists(peeking.peek())
+        assert as_lists(peeking.take()) == as_lists(plain.take()) == peeked
+
+
+def test_the_model_s_random_numbers_are_left_alone() -> None:
+    feed = batches("dataset")
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    expected = (torch.rand(()).item(), random.random(), numpy.random.rand())
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    feed.take()
+    assert (torch.rand(()).item(), random.random(), numpy.random.rand()) == expected
+
+
+def test_many_samples_at_once_where_the_dataset_can() -> None:
+    class AtOnce(Noisy):
+        def __getitems__(self, indices: list[int]) -> list[list[float]]:
+            return [[index, 0.0, 0.0, 0.0] for index in indices]
+
+    feed = Batches(AtOnce, batch_size=4, seed=0, collate=torch.tensor)
+    assert feed.take()[:, 1:].abs().sum() == 0
+
+
+def test_default_collate_and_lists_of_samples() -> None:
+    x, y = torch.arange(6.0).view(3, 2), torch.arange(3)
+    feed = Batches(lambda: TensorDataset(x, y), batch_size=3, seed=0)
+    taken_x, taken_y = feed.take()
+    assert torch.equal(taken_x, x[taken_y])
+    assert Batches(lambda: [{"a": 1}, {"a": 2}], batch_size=2, seed=0).take()["a"].sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "is empty"),
+        ((torch.ones(3), torch.ones(3)), r"a tuple of columns; return samples"),
+        ({"x": torch.ones(3)}, r"a dict of columns"),
+        (7, "returned a int; return a dataset"),
+        (iter(()), "is empty"),
+    ],
+)
+def test_what_is_no_data_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Batches(lambda: data, batch_size=2, seed=0).take()
+
+
+def test_other_data_is_noticed_when_resuming() -> None:
+    feed = Batches(lambda: list(range(10)), batch_size=4, seed=0)
+    longer = Batches(lambda: list(range(12)), batch_size=4, seed=0)
+    with pytest.raises(StateError, match=r"was on a dataset of 10 samples, and data\(\) now gives"):
+        longer.load_state_dict(feed.state_dict(feed.position))
+    stream = Batches(lambda: iter(range(10)), batch_size=4, seed=0)
+    for _ in range(3):
+        stream.take()
+    shorter = Batches(lambda: iter(range(5)), batch_size=4, seed=0)
+    shorter.load_state_dict(stream.state_dict(stream.position))
+    with pytest.raises(StateError, match="epoch 0 ended after 2 batches, and the run had taken 3"):
+        shorter.take()

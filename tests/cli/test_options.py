@@ -1,0 +1,134 @@
+"""Settings: from the first place that says them, refused with what is allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wholebatch.cli.options import Given, check, config_text, read_config, resolve
+from wholebatch.cli.said import arithmetic
+from wholebatch.errors import OptionError, StateError
+
+
+def test_the_command_line_wins_over_the_recipe_and_that_over_the_default() -> None:
+    config = resolve(
+        Given(batch_size=8, micro_batch=" 3 "),
+        {"batch_size": 64, "steps": 7, "precision": "fp32"},
+        stored=None,
+    )
+    assert (config.batch_size, config.micro_batch, config.steps) == (8, 3, 7)
+    assert (config.precision, config.seed, config.clip_norm) == ("full", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("micro_batch", "auto", "auto"),
+        ("micro_batch", "16", 16),
+        ("micro_batch", 16, 16),
+        ("micro_batch", "4096 tokens", "4096 tokens"),
+        ("micro_batch", "4096tokens", "4096 tokens"),
+        ("precision", "bf16-pure", "bf16-pure"),
+        ("clip_norm", 1, 1.0),
+        ("seed", 0, 0),
+        ("steps", None, None),
+    ],
+)
+def test_what_is_allowed(name: str, value: Any, expected: Any) -> None:
+    found = check(name, value, "--x")
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("batch_size", 0, "--x 0: must be a whole number, at least 1"),
+        ("batch_size", 2.5, "whole number"),
+        ("steps", True, "whole number"),
+        ("seed", -1, "at least 0"),
+        ("micro_batch", "0", 'must be "auto", a number of samples, or a budget'),
+        ("micro_batch", "0 tokens", "budget"),
+        ("micro_batch", "-4", "budget"),
+        ("micro_batch", "a few", "--x a few: must be"),
+        ("precision", "int4", "must be one of full, fp32, bf16, fp16, bf16-pure"),
+        ("clip_norm", 0.0, "must be a number above 0"),
+        ("clip_norm", float("nan"), "above 0"),
+        ("lr", float("inf"), "above 0"),
+    ],
+)
+def test_what_is_refused(name: str, value: Any, says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        check(name, value, "--x")
+    assert says in str(caught.value)
+
+
+def test_a_bad_default_is_told_as_the_recipe_s() -> None:
+    with pytest.raises(OptionError, match=r"the recipe's defaults\['steps'\] 0: must be"):
+        resolve(Given(), {"steps": 0}, stored=None)
+
+
+def test_a_stored_run_may_get_longer_but_not_another(tmp_path: Path) -> None:
+    stored = {
+        "batch_size": 8,
+        "micro_batch": 4,
+        "steps": 10,
+        "precision": "full",
+        "clip_norm": None,
+        "lr": None,
+        "seed": 3,
+        "checkpoint_every": 5,
+    }
+    assert resolve(Given(), {"batch_size": 99}, stored=stored).batch_size == 8
+    assert resolve(Given(steps=20, batch_size=8), {}, stored=stored).steps == 20
+    assert resolve(Given(precision="fp32"), {}, stored=stored).precision == "full"
+    for given, flag in (
+        (Given(batch_size=9), "--batch-size 9: the run that --resume continues has 8"),
+        (Given(seed=4), "--seed 4"),
+        (Given(micro_batch="auto"), "--micro-batch auto"),
+        (Given(lr=0.1), "--lr 0.1"),
+    ):
+        with pytest.raises(OptionError, match=flag):
+            resolve(given, {}, stored=stored)
+
+
+def test_config_is_written_and_read(tmp_path: Path) -> None:
+    config = resolve(Given(micro_batch="512 tokens"), {}, stored=None)
+    assert config.tokens == 512
+    path = tmp_path / "config.json"
+    path.write_text(config_text(config, recipe="x.py", digest="ab", about={"torch": "2"}))
+    stored = read_config(path)
+    assert stored["recipe"] == "x.py"
+    assert resolve(Given(), {}, stored=stored["settings"]) == config
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"recipe": "x", "settings": {}}', "\x00"])
+def test_a_damaged_config_is_one_clear_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(StateError, match=r"config.json is damaged"):
+        read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "expected"),
+    [
+        ([8] * 8, 1, "8 × 8 × 1 rank = 64 samples"),
+        ([12] * 5 + [4], 1, "(12 × 5 + 4) × 1 rank = 64 samples"),
+        ([64], 1, "64 × 1 × 1 rank = 64 samples"),
+        ([8] * 4, 2, "8 × 4 × 2 ranks = 64 samples"),
+        ([3, 5, 5], 1, "(3 × 1 + 5 × 2) × 1 rank = 13 samples"),
+    ],
+)
+def test_arithmetic_of_the_batch(sizes: list[int], ranks: int, expected: str) -> None:
+    config = resolve(Given(), {}, stored=None)
+    assert arithmetic(sizes, config, ranks=ranks).startswith(expected)
+
+
+def test_config_is_readable_by_people(tmp_path: Path) -> None:
+    text = config_text(resolve(Given(), {}, stored=None), recipe="r", digest="d", about={})
+    assert text.endswith("}\n")
+    assert json.loads(text)["settings"]["micro_batch"] == "auto"

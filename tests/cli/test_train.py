@@ -1,0 +1,276 @@
+"""`wholebatch train` from end to end, in this process: what it does, shows and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.helpers import EXACT, NOISY, Ran, metrics_of, newest_checkpoint
+
+Command = Callable[..., Ran]
+Write = Callable[..., Path]
+
+
+def test_a_run_shows_the_arithmetic_and_a_summary_and_writes_everything(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    ran = command("train", recipe(EXACT), "--out", "here", "--steps", 5)
+    assert ran.status == 0, ran.err
+    assert "(4 × 2 + 2) × 1 rank = 10 samples an update" in ran.out
+    assert "24 samples, 3 batches an epoch" in ran.out
+    assert "update 5/5  loss " in ran.out
+    assert "points/s" in ran.out
+    assert "predicted for the whole batch at once" in ran.out
+    assert "--resume --out here --steps 10" in ran.out
+    assert ran.err == ""
+    run = tmp_path / "here"
+    records = metrics_of(run)
+    assert [record["update"] for record in records] == [1, 2, 3, 4, 5]
+    # Three batches an epoch, the last one short: 10, 10, 4.
+    assert [record["units"] for record in records] == [10, 10, 4, 10, 10]
+    assert [record["micro_batches"] for record in records] == [3, 3, 1, 3, 3]
+    assert [record["epoch"] for record in records] == [0, 0, 0, 1, 1]
+    assert list((run / "tensorboard").glob("events.*"))
+    assert json.loads((run / "config.json").read_text())["settings"]["steps"] == 5
+    assert newest_checkpoint(run)["train"]["updates"] == 5
+
+
+def test_the_update_is_that_of_the_whole_batch(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    path = recipe(EXACT)
+    for micro in (10, 4, 3, 1):
+        ran = command("train", path, "--micro-batch", micro, "--out", f"by-{micro}")
+        assert ran.status == 0, ran.err
+    whole = newest_checkpoint(tmp_path / "by-10")["model"]
+    for micro in (4, 3, 1):
+        split = newest_checkpoint(tmp_path / f"by-{micro}")["model"]
+        for name, weight in whole.items():
+            error = (split[name] - weight).norm() / weight.norm()
+            assert error <= 1e-12, (micro, name)
+    losses = [record["loss"] for record in metrics_of(tmp_path / "by-10")]
+    assert [r["loss"] for r in metrics_of(tmp_path / "by-3")] == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_smaller_micro_batch_needs_less_memory_than_predicted_for_the_whole(
+    command: Command, recipe: Write
+) -> None:
+    wide = recipe(EXACT, ("(5, 8)", "(5, 512)"), ("(8, 3)", "(512, 3)"), ("(24, 5,", "(2400, 5,"),
+                  ("arange(24)", "arange(2400)"))  # fmt: skip
+    ran = command("train", wide, "--batch-size", 1200, "--micro-batch", 30, "--steps", 2)
+    assert ran.status == 0, ran.err
+    [line] = [line for line in ran.out.splitlines() if "peak memory" in line]
+    times = float(line.rpartition("(")[2].rstrip("×)"))
+    assert times > 5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_precisions(command: Command, recipe: Write, tmp_path: Path, precision: str) -> None:
+    as_the_model = "    x = x.to(model[0].weight.dtype)\n    return wb"
+    path = recipe(EXACT, (".double()", ""), ("    return wb", as_the_model))
+    ran = command("train", path, "--precision", precision, "--out", "here")
+    assert ran.status == 0, ran.err
+    dtype = torch.bfloat16 if precision == "bf16-pure" else torch.float32
+    assert newest_checkpoint(tmp_path / "here")["model"]["0.weight"].dtype == dtype
+
+
+def test_micro_batches_by_a_budget_of_tokens(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    text = EXACT + "\ndef tokens(budget):\n    return wb.tokens(budget, sort=False)\n"
+    ran = command("train", recipe(text), "--micro-batch", "20 tokens", "--out", "here")
+    assert ran.status == 0, ran.err
+    assert "(4 × 2 + 2) × 1 rank = 10 samples an update" in ran.out
+    assert "at most 20 tokens each" in ran.out
+    assert metrics_of(tmp_path / "here")[0]["micro_batches"] == 3
+
+
+def test_micro_batch_auto(command: Command, recipe: Write) -> None:
+    ran = command("train", recipe(EXACT), "--micro-batch", "auto")
+    assert ran.status == 0, ran.err
+    assert "as few micro-batches as memory allows" in ran.out
+
+
+def test_a_data_loader_gives_whole_batches(command: Command, recipe: Write, tmp_path: Path) -> None:
+    path = recipe(
+        EXACT,
+        ("    return TensorDataset(x, torch.arange(24) % 3)",
+         "    return torch.utils.data.DataLoader(\n"
+         "        TensorDataset(x, torch.arange(24) % 3), batch_size=7, shuffle=True)"),
+        ('"batch_size": 10, ', ""),
+    )  # fmt: skip
+    ran = command("train", path, "--out", "here")
+    assert ran.status == 0, ran.err
+    assert "(4 × 1 + 3) × 1 rank = 7 samples" in ran.out
+    assert [r["units"] for r in metrics_of(tmp_path / "here")] == [7, 7, 7, 3]
+    ran = command("train", path, "--batch-size", 8)
+    assert ran.status == 2
+    assert ran.err == (
+        "error: --batch-size 8: the recipe's DataLoader gives batches of 7; change it there\n"
+    )
+
+
+def test_lr_seed_and_clip_norm_are_used(command: Command, recipe: Write, tmp_path: Path) -> None:
+    path = recipe(EXACT)
+    command("train", path, "--out", "a", "--lr", 0.5, "--clip-norm", 0.01)
+    records = metrics_of(tmp_path / "a")
+    assert {record["lr"] for record in records} == {0.5}
+    assert records[0]["clip"] == pytest.approx(0.01 / records[0]["grad_norm"], rel=1e-4)
+    command("train", path, "--out", "b", "--seed", 1)
+    assert metrics_of(tmp_path / "b")[0]["loss"] != records[0]["loss"]
+
+
+def test_default_folder_is_named_after_recipe_and_time(command: Command, recipe: Write) -> None:
+    path = recipe(EXACT)
+    for _ in range(2):  # within one second, too
+        assert command("train", path, "--steps", 1).status == 0
+    runs = sorted(run.name for run in Path("runs").iterdir())
+    assert len(runs) == 2
+    assert all(name.startswith("mine-2") for name in runs)
+
+
+REFUSED = {
+    "no loss": (["train", "mine.py"], ("def loss(", "def cost("), "has no function loss("),
+    "no file": (["train", "other.py"], None, "recipe 'other.py': there is no such file"),
+    "syntax": (["train", "mine.py"], ("def loss(", "def loss(("), "not valid Python"),
+    "raises": (["train", "mine.py"], ("calls = 0", "calls = 1 / 0"), "ZeroDivisionError"),
+    "model raises": (["train", "mine.py"], ("return nn.Seq", "return nn.Sek"), "in model: model()"),
+    "batch size": (["train", "mine.py", "--batch-size", "0"], None, "--batch-size 0: must be"),
+    "not a number": (["train", "mine.py", "--batch-size", "many"], None, "--batch-size"),
+    "precision": (["train", "mine.py", "--precision", "int4"], None, "must be one of full, fp32"),
+    "micro-batch": (["train", "mine.py", "--micro-batch", "11"], None, "more than the batch of 10"),
+    "batch": (["train", "mine.py", "--batch-size", "99"], None, "more than the 37 samples"),
+    "tokens": (
+        ["train", "mine.py", "--micro-batch", "2 tokens"],
+        None,
+        "more than the budget of 2",
+    ),
+    "device": (["train", "mine.py", "--device", "abacus"], None, "must be auto, cpu, cuda"),
+    "clip": (["train", "mine.py", "--clip-norm", "-1"], None, "--clip-norm -1.0: must be a number"),
+    "resume": (["train", "mine.py", "--resume"], None, "there is no run of mine in runs/"),
+    "resume out": (["train", "--resume", "--out", "x"], None, "--resume: there is no run in x"),
+    "out is a file": (["train", "mine.py", "--out", "mine.py"], None, "is a file; give a folder"),
+    "out below a file": (["train", "mine.py", "--out", "mine.py/x"], None, "cannot be"),
+    "unknown option": (["train", "--batchsize", "3"], None, "No such option"),
+    "unknown command": (["trane"], None, "No such command"),
+    "empty data": (["train", "mine.py"], ("return Points()", "return []"), "data() is empty"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_one_clear_line_before_any_work(
+    command: Command, recipe: Write, tmp_path: Path, what: str
+) -> None:
+    arguments, change, expected = REFUSED[what]
+    recipe(NOISY, *([change] if change else []))
+    before = sorted(tmp_path.rglob("*"))
+    ran = command(*arguments)
+    assert ran.status == 2
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert expected in ran.err
+    assert ran.err.count("\n") == 1
+    left = [
+        p for p in sorted(tmp_path.rglob("*")) if p not in before and "__pycache__" not in str(p)
+    ]
+    assert left in ([], [tmp_path / "runs"])
+
+
+def test_an_unwritable_folder_is_refused(command: Command, recipe: Write, tmp_path: Path) -> None:
+    recipe(NOISY)
+    ran = command("train", "mine.py", "--out", "/proc/here")  # not even root can write there
+    assert ran.status == 2
+    assert ran.err.startswith("error: --out /proc/here: cannot be written: ")
+    assert ran.err.count("\n") == 1
+
+
+def test_a_folder_with_a_run_is_not_touched(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    path = recipe(EXACT)
+    assert command("train", path, "--out", "here").status == 0
+    before = (tmp_path / "here" / "metrics.jsonl").read_bytes()
+    ran = command("train", path, "--out", "here")
+    assert ran.status == 2
+    assert ran.err == (
+        "error: --out here: has a run already; continue it with --resume, or give another --out\n"
+    )
+    assert (tmp_path / "here" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_failed_in_its_first_update_can_begin_again(
+    command: Command, recipe: Write
+) -> None:
+    path = recipe(EXACT, ("return wb.cross_entropy(model(x), y)", "return model(x).sum()"))
+    ran = command("train", path, "--out", "here")
+    assert ran.status == 2
+    assert ran.err.startswith("error: the loss function returned a bare scalar: is this scalar a")
+    recipe(EXACT)
+    assert command("train", path, "--out", "here").status == 0
+
+
+def test_an_error_in_the_recipe_s_loss_is_short_and_names_its_line(
+    command: Command, recipe: Write
+) -> None:
+    path = recipe(EXACT, ("    x, y = micro\n", "    x, y = micro\n    y = micro[7]\n"))
+    ran = command("train", path)
+    assert ran.status == 1
+    lines = ran.err.splitlines()
+    assert lines[0].startswith("error: IndexError: ")
+    assert lines[1] == f"  at {path}:20, in loss"
+    assert lines[2] == "    y = micro[7]"
+    assert len(lines) == 3
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_place_and_the_way_back(
+    command: Command, recipe: Write
+) -> None:
+    path = recipe(EXACT, ("    x, y = micro\n", "    x, y = micro\n    x = x / (len(y) != 4)\n"))
+    ran = command("train", path, "--micro-batch", 5, "--steps", 3, "--out", "here")
+    assert ran.status == 1  # the third batch of the epoch has four samples
+    assert "finite" in ran.err.splitlines()[0]
+    assert "--resume --out here" in ran.err.splitlines()[-1]
+
+
+def test_help_names_every_option_and_the_recipes(command: Command) -> None:
+    text = command("train", "--help").out
+    for word in ("--batch-size", "--micro-batch", "--precision", "--clip-norm", "--steps", "--out",
+                 "--resume", "--seed", "--lr", "--checkpoint-every", "--device", "bytes-gpt",
+                 "digits-cnn"):  # fmt: skip
+        assert word in text
+    for way in (["--help"], []):
+        assert "train" in command(*way).out
+    assert command("--version").out.startswith("wholebatch 0.")
+
+
+def test_recipes_lists_them_and_prints_one(command: Command, tmp_path: Path) -> None:
+    listed = command("recipes").out
+    assert "bytes-gpt" in listed
+    assert "digits-cnn" in listed
+    source = command("recipes", "bytes-gpt").out
+    compile(source, "bytes-gpt", "exec")
+    ran = command("recipes", "nope")
+    assert (ran.status, ran.err) == (
+        2,
+        "error: recipe 'nope' is not embedded; there are: bytes-gpt, digits-cnn\n",
+    )
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_its_libraries_the_command_says_how_to_get_them(
+    command: Command, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    import sys
+
+    for name in list(sys.modules):
+        if name.startswith(("wholebatch.cli.", "wholebatch.report")):
+            monkeypatch.delitem(sys.modules, name)
+    for name in (package, "rich.console"):
+        monkeypatch.setitem(sys.modules, name, None)
+    ran = command("--version")
+    assert ran.status == 2
+    assert ran.err == (f"error: the command line needs {package}: pip install 'wholebatch[cli]'\n")
