@@ -67,7 +67,7 @@ class Encoding(collections.UserDict):  # type: ignore[type-arg]
         self._n_sequences = 1
 
     def __getitem__(self, item: Any) -> Any:
-        return self.data[item] if isinstance(item, str) else self._encodings[item]  # type: ignore
+        return self.data[item] if isinstance(item, str) else self._encodings[item]  # type: ignore[index]
 
     def __getattr__(self, item: str) -> Any:
         try:
@@ -176,6 +176,10 @@ def _dict_of(parts: list[Build]) -> Build:
     return lambda rows: {f"k{i}": part(rows) for i, part in enumerate(parts)}
 
 
+def _of_two(kind: Callable[[Any, Any], Any]) -> Callable[[tuple[Build, Build]], Build]:
+    return lambda parts: lambda rows: kind(parts[0](rows), parts[1](rows))
+
+
 def _containers(parts: st.SearchStrategy[Build]) -> st.SearchStrategy[Build]:
     some = st.lists(parts, min_size=1, max_size=3)
     two = st.tuples(parts, parts)
@@ -187,14 +191,11 @@ def _containers(parts: st.SearchStrategy[Build]) -> st.SearchStrategy[Build]:
         some.map(_dict_of).map(lambda d: lambda rows: types.MappingProxyType(d(rows))),
         some.map(lambda ps: lambda rows: [p(rows) for p in ps]),
         some.map(lambda ps: lambda rows: tuple(p(rows) for p in ps)),
-        *(
-            two.map(lambda ps, kind=kind: lambda rows: kind(ps[0](rows), ps[1](rows)))
-            for kind in (Pair, Plain, Frozen, Slots, FrozenSlots)
-        ),
+        *(two.map(_of_two(kind)) for kind in (Pair, Plain, Frozen, Slots, FrozenSlots)),
     )
 
 
-LEAVES = st.sampled_from(SPLIT_LEAVES + [lambda rows, v=v: v for v in UNCHANGED])  # type: ignore
+LEAVES = st.sampled_from(SPLIT_LEAVES + [lambda rows, v=v: v for v in UNCHANGED])
 NESTED = st.recursive(LEAVES, _containers, max_leaves=8)
 
 
@@ -271,7 +272,7 @@ def test_encodings_beside_the_items_of_a_user_dict_are_split_along() -> None:
 
 
 def test_a_default_dict_keeps_its_default() -> None:
-    batch = collections.defaultdict(list, x=torch.arange(4))
+    batch = collections.defaultdict[str, Any](list, x=torch.arange(4))
     assert split(batch, 2)[1].default_factory is list
 
 

@@ -51,8 +51,8 @@ BatchSize = int | Callable[[Any], int] | None
 Static = str | Iterable[str]
 Rows = slice | list[int]
 
-# So many arrays of one dtype with three or more dimensions, and nothing beside them, are more
-# likely images that nobody collated than the parts of a batch.
+# So many arrays of one dtype and number of dimensions, and nothing beside them, are more likely
+# samples that nobody collated than the parts of a batch, if they are images or differ in length.
 _MANY = 4
 
 
@@ -313,7 +313,8 @@ def _root_may_be_samples(node: Any) -> bool:
         return False
     first = next(item for item in node if item is not None)
     if is_array(first):
-        return len(node) >= _MANY and first.ndim >= 3
+        lengths = set(_first_dims(node))
+        return len(node) >= _MANY and (first.ndim >= 3 or len(lengths) > 1)
     if isinstance(first, (list, tuple)) and not is_record(first):
         return len(node) >= _MANY or not any(True for _ in _first_dims(node))
     return True

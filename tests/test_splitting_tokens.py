@@ -1,0 +1,311 @@
+"""Micro-batches by tokens: the budget kept, only padding cut, and the update unchanged."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wholebatch.errors import OptionError, SplitError
+from wholebatch.splitting import Tokens, split, tokens
+
+
+def padded(lengths: list[int], width: int | None = None) -> dict[str, Any]:
+    """A right-padded batch; the real token `t` of sample `s` is `100 * s + t + 1`."""
+    width = max(1, *lengths) if width is None else width
+    places = torch.arange(width)
+    mask = places < torch.tensor(lengths)[:, None]
+    ids = 100 * torch.arange(len(lengths))[:, None] + places + 1
+    return {
+        "input_ids": ids.where(mask, 0),
+        "attention_mask": mask.long(),
+        "labels": ids.where(mask, -100),
+        "sample": torch.arange(len(lengths)),
+        "lengths": torch.tensor(lengths),
+        "text": [f"sample {i}" for i in range(len(lengths))],
+    }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "inferred": {},
+    "mask": {"mask": "attention_mask"},
+    "pad": {"pad": {"input_ids": 0, "labels": -100}},
+    "lengths": {"lengths": "lengths"},
+}
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=20),
+    extra=st.integers(0, 3),
+    slack=st.integers(0, 60),
+    sort=st.booleans(),
+    way=st.sampled_from(sorted(WAYS)),
+)
+def test_the_budget_is_kept_and_only_padding_is_cut(
+    lengths: list[int], extra: int, slack: int, sort: bool, way: str
+) -> None:
+    width = max(1, *lengths) + extra
+    batch = padded(lengths, width)
+    budget = max(1, *lengths) + slack
+    size = len(lengths)
+    micro_batches = split(batch, tokens(budget, sort=sort, **WAYS[way]), batch_size=size)
+
+    seen = [i for micro in micro_batches for i in micro["sample"].tolist()]
+    assert sorted(seen) == list(range(size))
+    if sort:
+        assert seen == sorted(range(size), key=lambda i: -lengths[i])  # stable, longest first
+    else:
+        assert seen == list(range(size))
+    for micro in micro_batches:
+        rows, wide = micro["input_ids"].shape
+        chosen = micro["sample"].tolist()
+        assert rows * wide <= budget
+        assert wide == max(1, *(lengths[i] for i in chosen))
+        for name in ("input_ids", "labels", "attention_mask"):
+            assert torch.equal(micro[name], batch[name][chosen][:, :wide])
+            assert micro[name].shape == (rows, wide)
+        assert not batch["attention_mask"][chosen][:, wide:].any()
+        assert micro["text"] == [batch["text"][i] for i in chosen]
+        assert torch.equal(micro["lengths"], batch["lengths"][chosen])
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), slack=st.integers(0, 60))
+def test_packing_is_greedy_so_neighbours_never_fit_together(lengths: list[int], slack: int) -> None:
+    budget = max(lengths) + slack
+    micro_batches = split(padded(lengths), tokens(budget), batch_size=len(lengths))
+    for one, other in itertools.pairwise(micro_batches):
+        rows, wide = one["input_ids"].shape
+        assert (rows + 1) * max(wide, other["input_ids"].shape[1]) > budget
+
+
+class Masked(nn.Module):
+    """A small model with attention over the real tokens only, and positions that must not shift."""
+
+    def __init__(self, vocabulary: int, width: int, size: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, size)
+        self.place = nn.Embedding(width, size)
+        self.queries = nn.Linear(size, size)
+        self.out = nn.Linear(size, vocabulary)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.embed(ids) + self.place(torch.arange(ids.shape[1]))
+        scores = self.queries(hidden) @ hidden.transpose(1, 2)
+        scores = scores.masked_fill(mask[:, None, :] == 0, -1e30)
+        logits: Tensor = self.out(torch.tanh(hidden + scores.softmax(dim=-1) @ hidden))
+        return logits
+
+
+def gradients(model: nn.Module, micro_batches: list[dict[str, Tensor]]) -> Tensor:
+    model.zero_grad()
+    for micro in micro_batches:
+        logits = model(micro["input_ids"], micro["attention_mask"])
+        functional.cross_entropy(
+            logits.flatten(0, 1), micro["labels"].flatten(), reduction="sum"
+        ).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("sort", [True, False])
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("budget", [17, 24, 50, 1000])
+def test_the_summed_gradient_is_that_of_the_undivided_batch(
+    budget: int, way: str, sort: bool
+) -> None:
+    lengths = [3, 17, 1, 8, 0, 8, 12, 2, 5, 16, 1]
+    batch = padded(lengths, 20)
+    ids = torch.randint(1, 40, (11, 20))
+    batch["input_ids"] = ids.where(batch["attention_mask"] == 1, 0)
+    batch["labels"] = ids.roll(-1, 1).where(batch["attention_mask"] == 1, -100)
+    model = Masked(40, 20).double()
+    whole = gradients(model, [batch])
+    micro_batches = split(batch, tokens(budget, sort=sort, **WAYS[way]))
+    assert len(micro_batches) == 1 or budget < 1000
+    parts = gradients(model, micro_batches)
+    assert (parts - whole).norm() / whole.norm() <= 1e-12
+
+
+def test_samples_of_length_zero_go_last_and_keep_one_column() -> None:
+    micro_batches = split(padded([0, 4, 0, 0]), tokens(4))
+    assert [m["sample"].tolist() for m in micro_batches] == [[1], [0, 2, 3]]
+    assert micro_batches[1]["input_ids"].shape == (3, 1)
+    (only,) = split(padded([0, 0]), tokens(4))
+    assert only["input_ids"].shape == (2, 1)
+
+
+def test_neighbours_in_the_given_order_are_views() -> None:
+    batch = padded([4, 3, 3, 3])
+    for micro in split(batch, tokens(8, sort=False)):
+        assert micro["input_ids"].untyped_storage().data_ptr() == (
+            batch["input_ids"].untyped_storage().data_ptr()
+        )
+
+
+def test_a_hole_in_the_mask_and_left_padding_are_not_cut() -> None:
+    mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 1, 0]])
+    micro_batches = split({"attention_mask": mask, "x": torch.ones(2, 5)}, tokens(4))
+    assert [m["attention_mask"].tolist() for m in micro_batches] == [[[0, 0, 0, 1]], [[1, 0, 1]]]
+
+
+def test_labels_that_count_are_never_cut() -> None:
+    batch = padded([2, 4])
+    batch["labels"] = torch.tensor([[1, 2, 3, -100], [1, 2, -100, -100]])
+    for way in ("inferred", "mask", "lengths"):
+        second = split(batch, tokens(4, **WAYS[way]))[1]
+        assert second["labels"].tolist() == [[1, 2, 3]], way
+    # Said about the labels themselves, the word of the caller holds.
+    second = split(batch, tokens(4, mask="attention_mask", trim={"labels": (1,)}))[1]
+    assert second["labels"].tolist() == [[1, 2]]
+
+
+def test_padding_is_where_every_declared_leaf_has_its_value() -> None:
+    batch = {
+        "ids": torch.tensor([[5, 0, 0, 0], [5, 6, 7, 0]]),
+        "frames": torch.zeros(2, 4, 3),
+        "n": torch.arange(2),
+    }
+    batch["frames"][0, 1, 2] = 1.0
+    by = tokens(4, pad={"ids": 0, "frames": 0.0})
+    assert [m["ids"].tolist() for m in split(batch, by)] == [[[5, 6, 7]], [[5, 0]]]
+    assert [m["frames"].shape[1] for m in split(batch, by)] == [3, 2]
+
+
+def test_numpy_sparse_and_nested_leaves_are_trimmed_too() -> None:
+    lengths = [2, 5, 1]
+    batch = padded(lengths)
+    nested = {
+        "inputs": {"mask": batch["attention_mask"], "ids": batch["input_ids"].numpy()},
+        "sparse": batch["input_ids"].to_sparse(),
+        "text": batch["text"],
+    }
+    first, second = split(nested, tokens(5, mask="inputs.mask"))
+    assert isinstance(second["inputs"]["ids"], np.ndarray)
+    assert second["inputs"]["ids"].tolist() == [[1, 2], [201, 0]]
+    assert second["sparse"].to_dense().tolist() == [[1, 2], [201, 0]]
+    assert (first["text"], second["text"]) == (["sample 1"], ["sample 0", "sample 2"])
+
+
+def test_without_a_declaration_nothing_is_cut_and_every_sample_counts_its_width() -> None:
+    batch = {"image": torch.ones(5, 3, 2, 2), "ids": torch.arange(20).view(5, 4)}
+    micro_batches = split(batch, tokens(9))
+    assert [m["ids"].tolist() for m in micro_batches] == [
+        batch["ids"][rows].tolist() for rows in (slice(0, 2), slice(2, 4), slice(4, 5))
+    ]
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.zeros(3, 1, 4, 4), torch.tensor([[0.0, 0.0, -1e9, -1e9]] * 3), None]
+)
+def test_an_attention_mask_of_another_kind_declares_nothing(mask: Tensor | None) -> None:
+    batch = {"attention_mask": mask, "ids": torch.ones(3, 4)}
+    assert [m["ids"].shape for m in split(batch, tokens(8))] == [(2, 4), (1, 4)]
+
+
+def test_other_dimensions_of_tokens_must_be_declared() -> None:
+    batch = padded([2, 4, 1])
+    batch["bias"] = torch.arange(48).view(3, 1, 4, 4)
+    with pytest.raises(SplitError, match=r"'bias' is \(3, 1, 4, 4\).*trim=\{'bias': \(2, 3\)\}"):
+        split(batch, tokens(4))
+    batch["places"] = torch.arange(4)
+    first, second = split(batch, tokens(4, trim={"bias": (2, 3), "places": (0,)}))
+    assert torch.equal(first["bias"], batch["bias"][[1]])
+    assert torch.equal(second["bias"], batch["bias"][[0, 2]][:, :, :2, :2])
+    assert second["places"].tolist() == [0, 1]
+    second = split(batch, tokens(4, trim={"bias": ()}))[1]
+    assert second["bias"].shape == (2, 1, 4, 4)
+    assert second["places"] is batch["places"]
+
+
+def test_lengths_beside_leaves_of_several_widths_need_to_know_which_are_tokens() -> None:
+    batch = {"features": torch.ones(2, 9), "ids": torch.ones(2, 4), "n": [2, 4]}
+    with pytest.raises(SplitError, match=r"cannot tell how wide the batch is.*'ids': 4"):
+        split(batch, tokens(4, lengths="n"))
+    second = split(batch, tokens(4, lengths="n", trim={"ids": (1,)}))[1]
+    assert (second["ids"].shape, second["features"].shape) == ((1, 2), (1, 9))
+    # Sequences in a list have no width at all: their lengths are enough.
+    ragged = {"seq": [torch.ones(n) for n in (2, 4, 1)], "n": [2, 4, 1]}
+    assert [m["n"] for m in split(ragged, tokens(4, lengths="n"))] == [[4], [2, 1]]
+
+
+def test_a_sample_over_the_budget_is_refused_with_its_length() -> None:
+    with pytest.raises(SplitError, match="sample 1 is 9 tokens long, more than the budget of 8"):
+        split(padded([3, 9, 2]), tokens(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": "nope"}, r"tokens\(mask=...\): the batch has no leaf 'nope'; it has input_ids,"),
+        ({"mask": "sample"}, r"tokens\(mask='sample'\): must be \[samples, tokens\], got Tensor"),
+        ({"mask": "additive"}, r"tokens\(mask='additive'\): has negative values"),
+        ({"pad": {"sample": 0}}, r"'sample' must be \[samples, tokens, ...\]"),
+        ({"pad": {"input_ids": 0, "wide": 0}}, r"differ in their number of tokens: .*'wide': 9"),
+        ({"lengths": "text"}, r"must hold one whole number per sample \(2\), got list"),
+        ({"lengths": "input_ids"}, r"must hold one whole number per sample \(2\), got Tensor"),
+        ({"lengths": "too_long"}, r"sample 1 has length 5, but the batch is 4 tokens wide"),
+        ({"trim": {"nope": (1,)}}, r"tokens\(trim=...\): the batch has no leaf 'nope'"),
+        ({"trim": {"wide": (1,)}}, r"dimension 1 of \(2, 9\) is not the 4 tokens of the batch"),
+        ({"trim": {"labels": (0,)}}, r"dimension 0 of \(2, 4\) is not the 4 tokens"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_the_batch_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    batch = padded([2, 4])
+    batch["additive"] = torch.tensor([[0.0, 0.0, -1.0, -1.0]] * 2)
+    batch["too_long"] = torch.tensor([2, 5])
+    if "lengths" not in options:
+        batch["wide"] = torch.ones(2, 9)
+    with pytest.raises(SplitError, match=message):
+        split(batch, tokens(8, **options))
+
+
+def test_trim_without_a_declaration_is_refused() -> None:
+    with pytest.raises(SplitError, match="does not say what is padding; give mask=, pad= or leng"):
+        split({"ids": torch.ones(2, 4)}, tokens(8, trim={"ids": (1,)}))
+
+
+def test_a_batch_without_tokens_is_refused() -> None:
+    with pytest.raises(SplitError, match=r"tokens\(8\): no leaf is \[samples, tokens\]"):
+        split({"y": torch.ones(3)}, tokens(8))
+
+
+@pytest.mark.parametrize("budget", [0, -1, 2.5, True, "x", None])
+def test_an_impossible_budget_is_refused(budget: Any) -> None:
+    with pytest.raises(OptionError, match=r"tokens\(.*\): must be a positive number of tokens"):
+        tokens(budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": "m", "lengths": "n"}, r"tokens\(mask= and lengths=\): give one of them"),
+        ({"mask": ""}, r"tokens\(mask=''\): must be the name of a leaf"),
+        ({"lengths": 3}, r"tokens\(lengths=3\): must be the name of a leaf"),
+        ({"pad": {}}, r"tokens\(pad=\{\}\): must give the padding value of each leaf"),
+        ({"pad": 0}, r"tokens\(pad=0\): must give the padding value of each leaf"),
+        ({"pad": {"x": "0"}}, r"must give the padding value of each leaf"),
+        ({"trim": {"x": 1}}, r"tokens\(trim=\{'x': 1\}\): must be a tuple of dimensions"),
+        ({"trim": {"x": (-1,)}}, r"must be a tuple of dimensions"),
+        ({"trim": (1,)}, r"must give dimensions by the name of a leaf"),
+    ],
+)
+def test_impossible_options_are_refused_before_any_batch(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        tokens(8, **options)
+
+
+def test_tokens_is_a_value() -> None:
+    assert tokens(8, pad={"x": 0}) == Tokens(8, pad={"x": 0})
+    assert str(tokens(4096)) == "4096 tokens"
+    with pytest.raises(AttributeError):
+        tokens(8).budget = 9  # type: ignore[misc]
