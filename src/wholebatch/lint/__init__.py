@@ -1,0 +1,49 @@
+"""Finds mistakes of gradient accumulation in training scripts, without importing or running them.
+
+```python
+from wholebatch.lint import lint_paths
+
+for finding in lint_paths(["train.py"]):
+    print(finding.place, finding.code, finding.message)
+```
+
+On the command line: `wholebatch lint PATH...`, or `python -m wholebatch.lint PATH...` where neither
+torch nor the command-line extra is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from .check import check_source
+from .files import collect, lint_files
+from .findings import Finding
+from .rules import RULES, Rule
+from .settings import Settings, SettingsError, load_settings
+from .source import Source
+
+__all__ = [
+    "RULES",
+    "Finding",
+    "Rule",
+    "Settings",
+    "SettingsError",
+    "lint_paths",
+    "lint_source",
+]
+
+
+def lint_paths(
+    paths: Iterable[str], *, settings: Settings | None = None, jobs: int | None = None
+) -> list[Finding]:
+    """The findings of all scripts and notebooks under the paths."""
+    chosen = settings if settings is not None else load_settings(Path.cwd())
+    return lint_files(collect(paths, chosen), chosen, jobs=jobs)
+
+
+def lint_source(
+    text: str, *, path: str = "<source>", settings: Settings | None = None
+) -> list[Finding]:
+    """The findings of a script given as text."""
+    return check_source(Source(path, text), settings if settings is not None else Settings())

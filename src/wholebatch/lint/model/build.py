@@ -1,0 +1,112 @@
+"""From source text to the model: parse, walk every function once, find the windows."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from dataclasses import dataclass
+
+from .facts import ClassFacts, Facts, class_env, gather
+from .names import last_part
+from .parts import Def, Env, Loop
+from .resolve import Resolver
+from .walk import FunctionNode, Scope, Walker
+from .window import Window, find_windows
+
+__all__ = ["File", "read"]
+
+_BACKWARD = {"backward", "manual_backward"}
+_COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
+
+
+@dataclass(eq=False)
+class File:
+    """A file as the rules see it."""
+
+    tree: ast.Module
+    facts: Facts
+    windows: list[Window]
+    walker: Walker
+
+    @property
+    def accumulating(self) -> list[Window]:
+        """The windows in which gradients of several micro-batches add up."""
+        return [w for w in self.windows if w.accumulates]
+
+
+def read(source: str) -> File:
+    """Parses and models one file; raises SyntaxError as Python does."""
+    with warnings.catch_warnings():
+        # An invalid escape in somebody's string is not our business.
+        warnings.simplefilter("ignore")
+        tree = ast.parse(source)
+    facts = gather(tree, source)
+    walker = Walker(Resolver())
+    env = Env()
+    scope = Scope(dict(facts.functions))
+    walker.block(tree.body, env, (), scope)
+    module_env = _settled(tree, env)
+    for only_uncalled in (True, False):
+        for function in facts.functions.values():
+            if function in walker.covered or (only_uncalled and function.name in facts.called):
+                continue
+            _walk_root(walker, function, module_env, Scope(dict(facts.functions)))
+        for owner in facts.classes:
+            _walk_class(walker, facts, owner, module_env, only_uncalled=only_uncalled)
+    for nested, seen, inner_scope in walker.nested:
+        if nested not in walker.covered:
+            _walk_root(walker, nested, seen, inner_scope)
+    return File(tree, facts, find_windows(walker, facts), walker)
+
+
+def _settled(tree: ast.Module, env: Env) -> Env:
+    """The module's names that functions can rely on: set once, outside loops."""
+    return Env({n: d for n, d in env.items() if len(d) == 1 and not d[0].loops})
+
+
+def _walk_class(
+    walker: Walker, facts: Facts, owner: ClassFacts, env: Env, *, only_uncalled: bool
+) -> None:
+    inner = class_env(owner, env)
+    for name, method in owner.methods.items():
+        if method in walker.covered or (only_uncalled and name in facts.called):
+            continue
+        if only_uncalled and name == "__init__":
+            continue
+        scope = Scope(dict(facts.functions), dict(owner.methods), owner.changed)
+        _walk_root(walker, method, inner, scope)
+
+
+def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
+    walker.covered.add(function)
+    inner = Env(env)
+    spec = function.args
+    names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
+    inner.replace({n: d for n, d in env.items() if n not in names})
+    if not _steps_outside_loops(function):
+        walker.block(function.body, inner, (), scope)
+        return
+    loop = Loop(function, inner.frozen(), ())
+    walker.enter(loop, inner, function.body, scope)
+    for name in names:
+        if name in {"self", "cls"}:
+            continue
+        kind = "target" if name in _COUNTED_BY_FRAMEWORK else "carried"
+        symbol = walker.resolver.new_symbol(name, (loop,), kind, loop)
+        inner.bind(name, (Def(symbol, Env(), (loop,)),))
+    walker.block(function.body, inner, (loop,), scope)
+    loop.exit = inner.frozen()
+
+
+def _steps_outside_loops(function: FunctionNode) -> bool:
+    todo: list[ast.AST] = list(function.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
+            return True
+        todo.extend(ast.iter_child_nodes(node))
+    return False

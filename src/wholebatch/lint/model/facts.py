@@ -1,0 +1,141 @@
+"""What the whole file says: its functions and classes, the wrappers it uses, the names it sets."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+from .names import dotted, keyword, last_part
+from .parts import Def, Env
+from .targets import assigned_names
+from .walk import FunctionNode
+
+__all__ = ["ClassFacts", "Facts", "class_env", "gather"]
+
+_DDP = {"DistributedDataParallel", "DDP"}
+_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
+
+
+@dataclass
+class ClassFacts:
+    """A class of the file: its methods, what it sets once on self, and its bases."""
+
+    node: ast.ClassDef
+    methods: dict[str, FunctionNode]
+    bases: tuple[str, ...]
+    attributes: dict[str, ast.expr] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
+
+
+@dataclass
+class Facts:
+    """Facts of one file that no single loop shows."""
+
+    tree: ast.Module
+    source: str
+    functions: dict[str, FunctionNode]
+    classes: list[ClassFacts]
+    calls: list[ast.Call]
+    called: set[str]
+    imports: set[str]
+
+    def made(self, *names: str) -> list[ast.Call]:
+        """The calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
+        return [c for c in self.calls if last_part(c.func) in names]
+
+    @property
+    def wraps_ddp(self) -> bool:
+        """Whether the file itself wraps a model in DistributedDataParallel."""
+        return bool(self.made(*_DDP))
+
+    @property
+    def wraps_fsdp(self) -> bool:
+        """Whether the file itself shards a model."""
+        return bool(self.made(*_FSDP))
+
+    @property
+    def accelerator(self) -> ast.Call | None:
+        """The call that makes the Accelerator, when it is in this file."""
+        found = self.made("Accelerator")
+        return found[0] if found else None
+
+    @property
+    def accelerator_divides(self) -> bool | None:
+        """Whether Accelerate divides the loss: True, False, or None when it cannot be seen."""
+        call = self.accelerator
+        if call is None:
+            return None
+        if keyword(call, "gradient_accumulation_steps") is not None:
+            return True
+        if keyword(call, "gradient_accumulation_plugin") is not None:
+            return True
+        if keyword(call, "deepspeed_plugin") is not None or any(
+            k.arg is None for k in call.keywords
+        ):
+            return None
+        return False
+
+
+def gather(tree: ast.Module, source: str) -> Facts:
+    """Reads the file once for everything that is not about one loop."""
+    calls: list[ast.Call] = []
+    called: set[str] = set()
+    imports: set[str] = set()
+    classes: list[ClassFacts] = []
+    functions: dict[str, FunctionNode] = {}
+    methods: set[FunctionNode] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            calls.append(node)
+            called.add(last_part(node.func))
+        elif isinstance(node, ast.ImportFrom):
+            imports.add(node.module or "")
+            imports.update(f"{node.module}.{a.name}" for a in node.names)
+        elif isinstance(node, ast.Import):
+            imports.update(a.name for a in node.names)
+        elif isinstance(node, ast.ClassDef):
+            found = _class(node)
+            classes.append(found)
+            methods.update(found.methods.values())
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            functions[node.name] = node
+    return Facts(tree, source, functions, classes, calls, called, imports)
+
+
+def _class(node: ast.ClassDef) -> ClassFacts:
+    methods: dict[str, FunctionNode] = {
+        n.name: n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    bases = tuple(dotted(b) or "" for b in node.bases)
+    facts = ClassFacts(node, methods, bases)
+    seen: dict[str, list[ast.expr]] = {}
+    for method in methods.values():
+        for stmt in ast.walk(method):
+            if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1:
+                name = dotted(stmt.targets[0]) or ""
+                if name.startswith("self.") and name.count(".") == 1:
+                    seen.setdefault(name, []).append(stmt.value)
+    changed: set[str] = set()
+    for name, method in methods.items():
+        if name not in {"__init__", "setup"}:
+            changed |= {n for n in assigned_names(method.body) if n.startswith("self.")}
+    facts.changed = frozenset(changed)
+    facts.attributes = {n: values[0] for n, values in seen.items() if len(values) == 1}
+    # A counter that starts in __init__ and goes on elsewhere still has a known start.
+    init = methods.get("__init__")
+    if init is not None:
+        for stmt in ast.walk(init):
+            if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant):
+                name = dotted(stmt.targets[0]) or ""
+                if name.startswith("self."):
+                    facts.attributes[name] = stmt.value
+    return facts
+
+
+def class_env(facts: ClassFacts, env: Env) -> Env:
+    """The environment of a method: the module's names and what the class sets on self."""
+    inner = Env(env)
+    for name, value in facts.attributes.items():
+        inner.bind(name, (Def(value, env, ()),))
+    return inner

@@ -1,0 +1,312 @@
+"""The windows of a file: which loop accumulates, over how many micro-batches, and where it ends."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .boundary import Boundary, of_guard, says_accumulating
+from .counters import peel
+from .facts import Facts
+from .loss import Chain, trace
+from .names import dotted, is_accumulation_name, keyword, last_part, number, text
+from .parts import Context, Event, Guard, Loop
+from .resolve import Resolver, strip_casts
+from .walk import Walker
+
+__all__ = ["Window", "find_windows"]
+
+_MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
+_FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
+
+
+@dataclass(eq=False)
+class Window:
+    """One training loop. `shape` says how its windows end:
+
+    boundary (a condition on a counter), nested (an inner loop over the micro-batches), accelerate,
+    deepspeed, or plain (an update for every batch: nothing is accumulated).
+    """
+
+    loop: Loop
+    shape: str
+    events: list[Event]
+    before: list[Event]
+    after: list[Event]
+    resolver: Resolver
+    facts: Facts
+    boundary: Boundary | None = None
+    every: ast.expr | None = None
+    _when: dict[Event, str] = field(default_factory=dict)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several micro-batches are meant to add up here."""
+        return self.shape != "plain"
+
+    @cached_property
+    def every_key(self) -> str:
+        """The count of micro-batches as comparable text, "" when unknown."""
+        return "" if self.every is None else text(self.every)
+
+    @property
+    def every_name(self) -> str:
+        """The count of micro-batches as a person wrote it."""
+        return re.sub(r"@\d+", "", self.every_key) or "K"
+
+    def of(self, *kinds: str) -> list[Event]:
+        """The events of some kinds inside the loop, in order."""
+        return [e for e in self.events if e.kind in kinds]
+
+    def when(self, event: Event) -> str:
+        """How often an event happens: always, boundary, inside, sometimes, outside or never.
+
+        "inside" is every micro-batch but the last; "outside" is after the loop.
+        """
+        if event not in self._when:
+            self._when[event] = self._classify(event)
+        return self._when[event]
+
+    def forget(self) -> None:
+        """Drops what was concluded before the boundary was known."""
+        self._when.clear()
+        self.__dict__.pop("every_key", None)
+
+    def _classify(self, event: Event) -> str:
+        if self.loop not in event.path:
+            return "outside"
+        sometimes = False
+        ours: set[str] = set()
+        for item in event.inside(self.loop):
+            if not isinstance(item, Guard):
+                continue
+            found = of_guard(item, self.loop, self.resolver)
+            if found is None and self._without_accumulation(item):
+                return "never"
+            if found is not None and self.is_ours(found):
+                ours.add("inside" if found.inverse else "boundary")
+            elif (item.origin == "if" and self._varies(item)) or item.origin == "except":
+                sometimes = True
+        if ours:
+            return ours.pop() if len(ours) == 1 else "never"
+        return "sometimes" if sometimes else "always"
+
+    def is_ours(self, found: Boundary) -> bool:
+        """Whether a condition is the end of these windows and not, say, a logging interval."""
+        if self.shape == "accelerate" or self.boundary is None:
+            return found.kind in {"accelerate", "deepspeed", "last"}
+        if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
+            return True
+        return found.key == self.every_key
+
+    def _without_accumulation(self, guard: Guard) -> bool:
+        """Whether this is the branch for people who do not accumulate (`if k == 1`)."""
+        said = says_accumulating(self.resolver.resolve(guard.expr, guard.env), self.every_key)
+        return said is not None and said != guard.positive
+
+    def _varies(self, guard: Guard) -> bool:
+        resolved = self.resolver.resolve(guard.expr, guard.env)
+        return self.resolver.varies(resolved, self.loop)
+
+    def is_count(self, key: str) -> bool:
+        """Whether a text means the number of micro-batches of a window."""
+        return (key == self.every_key and bool(key)) or is_accumulation_name(key)
+
+    @cached_property
+    def backwards(self) -> list[Event]:
+        """The backward calls that add into the window."""
+        return [e for e in self.of("backward") if self.when(e) != "never"]
+
+    @cached_property
+    def chains(self) -> list[tuple[Event, Chain]]:
+        """Every (backward, way its loss came about)."""
+        return [
+            (event, chain)
+            for event in self.backwards
+            for chain in trace(event.argument, event.env, self.resolver)
+        ]
+
+    @cached_property
+    def text(self) -> str:
+        """The source of the loop, for words that settle a doubt."""
+        node = self.loop.node
+        lines = self.facts.source.splitlines()[node.lineno - 1 : node.end_lineno]
+        return "\n".join(lines)
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether the loop runs over something with an end that it meets every epoch."""
+        iterable = peel(self.loop.iterable, self.loop.entry)
+        if iterable is None:
+            # Lightning calls the step function with an index that starts again every epoch.
+            return self.loop.virtual and "batch_idx" in text(self.loop.node.args)  # type: ignore[union-attr]
+        inner = iterable
+        if isinstance(inner, ast.Call) and last_part(inner.func) == "enumerate" and inner.args:
+            inner = peel(inner.args[0], self.loop.entry) or inner
+        spelled = text(inner)
+        if re.search(r"cycle|infinite|repeat|islice|count\(|forever|yield_|inf_", spelled, re.I):
+            return False
+        if isinstance(inner, ast.Call) and last_part(inner.func) in {"range", "trange"}:
+            return bool(re.search(r"len\(|num_batches|batches_per_epoch|steps_per_epoch", spelled))
+        name = dotted(inner)
+        for definition in self.loop.entry.get(name or "", ()):
+            if re.search(r"cycle|infinite|repeat|islice", text(definition.expr)[:400]):
+                return False
+        return True
+
+
+def find_windows(walker: Walker, facts: Facts) -> list[Window]:
+    """Every training loop of the file that is understood."""
+    found: list[Window] = []
+    for loop in walker.loops:
+        # The innermost loop around a backward is the one that iterates micro-batches.
+        inner = [e for e in walker.events if e.kind == "backward" and e.loops[-1:] == (loop,)]
+        if not inner:
+            continue
+        events = [e for e in walker.events if loop in e.path]
+        last = max(e.order for e in events)
+        after = [
+            e
+            for e in walker.events
+            if e.order > last and e.loops[: len(loop.parents)] == loop.parents
+        ]
+        first = min(e.order for e in events)
+        before = [e for e in walker.events if e.order < first and e.loops == loop.parents]
+        window = Window(loop, "plain", events, before, after, walker.resolver, facts)
+        if _decide(window, inner):
+            found.append(window)
+    return found
+
+
+def _decide(window: Window, inner: list[Event]) -> bool:
+    if _accelerate(window, inner) or _deepspeed(window, inner):
+        return True
+    steps = window.of("step")
+    if any(e.detail == "closure" for e in steps):
+        return False
+    if steps:
+        return _boundary(window, steps, inner)
+    return _nested(window)
+
+
+def _accelerate(window: Window, inner: list[Event]) -> bool:
+    def accumulating(event: Event) -> bool:
+        return any(
+            isinstance(item, Context)
+            and isinstance(item.expr, ast.Call)
+            and last_part(item.expr.func) == "accumulate"
+            for item in event.inside(window.loop)
+        )
+
+    if not any(accumulating(e) for e in inner):
+        return False
+    window.shape = "accelerate"
+    call = window.facts.accelerator
+    given = keyword(call, "gradient_accumulation_steps") if call is not None else None
+    if given is not None:
+        window.every = strip_casts(given)
+    return True
+
+
+def _deepspeed(window: Window, inner: list[Event]) -> bool:
+    engine_steps = window.of("engine_step")
+    engines = {e.receiver_text for e in inner if e.detail in {"deepspeed", "engine"}}
+    if not engines or not any(e.receiver_text in engines for e in engine_steps):
+        return False
+    if any(e.detail in {"tensor", "accelerate"} for e in inner):
+        return False
+    window.shape = "deepspeed"
+    return True
+
+
+def _boundary(window: Window, steps: list[Event], inner: list[Event]) -> bool:
+    ends: dict[Event, Boundary] = {}
+    for event in steps:
+        for item in event.inside(window.loop):
+            if isinstance(item, Guard):
+                found = of_guard(item, window.loop, window.resolver)
+                if found is not None and not found.inverse and found.kind != "deepspeed":
+                    ends.setdefault(event, found)
+    if not ends:
+        return _stepped_always(window, steps)
+    first = next(iter(ends.values()))
+    if any(b.key != first.key for b in ends.values()):
+        return False
+    window.boundary, window.every, window.shape = first, first.every, "boundary"
+    window.forget()
+    if first.kind == "last" and first.every is None:
+        return False
+    # A backward under the same condition as the step is an alternating update, not a window.
+    if any(window.when(e) == "boundary" for e in inner) and not any(
+        window.when(e) == "inside" for e in inner
+    ):
+        return False
+    if not any(window.when(e) in {"always", "inside", "sometimes"} for e in inner):
+        return False
+    # Another step on every micro-batch: several optimizers, or a loop we do not understand.
+    others = [e for e in steps if e not in ends and window.when(e) in {"always", "inside"}]
+    return not others or _only_without_accumulation(window, others)
+
+
+def _only_without_accumulation(window: Window, others: list[Event]) -> bool:
+    # `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
+    return all(
+        any(
+            isinstance(item, Guard) and window.every_key in text(item.expr)
+            for item in e.inside(window.loop)
+        )
+        for e in others
+    )
+
+
+def _stepped_always(window: Window, steps: list[Event]) -> bool:
+    """No step is conditional; an accumulation can still be meant where clearing is."""
+    for event in window.of("zero"):
+        for item in event.inside(window.loop):
+            if not isinstance(item, Guard):
+                continue
+            found = of_guard(item, window.loop, window.resolver)
+            if (
+                found is not None
+                and not found.inverse
+                and found.kind in {"modulo", "reset"}
+                and is_accumulation_name(found.key)
+            ):
+                window.boundary, window.every, window.shape = found, found.every, "boundary"
+                window.forget()
+                return True
+    window.shape = "plain"
+    return all(window.when(e) == "always" for e in steps)
+
+
+def _nested(window: Window) -> bool:
+    loop = window.loop
+    if loop.virtual:
+        return False
+    steps = [e for e in window.after if e.kind == "step" and e.loops == loop.parents]
+    if not steps:
+        return False
+    iterable = peel(loop.iterable, loop.entry)
+    if isinstance(iterable, ast.Call) and last_part(iterable.func) == "enumerate" and iterable.args:
+        iterable = peel(iterable.args[0], loop.entry)
+    if iterable is None:
+        return False
+    window.shape = "nested"
+    if isinstance(iterable, ast.Call) and last_part(iterable.func) in {"range", "trange"}:
+        if len(iterable.args) != 1:
+            return False
+        count = strip_casts(window.resolver.resolve(iterable.args[0], loop.entry))
+        window.every = count
+        window.forget()
+        if number(count) is not None and (number(count) or 0) <= 1:
+            return False
+        spelled = f"{text(count)} {text(iterable.args[0])}"
+        fetches = any(last_part(c.func) in _FETCH for c in _loop_calls(window))
+        return is_accumulation_name(spelled) or (bool(loop.parents) and fetches)
+    return bool(_MICRO_NAME.search(text(iterable)))
+
+
+def _loop_calls(window: Window) -> list[ast.Call]:
+    return [e.node for e in window.events if isinstance(e.node, ast.Call)]

@@ -1,0 +1,25 @@
+"""Findings as text, JSON, SARIF or GitHub annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..findings import Finding
+from .github import github
+from .sarif import sarif
+from .structured import as_json
+from .terminal import as_text
+
+__all__ = ["FORMATS", "render"]
+
+FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {
+    "text": as_text,
+    "json": as_json,
+    "sarif": sarif,
+    "github": github,
+}
+
+
+def render(findings: Sequence[Finding], form: str) -> str:
+    """The findings in a format, without a newline at the end."""
+    return FORMATS[form](findings)

@@ -1,0 +1,74 @@
+"""Questions that several rules ask of a window."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from ..model import Event, File, Guard, Window
+from ..model.names import dotted, text
+
+__all__ = [
+    "exclusive",
+    "gradients_rescaled",
+    "is_optimizer_of",
+    "own_events",
+    "root_name",
+    "same_receiver",
+    "scaled_by_count",
+    "stepped",
+]
+
+
+def stepped(window: Window) -> list[Event]:
+    """The optimizer steps that close the window: at the boundary, or after the inner loop."""
+    if window.shape == "nested":
+        return [e for e in window.after if e.kind == "step" and e.loops == window.loop.parents]
+    wanted = {"always"} if window.shape in {"plain", "accelerate"} else {"boundary"}
+    return [e for e in window.of("step") if window.when(e) in wanted | {"boundary"}]
+
+
+def own_events(window: Window, kind: str) -> list[Event]:
+    """The events of a kind that belong to this loop's body and not to a loop around it."""
+    return [e for e in window.of(kind) if window.loop in e.path]
+
+
+def same_receiver(first: Event, second: Event) -> bool:
+    """Whether two calls are on the same object, as far as its spelling shows."""
+    return bool(first.receiver_text) and first.receiver_text == second.receiver_text
+
+
+def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
+    """Whether a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
+    if any(same_receiver(zero, step) for step in steps):
+        return True
+    names = {s.receiver_text for s in steps}
+    is_optimizer = bool(re.search(r"opt", zero.receiver_text, re.I))
+    return len(names) == 1 and not is_optimizer
+
+
+def exclusive(first: Event, second: Event) -> bool:
+    """Whether two events are on opposite branches of one condition and never happen together."""
+    mine = {(text(g.expr), g.positive) for g in first.path if isinstance(g, Guard)}
+    return any(isinstance(g, Guard) and (text(g.expr), not g.positive) in mine for g in second.path)
+
+
+def gradients_rescaled(file: File) -> bool:
+    """Whether gradients themselves are multiplied or divided somewhere in the file."""
+    return bool(
+        re.search(
+            r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad)|\.grad(\.data)?\.(div_|mul_)"
+            r"|scale_grad|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad",
+            file.facts.source,
+        )
+    )
+
+
+def scaled_by_count(window: Window) -> bool:
+    """Whether some path divides the loss by the number of micro-batches of a window."""
+    return any(window.is_count(d.key) for _, chain in window.chains for d in chain.divisors)
+
+
+def root_name(expr: ast.expr) -> str:
+    """The first name of a chain: `args` of `args.accum`."""
+    return (dotted(expr) or "").partition(".")[0]

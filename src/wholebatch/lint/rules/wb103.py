@@ -1,0 +1,144 @@
+"""A mean over masked or padded tokens is averaged again over micro-batches.
+
+## What it does
+Finds windows in which each micro-batch's loss is a mean over its own valid tokens (`ignore_index`,
+a mask, labels of -100) and these means are then averaged with equal weight.
+
+## Why is this bad?
+Micro-batches hold different numbers of valid tokens, so a token in a short micro-batch weighs more
+than one in a long micro-batch. The result is not the loss of the whole batch; the difference grows
+with the spread of lengths and does not average out.
+
+## Known problems
+Whether labels are really padded is only seen when the file shows it (a collator, -100, a mask).
+Files that build their data elsewhere are not reported.
+
+## Example
+```python
+loss = F.cross_entropy(logits, labels, ignore_index=-100)
+(loss / accum).backward()
+```
+
+## Use instead
+```python
+total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+acc.backward(total, units=(labels != -100).sum())
+```
+Sum over the tokens of the window and divide once by their number.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import File, Window
+from ..model.loss import Chain
+from ..model.names import keyword, last_part, number, text
+from .ask import gradients_rescaled
+from .base import Rule
+
+__all__ = ["RULE"]
+
+_LANGUAGE_MODEL = re.compile(
+    r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
+    r"|Seq2SeqLM|LMWithValueHead|ForPreTraining|MaskedLM)\b"
+)
+_MASKED_DATA = re.compile(
+    r"(?<![\w.])-100(?![\w.])|ignore_index|label_pad_token_id"
+    r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
+)
+_MASK_COUNT = re.compile(
+    r"mask\w*(\.\w+\(\))*\.sum\(|sum\(\w*mask|n_?valid|num_valid|\.ne\(.*sum\("
+)
+_EXACT = re.compile(
+    r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
+)
+_CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
+
+
+def check(file: File) -> Iterator[Report]:
+    """At most one report per window."""
+    if gradients_rescaled(file) or "num_items_in_batch" in file.facts.source:
+        return
+    for window in file.accumulating:
+        for event, chain in window.chains:
+            place = _masked_mean(chain, window, file)
+            if place is not None:
+                node = place if hasattr(place, "lineno") else event.node
+                yield Report(
+                    node,
+                    "mean over the valid tokens of each micro-batch is averaged over micro-batches "
+                    "with equal weight: add up sums and divide once by the window's tokens",
+                )
+                break
+
+
+def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
+    masks = [d for d in chain.divisors if _MASK_COUNT.search(text(d.expr))]
+    others = [d for d in chain.divisors if d not in masks and not window.is_count(d.key)]
+    if any(_EXACT.search(d.key) or not d.unrelated for d in others):
+        return None
+    if any(_EXACT.search(f) for f in chain.factors):
+        return None
+    if masks:
+        return masks[0].node
+    base = chain.base
+    if base is None:
+        return None
+    call = _call(base, chain)
+    if call is not None and _ignores(call, chain, file):
+        return base
+    if call is not None and _is_language_model(call, file):
+        return base
+    return None
+
+
+def _call(base: ast.expr, chain: Chain) -> ast.Call | None:
+    inner: ast.expr = base
+    while isinstance(inner, (ast.Subscript, ast.Attribute)):
+        inner = inner.value
+    if isinstance(inner, ast.Name):
+        made = [d.expr for d in chain.base_env.get(inner.id, ()) if isinstance(d.expr, ast.Call)]
+        return made[0] if made else None
+    return inner if isinstance(inner, ast.Call) else None
+
+
+def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
+    """Cross-entropy with an ignored label and the mean as its reduction."""
+    if _masks_mean(call):
+        return True
+    made = [d.expr for d in chain.base_env.get(text(call.func), ())]
+    made += [
+        owner.attributes[text(call.func)]
+        for owner in file.facts.classes
+        if text(call.func) in owner.attributes
+    ]
+    return any(isinstance(m, ast.Call) and _masks_mean(m) for m in made)
+
+
+def _masks_mean(call: ast.Call) -> bool:
+    ignored = keyword(call, "ignore_index")
+    if last_part(call.func) not in _CROSS_ENTROPY or ignored is None:
+        return False
+    if number(ignored) is None and not re.search(r"pad|IGNORE|-100", text(ignored)):
+        return False
+    reduction = keyword(call, "reduction")
+    return reduction is None or (isinstance(reduction, ast.Constant) and reduction.value == "mean")
+
+
+def _is_language_model(call: ast.Call, file: File) -> bool:
+    if not re.search(r"model|net", text(call.func), re.I):
+        return False
+    source = file.facts.source
+    return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
+
+
+RULE = Rule(
+    code="WB103",
+    name="mean of means",
+    summary="Means over different numbers of valid tokens are averaged with equal weight.",
+    check=check,
+)

@@ -1,0 +1,88 @@
+"""Gradients are cleared on every micro-batch.
+
+## What it does
+Finds `zero_grad()` (or `p.grad = None`) that runs for every micro-batch in a loop whose
+`optimizer.step()` runs only at the end of a window.
+
+## Why is this bad?
+Nothing is accumulated: the update is made from the last micro-batch alone, and the work of all the
+others is thrown away. If the loss is divided by K, the gradient is K times too small as well.
+
+## Known problems
+None known. Under `accelerator.accumulate()` the call is right, because Accelerate skips it inside
+a window.
+
+## Example
+```python
+for i, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    (criterion(model(x), y) / accum).backward()
+    if (i + 1) % accum == 0:
+        optimizer.step()
+```
+
+## Use instead
+```python
+    if (i + 1) % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+```
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import Event, File, Window
+from ..model.names import text
+from .ask import is_optimizer_of, stepped
+from .base import Rule
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Every clearing call that is not at the boundary."""
+    for window in file.accumulating:
+        if window.shape not in {"boundary", "nested"}:
+            continue
+        steps = stepped(window)
+        zeros = window.of("zero")
+        for zero in zeros:
+            if window.when(zero) != "always" or not is_optimizer_of(zero, steps):
+                continue
+            if not any(b.order < zero.order or b.order > zero.order for b in window.backwards):
+                continue
+            yield Report(
+                zero.node,
+                f"gradients are cleared on every micro-batch but used every "
+                f"`{window.every_name}`: only the last micro-batch counts",
+                _fix(window, zero, zeros, steps),
+            )
+
+
+def _fix(window: Window, zero: Event, zeros: list[Event], steps: list[Event]) -> tuple[Edit, ...]:
+    if window.shape != "boundary" or len(steps) != 1 or not isinstance(zero.stmt, ast.Expr):
+        return ()
+    if zero.loops != steps[0].loops or zero.stmt.value is not zero.node:
+        return ()
+    cleared = any(window.when(z) == "boundary" and z.order > steps[0].order for z in zeros)
+    edits = [Edit.at("delete", zero.stmt)]
+    if not cleared:
+        last = steps[0].stmt
+        for update in window.of("scaler_update"):
+            if window.when(update) == "boundary" and update.order > steps[0].order:
+                last = update.stmt
+        edits.append(Edit.at("after", last, text(zero.stmt)))
+    return tuple(edits)
+
+
+RULE = Rule(
+    code="WB104",
+    name="gradients cleared every micro-batch",
+    summary="zero_grad runs for every micro-batch, so only the last one of a window counts.",
+    check=check,
+    fixable=True,
+)

@@ -1,0 +1,105 @@
+"""The boundary is off by one: the first window has the wrong number of micro-batches.
+
+## What it does
+Follows the counter of the boundary condition from its first value and finds conditions such as
+`i % K == 0` with a counter that starts at 0, which are true after one micro-batch.
+
+## Why is this bad?
+The first update of every epoch (or of the run) is made from one micro-batch, or from K-1 or K+1,
+while the loss was divided by K. All later windows are shifted, and the tail is different from what
+the arithmetic of the batch says.
+
+## Known problems
+Counters whose start cannot be seen (a resumed step, a counter kept by a framework) are not judged.
+
+## Example
+```python
+for i, batch in enumerate(loader):
+    (loss_fn(batch) / accum).backward()
+    if i % accum == 0:                  # true at i = 0
+        optimizer.step()
+        optimizer.zero_grad()
+```
+
+## Use instead
+```python
+    if (i + 1) % accum == 0:
+```
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import File, Window
+from ..model.names import number, text
+from .ask import stepped
+from .base import Rule
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Boundaries whose first window is not K micro-batches long."""
+    for window in file.accumulating:
+        boundary = window.boundary
+        if window.shape != "boundary" or boundary is None or boundary.shift is None:
+            continue
+        if boundary.kind not in {"modulo", "reset"}:
+            continue
+        size = first_window(window)
+        if not size:
+            continue
+        name = window.every_name
+        words = "one micro-batch" if size == "one" else f"`{name}` {size} micro-batches"
+        yield Report(
+            boundary.expr,
+            f"boundary is off by one: the first window has {words} instead of `{name}`",
+            _fix(window) if size == "one" else (),
+        )
+
+
+def first_window(window: Window) -> str:
+    """What is wrong with the size of the first window: "" nothing, "one", or "+ 1", "- 1" ..."""
+    boundary = window.boundary
+    assert boundary is not None
+    assert boundary.shift is not None
+    shift = boundary.shift
+    steps = stepped(window)
+    # A step at the top of the body closes the window of the iterations before.
+    if steps and window.backwards and steps[0].order < window.backwards[0].order:
+        shift -= 1
+        if boundary.after_first:
+            return ""
+    elif shift == 1 and boundary.kind == "modulo" and not boundary.after_first:
+        return "one"
+    if shift == 0:
+        return ""
+    return f"{'+' if shift > 0 else '-'} {abs(shift)}"
+
+
+def _fix(window: Window) -> tuple[Edit, ...]:
+    boundary = window.boundary
+    if boundary is None or boundary.tail or boundary.after_first:
+        return ()
+    # `i % k == 0` with an enumerate from 0: the same text with `(i + 1)`.
+    expr = boundary.expr
+    if not isinstance(expr, ast.Compare) or not isinstance(expr.left, ast.BinOp):
+        return ()
+    left = expr.left
+    if not isinstance(left.op, ast.Mod) or not isinstance(left.left, ast.Name):
+        return ()
+    if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):
+        return ()
+    return (Edit.at("replace", left.left, f"({text(left.left)} + 1)"),)
+
+
+RULE = Rule(
+    code="WB110",
+    name="boundary off by one",
+    summary="The condition that ends a window is true one micro-batch too early or too late.",
+    check=check,
+    fixable=True,
+)

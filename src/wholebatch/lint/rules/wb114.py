@@ -1,0 +1,127 @@
+"""A contrastive loss with in-batch negatives is accumulated over micro-batches.
+
+## What it does
+Finds accumulating loops whose loss compares every sample with every other sample of the same
+micro-batch: CLIP-like losses, InfoNCE, NT-Xent, multiple-negatives ranking.
+
+## Why is this bad?
+The other samples of the batch are the negatives. A micro-batch of 8 has 7 of them, whatever K is:
+eight accumulated micro-batches of 8 are eight easy problems, not one hard problem of 64. Dividing
+by K does not help; the loss does not decompose.
+
+## Known problems
+A loss that is built in another file under a name of its own is not seen.
+
+## Example
+```python
+logits = image_features @ text_features.T * scale
+loss = F.cross_entropy(logits, torch.arange(len(logits))) / accum
+loss.backward()
+```
+
+## Use instead
+Two passes with cached representations (GradCache): `wb.WholeBatch` with a coupled loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import Event, File, Window
+from ..model.names import keyword, last_part, text
+from .base import Rule
+
+__all__ = ["RULE"]
+
+_COUPLED_NAME = re.compile(
+    r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
+    r"|SupConLoss|SigLipLoss|BiEncoderNllLoss|in_batch_neg|SimCLRLoss|ContrastiveLossWithInBatch"
+)
+_CACHED = re.compile(
+    r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I
+)
+_SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
+
+
+def check(file: File) -> Iterator[Report]:
+    """At most one report per window."""
+    if _CACHED.search(file.facts.source):
+        return
+    for window in file.accumulating:
+        node = _named(window) or _by_arange(window)
+        if node is not None:
+            yield Report(
+                node,
+                "loss uses the other samples of the micro-batch as negatives: accumulation does "
+                "not give the negatives of the whole batch",
+            )
+
+
+def _calls(window: Window) -> Iterator[tuple[Event, ast.Call]]:
+    for event in window.events:
+        if event.kind in {"call", "forward"} and isinstance(event.node, ast.Call):
+            yield event, event.node
+
+
+def _named(window: Window) -> ast.AST | None:
+    for event, call in _calls(window):
+        name = last_part(call.func)
+        if _COUPLED_NAME.search(name):
+            return call
+        asked = event.kind == "forward" and _true(keyword(call, "return_loss"))
+        if asked and re.search(r"CLIP|SigLip|Clap", window.facts.source):
+            return call
+        for definition in event.env.get(text(call.func), ()):
+            if isinstance(definition.expr, ast.Call) and _COUPLED_NAME.search(
+                last_part(definition.expr.func)
+            ):
+                return call
+    return None
+
+
+def _true(expr: ast.expr | None) -> bool:
+    return isinstance(expr, ast.Constant) and expr.value is True
+
+
+def _by_arange(window: Window) -> ast.AST | None:
+    """`cross_entropy(a @ b.T, arange(n))`: the labels are the diagonal."""
+    for event, call in _calls(window):
+        if not re.search(r"cross_entropy|CrossEntropy|criterion|loss|ce$", text(call.func), re.I):
+            continue
+        if len(call.args) < 2:
+            continue
+        labels = window.resolver.resolve(call.args[1], event.env)
+        spelled = " ".join(
+            [text(call.args[1]), text(labels)]
+            + [text(d.expr) for d in event.env.get(text(call.args[1]), ())]
+        )
+        if "arange(" not in spelled:
+            continue
+        logits = " ".join(
+            [text(call.args[0])] + [text(d.expr) for d in event.env.get(_base(call.args[0]), ())]
+        )
+        if _SIMILARITY.search(logits) or re.search(r"sim|logits_per|scores", logits):
+            return call
+    return None
+
+
+def _base(expr: ast.expr) -> str:
+    while isinstance(expr, (ast.Attribute, ast.Call, ast.Subscript)):
+        if isinstance(expr, ast.Call):
+            expr = expr.func
+        else:
+            expr = expr.value
+    if isinstance(expr, ast.BinOp):
+        return _base(expr.left)
+    return text(expr)
+
+
+RULE = Rule(
+    code="WB114",
+    name="in-batch negatives accumulated",
+    summary="A loss that compares samples of a batch with each other does not accumulate.",
+    check=check,
+)

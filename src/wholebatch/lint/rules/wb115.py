@@ -1,0 +1,224 @@
+"""The reported loss is the divided one, or only that of the last micro-batch.
+
+## What it does
+Finds `loss.item()` that goes to a log, a progress bar or an average after the loss was divided by
+K, and logs at the end of a window that show the loss of its last micro-batch as that of the window.
+
+## Why is this bad?
+Curves are K times too low, so runs with different K cannot be compared; or they show one K-th of
+the data, with the noise of a micro-batch.
+
+## Known problems
+Sums that are divided by the number of *updates* later are right and not reported. Logging each
+micro-batch's own, undivided loss is not reported.
+
+## Example
+```python
+loss = criterion(model(x), y) / accum
+loss.backward()
+if (i + 1) % accum == 0:
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss.item():.3f}")
+```
+
+## Use instead
+```python
+window_loss += loss.item()              # already divided: the sum is the window's mean
+if (i + 1) % accum == 0:
+    ...
+    print(f"loss {window_loss:.3f}")
+    window_loss = 0.0
+```
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import Event, File, Window
+from ..model.loss import Chain, trace
+from ..model.names import dotted, is_accumulation_name, last_part, text
+from ..model.parts import Env
+from .base import Rule
+
+__all__ = ["RULE"]
+
+_SINKS = {
+    "print", "info", "debug", "log", "log_metrics", "add_scalar", "set_postfix", "warning",
+    "set_description", "set_postfix_str", "log_dict", "Logger", "log_scalar", "write", "report",
+    "set_description_str",
+}  # fmt: skip
+_KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat", re.I)
+_MATH = {"log", "log2", "log10"}
+
+
+def check(file: File) -> Iterator[Report]:
+    """At most one report of each sort per window."""
+    for window in file.accumulating:
+        bases = {
+            id(chain.base)
+            for event in window.of("backward")
+            for chain in trace(event.argument, event.env, window.resolver)
+            if chain.base is not None
+        }
+        if not bases:
+            continue
+        yield from _logged(window, bases)
+        yield from _averaged(window, bases, file)
+
+
+def _logged(window: Window, bases: set[int]) -> Iterator[Report]:
+    events = list(window.events)
+    if window.shape == "nested":
+        events += [e for e in window.after if e.loops == window.loop.parents]
+    for event in events:
+        if event.kind != "call" or not isinstance(event.node, ast.Call) or not _is_sink(event.node):
+            continue
+        for value, env in _values(event.node, event.env):
+            chains = trace(value, env, window.resolver)
+            if not chains or not all(id(c.base) in bases for c in chains):
+                continue
+            if any(_is_divided(c, window) for c in chains):
+                yield Report(
+                    event.node,
+                    f"reported loss was divided by `{window.every_name}`: it is that many times "
+                    "too small",
+                )
+                return
+            if _is_last(event, window):
+                yield Report(
+                    event.node,
+                    "reported loss is that of the last micro-batch, not of the window",
+                )
+                return
+
+
+def _is_sink(call: ast.Call) -> bool:
+    name = last_part(call.func)
+    owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    if name in _SINKS:
+        return not (name in _MATH and owner in {"math", "torch", "np", "numpy"})
+    if name in {"append", "update", "add"} and owner:
+        return bool(_KEEPERS.search(owner)) and bool(call.args)
+    return False
+
+
+def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
+    """The numbers that a log call shows: through f-strings, dictionaries and `%`."""
+    todo = [(a, env, 0) for a in (*call.args, *(k.value for k in call.keywords))]
+    while todo:
+        expr, where, depth = todo.pop(0)
+        if depth > 5:
+            continue
+        inner: list[ast.expr] = []
+        if isinstance(expr, ast.JoinedStr):
+            inner = [v.value for v in expr.values if isinstance(v, ast.FormattedValue)]
+        elif isinstance(expr, ast.Dict):
+            inner = list(expr.values)
+        elif isinstance(expr, (ast.Tuple, ast.List)):
+            inner = list(expr.elts)
+        elif isinstance(expr, ast.Starred):
+            inner = [expr.value]
+        elif isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Mod):
+            inner = [expr.right]
+        elif isinstance(expr, ast.Call) and last_part(expr.func) in {"format", "dict"}:
+            inner = [*expr.args, *(k.value for k in expr.keywords)]
+        elif isinstance(expr, ast.Call) and last_part(expr.func) in {"float", "round", "str"}:
+            inner = expr.args[:1]
+        elif isinstance(expr, ast.Name) and len(where.get(expr.id, ())) == 1:
+            made = where[expr.id][0]
+            if isinstance(made.expr, (ast.Dict, ast.JoinedStr)) or (
+                isinstance(made.expr, ast.Call) and last_part(made.expr.func) == "dict"
+            ):
+                todo.append((made.expr, made.env, depth + 1))
+                continue
+        if inner:
+            todo += [(i, where, depth + 1) for i in inner]
+        else:
+            yield expr, where
+
+
+def _is_divided(chain: Chain, window: Window) -> bool:
+    """Divided by K and not multiplied by it again."""
+    if any(window.is_count(f) for f in chain.factors):
+        return False
+    return any(window.is_count(d.key) for d in chain.divisors)
+
+
+def _is_last(event: Event, window: Window) -> bool:
+    if window.shape == "nested":
+        return window.loop not in event.path
+    return window.when(event) == "boundary"
+
+
+def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
+    """`total += loss.item()` of a divided loss, shown as `total / (number of micro-batches)`."""
+    if window.shape == "nested":
+        return
+    counters = _micro_counters(window)
+    for event in window.of("augment"):
+        name = dotted(event.receiver) if event.receiver is not None else None
+        if name is None or event.argument is None or window.when(event) != "always":
+            continue
+        chains = trace(event.argument, event.env, window.resolver)
+        if not chains or not all(id(c.base) in bases for c in chains):
+            continue
+        if not any(_is_divided(c, window) for c in chains):
+            continue
+        for node in ast.walk(_function_of(window, file)):
+            if _divides_by_micro_batches(node, name, counters):
+                yield Report(
+                    node,
+                    f"`{name}` adds up losses that were divided by `{window.every_name}`, and is "
+                    "divided by the number of micro-batches: it is that many times too small",
+                )
+                return
+
+
+def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return False
+    left, right = text(node.left), text(node.right)
+    # The name itself; `(total - before) / steps` runs on another clock.
+    if left not in {name, f"{name}.item()"} or is_accumulation_name(right):
+        return False
+    if re.fullmatch(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)", right):
+        return True
+    return right in counters or any(right == f"{c} + 1" for c in counters)
+
+
+def _micro_counters(window: Window) -> set[str]:
+    names: set[str] = set()
+    target = window.loop.target
+    counted = "enumerate" in text(window.loop.iterable or ast.Constant(value=""))
+    if counted and isinstance(target, ast.Tuple) and isinstance(target.elts[0], ast.Name):
+        names.add(target.elts[0].id)
+    for event in window.of("augment"):
+        if not isinstance(event.stmt, ast.AugAssign) or window.when(event) != "always":
+            continue
+        if text(event.stmt.value) == "1":
+            names.add(text(event.stmt.target))
+    return names
+
+
+def _function_of(window: Window, file: File) -> ast.AST:
+    line = window.loop.node.lineno
+    inside: ast.AST = file.tree
+    for node in ast.walk(file.tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if node.lineno <= line <= (node.end_lineno or node.lineno):
+            inside = node
+    return inside
+
+
+RULE = Rule(
+    code="WB115",
+    name="reported loss",
+    summary="The loss that is logged is the divided one, or that of the last micro-batch.",
+    check=check,
+)

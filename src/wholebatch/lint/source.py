@@ -1,0 +1,127 @@
+"""Reads scripts and notebooks as one text, and knows where each line came from."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Problem", "Source", "notebook_source", "read_source"]
+
+_MAGIC = re.compile(r"^(\s*)([%!?]|\w[\w, ]*=\s*[!%]).*$")
+_HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a file, or a cell of it, could not be read."""
+
+    message: str
+    line: int = 1
+    column: int = 1
+    cell: int | None = None
+
+
+@dataclass
+class Source:
+    """One file as text; of a notebook, `cells[i]` is where line `i + 1` came from: (cell, line)."""
+
+    path: str
+    text: str
+    cells: list[tuple[int, int]] | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+    def place(self, line: int) -> tuple[int | None, int]:
+        """(cell or None, line in it) for a line of the text."""
+        if self.cells is None:
+            return None, line
+        cell, inside = self.cells[min(max(line, 1), len(self.cells)) - 1]
+        return cell, inside
+
+
+def read_source(path: str, *, max_bytes: int) -> Source:
+    """Reads a file; what cannot be read becomes a problem, never an exception."""
+    try:
+        size = Path(path).stat().st_size
+        if size > max_bytes:
+            words = f"file is {size:,} bytes, over the limit of {max_bytes:,}: not read"
+            return Source(path, "", problems=[Problem(words)])
+        data = Path(path).read_bytes()
+        if path.endswith(".ipynb"):
+            return notebook_source(path, data)
+        return Source(path, _decode(data))
+    except (OSError, UnicodeDecodeError, SyntaxError, LookupError) as error:
+        return Source(path, "", problems=[Problem(f"cannot be read: {error}")])
+
+
+def _decode(data: bytes) -> str:
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def notebook_source(path: str, data: bytes) -> Source:
+    """A notebook's code cells, one after another, as one text."""
+    try:
+        notebook = json.loads(data.decode("utf-8-sig"))
+        cells = notebook["cells"]
+        bodies = [
+            (number, _joined(cell.get("source", "")))
+            for number, cell in enumerate(cells, start=1)
+            if cell.get("cell_type") == "code"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Source(path, "", cells=[(1, 1)], problems=[Problem(f"is not a notebook: {error}")])
+    source = Source(path, "", cells=[])
+    lines: list[str] = []
+    assert source.cells is not None
+    for number, body in bodies:
+        cleaned = _without_magics(body)
+        wrong = _syntax_error(cleaned)
+        if wrong is not None:
+            source.problems.append(
+                Problem(f"syntax error: {wrong.msg}", wrong.lineno or 1, wrong.offset or 1, number)
+            )
+            cleaned = "\n" * body.count("\n")
+        for inside, line in enumerate(cleaned.split("\n"), start=1):
+            lines.append(line)
+            source.cells.append((number, inside))
+    source.text = "\n".join(lines) + "\n"
+    source.cells.append(source.cells[-1] if source.cells else (1, 1))
+    return source
+
+
+def _joined(body: object) -> str:
+    return "".join(str(part) for part in body) if isinstance(body, list) else str(body)
+
+
+def _without_magics(body: str) -> str:
+    """The cell with IPython's own syntax replaced by `pass`, line for line."""
+    if body.lstrip().startswith("%%") and not re.match(r"\s*%%(time|timeit|capture)\b", body):
+        return "\n" * body.count("\n")
+    if _syntax_error(body) is None:
+        return body
+    cleaned = []
+    for line in body.split("\n"):
+        magic = _MAGIC.match(line)
+        if magic is not None:
+            cleaned.append(f"{magic.group(1)}pass")
+        else:
+            cleaned.append("pass" if _HELP.match(line) else line)
+    return "\n".join(cleaned)
+
+
+def _syntax_error(body: str) -> SyntaxError | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(body)
+    except SyntaxError as error:
+        return error
+    except ValueError as error:
+        return SyntaxError(str(error))
+    return None
