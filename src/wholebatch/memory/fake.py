@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.batches import map_tensors
+from wholebatch.memory.meter import MemoryMeter
 
 __all__ = [
-    "Shapes",
+    "FakeMeter",
     "fake_batch",
     "fake_mode_of",
     "fake_model",
@@ -141,14 +141,18 @@ def _fake_like(
     return fake
 
 
-class Shapes(TorchDispatchMode):
-    """What fake tensors lack to run a whole step: a number on request, and a dtype put right.
+class FakeMeter(MemoryMeter):
+    """The meter over fake tensors, with what they lack to run a whole step."""
 
-    It stands between the meter and the fake mode.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        granule: int,
+    ) -> None:
+        super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
         self._answers = False
 
     @contextmanager
@@ -164,15 +168,11 @@ class Shapes(TorchDispatchMode):
         finally:
             self._answers = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # what the fake mode would answer, a hundred times faster
         try:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         except DataDependentOutputException:
             if not self._answers:
                 raise
@@ -185,8 +185,11 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-_BATCH_NORMS = (
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten._native_batch_norm_legit.default,
-    torch.ops.aten._native_batch_norm_legit.no_stats,
+_DEVICE_OF = torch.ops.prim.device.default
+_BATCH_NORMS = frozenset(
+    {
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit.default,
+        torch.ops.aten._native_batch_norm_legit.no_stats,
+    }
 )

@@ -27,6 +27,9 @@ from wholebatch.memory.ledger import CATEGORIES, Ledger, storages_of
 __all__ = ["CATEGORIES", "CudaPeak", "MemoryMeter", "cuda_peak", "reset_cuda_peak"]
 
 
+_DEVICE_OF = torch.ops.prim.device.default  # asked of fake tensors at every turn; makes nothing
+
+
 class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of live tensors while it is entered, exactly, by category.
 
@@ -98,7 +101,8 @@ class MemoryMeter(TorchDispatchMode):
         if category not in CATEGORIES:
             raise ValueError(f"category={category!r}: must be one of {', '.join(CATEGORIES)}")
         for tensor in tensors:
-            if tensor.device.type == self._device_type:
+            device = getattr(tensor, "fake_device", None) or tensor.device
+            if device.type == self._device_type:
                 for storage in storages_of(tensor):
                     self._ledger.see(storage, category).category = category
 
@@ -130,13 +134,15 @@ class MemoryMeter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func is _DEVICE_OF:
+            return self._call(func, args, {})
         in_backward = torch._C._current_graph_task_id() != -1
         self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
         kwargs = kwargs or {}
         self._see(args, "inputs")
         if kwargs:
             self._see(kwargs.values(), "inputs")
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         self._see((result,), "temporaries")
         if self.limit is not None and self._ledger.current > self.limit:
             raise torch.OutOfMemoryError(
@@ -145,10 +151,15 @@ class MemoryMeter(TorchDispatchMode):
             )
         return result
 
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
     def _see(self, values: Iterable[Any], category: str) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
-                if value.device.type == self._device_type:
+                # A fake tensor's `.device` is an operation of its own, and would double the cost.
+                device = getattr(value, "fake_device", None) or value.device
+                if device.type == self._device_type:
                     for storage in storages_of(value):
                         self._ledger.see(storage, category)
             elif isinstance(value, (list, tuple)):

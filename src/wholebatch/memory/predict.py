@@ -29,7 +29,7 @@ from wholebatch import precision as precisions
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.loss import Loss, as_loss
 from wholebatch.memory.fake import (
-    Shapes,
+    FakeMeter,
     fake_batch,
     fake_mode_of,
     fake_model,
@@ -86,18 +86,18 @@ def predict_peak(
     if optimizer is not None:
         stepping = fake_optimizer(optimizer, fake, run_on, parameters, on_cuda=on_cuda)
     micro = fake_batch(fake, batch, run_on)
-    shapes = Shapes()
-    meter = MemoryMeter(
+    meter = FakeMeter(
         model=copied, optimizer=stepping, device=run_on, granule=CUDA_GRANULE if on_cuda else 1
     )
-    with _untouched(model), fake, shapes, meter:
-        plain = PlainWindow(copied, loss, optimizer=stepping, precision=precision)
+    with _untouched(model), fake, meter:
+        window = PlainWindow(
+            copied, loss, optimizer=stepping, precision=precision, around_update=meter.answering
+        )
         try:
-            if not first:
-                plain.run([micro], around_update=shapes.answering)
-                meter.reset_peak()
-            # The third micro-batch finds what the second did.
-            plain.run([micro] * min(micro_batches, 2), around_update=shapes.answering)
+            if first:
+                window.run([micro] * min(micro_batches, 2))
+            else:
+                _run_later(window, micro, micro_batches, meter)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -105,6 +105,20 @@ def predict_peak(
         ) as error:
             raise UnsupportedError(_why_not(error)) from error
     return Prediction(meter.peak, meter.peak_by_category, time.perf_counter() - began)
+
+
+def _run_later(window: PlainWindow, micro: Any, micro_batches: int, meter: MemoryMeter) -> None:
+    """A window that finds the optimizer's state, with as few forwards and backwards as it takes."""
+    if micro_batches == 1 or not window.is_plain:
+        window.run([micro])
+        meter.reset_peak()
+        window.run([micro] * min(micro_batches, 2))  # the third finds what the second did
+    else:
+        # With the gradients of a window left in place, the next micro-batch is as the second one.
+        window.add(micro)
+        window.update()
+        meter.reset_peak()
+        window.run([micro])
 
 
 class PlainWindow:
@@ -120,43 +134,49 @@ class PlainWindow:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         precision: str = "full",
-    ) -> None:
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.casts = precisions.choose(precision, next(model.parameters()).device.type)
-        self.sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
-
-    def run(
-        self,
-        micros: Sequence[Any],
-        *,
         around_update: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Train on these micro-batches once."""
-        self.sixteen_bit.begin()
-        self.casts.begin()
-        try:
-            for micro in micros:
-                self._add(micro)
-        finally:
-            self.casts.end()
-        if self.optimizer is not None:
-            with around_update():
-                self.sixteen_bit.round_once()
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-        self.sixteen_bit.end()
+        self._model = model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._around_update = around_update
+        self._casts = precisions.choose(precision, next(model.parameters()).device.type)
+        self._sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
 
-    def _add(self, micro: Any) -> None:
-        with self.casts.forward():
-            result = as_loss(self.loss(self.model, micro))
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but gradients is kept from one micro-batch to the next."""
+        return isinstance(self._casts, precisions.Full) and not self._sixteen_bit
+
+    def run(self, micros: Sequence[Any]) -> None:
+        """Train on these micro-batches once."""
+        self._sixteen_bit.begin()
+        for micro in micros:
+            self.add(micro)
+        self.update()
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        self._sixteen_bit.end()
+
+    def add(self, micro: Any) -> None:
+        """Forward and backward of one micro-batch."""
+        self._casts.begin()
+        with self._casts.forward():
+            result = as_loss(self._loss(self._model, micro))
         totals = (
             [result.total]
             if isinstance(result, Loss)
             else [term.total for term in result.by_name.values()]
         )
         torch.autograd.backward(totals)
+
+    def update(self) -> None:
+        """The end of the window, all but clearing the gradients."""
+        self._casts.end()
+        if self._optimizer is not None:
+            with self._around_update():
+                self._sixteen_bit.round_once()
+                self._optimizer.step()
 
 
 def _target(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:

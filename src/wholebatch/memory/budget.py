@@ -1,0 +1,116 @@
+"""How much memory a run may use: as a user writes it, in bytes.
+
+`"20GiB"`, `"512 MiB"`, `"80%"` or `0.8` of what the device has, `"free"` for what is free on it
+now, or a number of bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from wholebatch.errors import OptionError
+
+__all__ = ["Memory", "device_memory", "free_memory", "parse_memory"]
+
+Memory = int | float | str
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000**k for k, p in enumerate("kMGT", 1)}
+_UNITS |= {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
+_UNITS |= {"KB": 1000}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
+
+
+def parse_memory(
+    memory: Memory, *, device: torch.device | str = "cpu", total: int | None = None, held: int = 0
+) -> int:
+    """The bytes that a budget means on a device.
+
+    `total` stands for the device's memory where it is not this machine's. `held` is what the run
+    itself holds already (the model): it is in use, so not free, but it is part of the budget.
+
+    >>> parse_memory("1.5GiB"), parse_memory("50%", total=1000), parse_memory(4096)
+    (1610612736, 500, 4096)
+    """
+    if isinstance(memory, bool) or not isinstance(memory, (int, float, str)):
+        raise OptionError(_refusal(memory))
+    if isinstance(memory, str):
+        if memory.strip() == "free":
+            return free_memory(device) + held
+        match = _SIZE.fullmatch(memory)
+        if match is None:
+            raise OptionError(_refusal(memory))
+        number, unit = float(match[1]), match[2]
+        if unit == "%":
+            return _fraction(number / 100, memory, device, total)
+        factors = {name.lower(): factor for name, factor in _UNITS.items()}
+        if unit.lower() not in factors:
+            raise OptionError(_refusal(memory))
+        if number * factors[unit.lower()] < 1 or (unit == "" and "." in match[1]):
+            raise OptionError(_refusal(memory))
+        return int(number * factors[unit.lower()])
+    if isinstance(memory, float):
+        return _fraction(memory, memory, device, total)
+    if memory < 1:
+        raise OptionError(_refusal(memory))
+    return memory
+
+
+def _fraction(part: float, memory: Memory, device: torch.device | str, total: int | None) -> int:
+    if not 0 < part <= 1:
+        raise OptionError(_refusal(memory))
+    return int(part * (total if total is not None else device_memory(device)))
+
+
+def device_memory(device: torch.device | str = "cpu") -> int:
+    """All memory of a device; on the CPU what this process may use of the machine's."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _control_group("memory.max")
+    return installed if limit is None else min(installed, limit)
+
+
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """What a run could take on a device now, with what PyTorch has cached there."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
+    available = _available()
+    limit, used = _control_group("memory.max"), _control_group("memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return device_memory("cpu")
+
+
+def _control_group(name: str) -> int | None:
+    """A limit that a container sets; None where there is none."""
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _refusal(memory: object) -> str:
+    return (
+        f'memory={memory!r}: must be a size such as "20GiB", a share of the device such as "80%" or'
+        ' 0.8, "free" for what is free now, or a number of bytes'
+    )

@@ -1,0 +1,134 @@
+"""Activation checkpointing for any model: its repeated blocks are computed again in the backward.
+
+```python
+blocks = repeated_blocks(model)          # ["blocks.0", "blocks.1", …]
+with_checkpoints(model, blocks)          # from now on each keeps only what goes into it
+```
+
+The numbers do not change: torch's own checkpoint replays the random generators, and buffers that
+a block changes (BatchNorm's running statistics) are changed once, by the forward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from wholebatch.errors import OptionError, UnsupportedError
+
+__all__ = ["is_checkpointed", "repeated_blocks", "with_checkpoints", "without_checkpoints"]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """The names of the blocks that a model is built of: the outermost modules of a repeated class.
+
+    A transformer's layers, a ResNet's bottlenecks. A block has parts of its own, is no mere
+    container, and its class occurs at least twice; blocks inside blocks are not named.
+
+    >>> layer = lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> repeated_blocks(nn.Sequential(layer(), layer(), nn.Linear(8, 8)))
+    ['0', '1']
+    """
+    by_class: dict[type[nn.Module], list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        is_block = any(module.children()) and type(module) not in _CONTAINERS
+        if name and is_block and any(True for _ in module.parameters()):
+            by_class[_class_of(module)].append(name)
+    repeated = {name for names in by_class.values() if len(names) > 1 for name in names}
+    outermost = [name for name in repeated if not _has_ancestor(name, repeated)]
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return sorted(outermost, key=order.__getitem__)
+
+
+def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> list[str]:
+    """Let these blocks (default: all repeated ones) keep only their inputs; returns their names.
+
+    Names, parameters and `state_dict` stay as they are; `without_checkpoints` undoes it. A block
+    that is checkpointed already is left alone.
+    """
+    names = repeated_blocks(model) if blocks is None else list(blocks)
+    if not names:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no repeated blocks to checkpoint: name the modules"
+            " (with_checkpoints(model, ['encoder', 'decoder'])), or call torch.utils.checkpoint"
+            " in its forward"
+        )
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules:
+            raise OptionError(f"blocks: {type(model).__name__} has no module named {name!r}")
+    for name in names:
+        if not is_checkpointed(modules[name]):
+            # A subclass, as FSDP2 makes one: it is copied, moved and saved like the original,
+            # where a replaced `forward` would drag the original along.
+            modules[name].__class__ = _checkpointed(type(modules[name]))
+    return names
+
+
+def without_checkpoints(model: nn.Module) -> None:
+    """Undo `with_checkpoints` on every block of the model."""
+    for module in model.modules():
+        if is_checkpointed(module):
+            module.__class__ = _class_of(module)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether `with_checkpoints` is in force for this very module."""
+    return isinstance(module, _Checkpointed)
+
+
+class _Checkpointed(nn.Module):
+    """What a checkpointed block's class has besides that of the block."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return super().__call__(*args, **kwargs)
+        forward = super().__call__
+
+        def once_or_again(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._current_graph_task_id() == -1:
+                return forward(*args, **kwargs)
+            with _buffers_kept(self):
+                return forward(*args, **kwargs)
+
+        return checkpoint(once_or_again, *args, use_reentrant=False, **kwargs)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"Checkpointed{kind.__name__}", (_Checkpointed, kind), {})
+    return _CLASSES[kind]
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    kind = type(module)
+    return kind.__mro__[2] if is_checkpointed(module) else kind
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Let a second forward leave the buffers as the first one did."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            # Through `.data`: the graph has just saved these buffers, and would refuse to use
+            # them if their version moved.
+            buffer.data.copy_(value)
+
+
+def _has_ancestor(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in names for length in range(1, len(parts)))
