@@ -21,7 +21,7 @@ PACKAGE = "wholebatch"
 # the rest of it (the longest name wins).
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"integrations", "tune", "verify", "report", "lint", "recipes"}),
+    frozenset({"integrations", "tune", "verify", "report", "lint", "recipes", "proof"}),
     frozenset({"engine", "accumulator"}),
     frozenset({"runners", "memory", "state", "checkpoint"}),
     frozenset({"window", "execute", "coupled"}),
@@ -52,6 +52,7 @@ ROOT_UNIT = "engine"
 # that uses it. Torch is the core's one dependency, and `lint` must not reach even that.
 EAGER: dict[str, frozenset[str]] = {
     "cli": frozenset({"typer", "rich"}),
+    "lint": frozenset({"libcst"}),
     "report": frozenset({"rich"}),
     "recipes": frozenset({"sklearn"}),
 }
