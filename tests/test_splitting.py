@@ -103,7 +103,7 @@ class OwnMappingThatCopies(OwnMapping):
         return OwnMappingThatCopies(dict(self.items_))
 
 
-class ListOfWords(list):  # type: ignore[type-arg]
+class OwnList(list):  # type: ignore[type-arg]
     pass
 
 
@@ -164,7 +164,7 @@ SPLIT_LEAVES: list[Build] = [
     lambda rows: np.array(rows, dtype=object),
     lambda rows: [f"sample {row}" for row in rows],
     lambda rows: tuple(f"sample {row}" for row in rows),
-    lambda rows: ListOfWords(f"sample {row}" for row in rows),
+    lambda rows: OwnList(f"sample {row}" for row in rows),
     lambda rows: [{"id": row, "boxes": torch.full((row % 3, 4), row)} for row in rows],
     lambda rows: [torch.full((row + 20, 2), row) for row in rows],
     lambda rows: [Pair(row, str(row)) for row in rows],
@@ -190,6 +190,7 @@ def _containers(parts: st.SearchStrategy[Build]) -> st.SearchStrategy[Build]:
         some.map(_dict_of).map(lambda d: lambda rows: OwnMappingThatCopies(d(rows))),
         some.map(_dict_of).map(lambda d: lambda rows: types.MappingProxyType(d(rows))),
         some.map(lambda ps: lambda rows: [p(rows) for p in ps]),
+        some.map(lambda ps: lambda rows: OwnList(p(rows) for p in ps)),
         some.map(lambda ps: lambda rows: tuple(p(rows) for p in ps)),
         *(two.map(_of_two(kind)) for kind in (Pair, Plain, Frozen, Slots, FrozenSlots)),
     )

@@ -120,6 +120,11 @@ def test_lists_are_read_as_samples_or_as_parts() -> None:
     assert [len(m["t"]) for m in (first, second)] == [3, 1]
 
 
+def test_the_parts_of_a_batch_are_not_samples_though_there_are_as_many() -> None:
+    batch = [x32[:3], x32[3:6], torch.randn(5, 10)]
+    assert [[len(part) for part in micro] for micro in split(batch, 2)] == [[2, 2, 5], [1, 1, 5]]
+
+
 def test_a_list_that_fits_both_readings_is_refused() -> None:
     batch: dict[str, Any] = {"images": images(3), "labels": torch.ones(3)}
     with pytest.raises(SplitError, match=r"list 'images' has 3 items, and each has a first dim"):
@@ -139,6 +144,11 @@ def test_static_leaves_are_passed_on_although_their_size_fits() -> None:
     first, last = split(batch, 3, static=["aux"])
     assert first["aux"] is batch["aux"]
     assert len(split((torch.ones(4), weights), 3, static="1")[1][1]) == 4
+    # What is static inside a list makes it parts: samples are not static.
+    pair = {"y": torch.ones(2), "pair": [torch.ones(2, 3), torch.ones(2, 3)]}
+    assert [len(part) for part in split(pair, 1, static="pair.1")[0]["pair"]] == [1, 2]
+    parts = [torch.ones(4, 3), torch.ones(4, 3), torch.ones(9, 3)]
+    assert batch_size_of({"parts": parts}, static="parts.2") == 4
 
 
 def test_a_static_name_that_does_not_exist_is_refused() -> None:
