@@ -84,6 +84,8 @@ def join(name: str, key: str) -> str:
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """The named children of a container, or None for a leaf."""
+    if isinstance(node, Tensor):
+        return None  # by far the most common, and the tests below are slow
     if isinstance(node, Mapping):
         inner = [(str(key), value) for key, value in node.items()]
         return inner + [(name, getattr(node, name)) for name in _list_attributes(node)]
