@@ -18,7 +18,7 @@ SYNTAX = "WB001"
 UNREAD = "WB002"
 
 # A file without a backward, a step function or a Trainer subclass cannot accumulate anything.
-_TRAINS = re.compile(r"backward\s*\(|def (training_step|compute_loss)\b")
+_TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
     r"\.\s*step\s*\(|optimizer_step|update_grad|def (training_step|compute_loss)\b|loss_scaler"
 )

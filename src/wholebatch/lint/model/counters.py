@@ -44,9 +44,13 @@ def peel(iterable: ast.expr | None, env: Env, depth: int = 0) -> ast.expr | None
 def first_value(symbol: Symbol, loop: Loop, resolver: Resolver) -> tuple[int | None, bool]:
     """(the value in the first iteration or None, whether it goes on counting over outer loops)."""
     if symbol.kind == "target":
-        return _target_start(symbol, loop, resolver), False
+        start = _target_start(symbol, loop, resolver)
+        # An index that starts somewhere else goes on from an earlier epoch or run.
+        return start, start is None and not loop.virtual
     start, spanning = _carried_start(symbol.init, resolver, 0)
-    return start, spanning or loop.virtual
+    # An attribute that was set when the object was made goes on counting from call to call.
+    kept = symbol.name.startswith("self.") and any(d.node is None for d in symbol.init)
+    return start, spanning or kept or loop.virtual
 
 
 def _target_start(symbol: Symbol, loop: Loop, resolver: Resolver) -> int | None:

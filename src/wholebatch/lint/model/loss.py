@@ -31,11 +31,12 @@ class Divisor:
     expr: ast.expr
     node: ast.AST
     key: str
+    written: str
 
     @property
     def names_accumulation(self) -> bool:
         """Whether the divisor says by its name that it counts micro-batches."""
-        return is_accumulation_name(self.key)
+        return is_accumulation_name(self.key) or is_accumulation_name(self.written)
 
     @property
     def unrelated(self) -> bool:
@@ -194,6 +195,5 @@ def _reciprocal(expr: ast.expr) -> ast.expr | None:
 
 def _divided(chain: Chain, by: ast.expr, node: ast.AST, env: Env, resolver: Resolver) -> Chain:
     resolved = strip_casts(resolver.resolve(by, env))
-    return replace(
-        chain, divisors=(*chain.divisors, Divisor(resolved, node, text(resolved).split("@")[0]))
-    )
+    key = re.sub(r"@\d+", "", text(resolved))
+    return replace(chain, divisors=(*chain.divisors, Divisor(resolved, node, key, text(by))))

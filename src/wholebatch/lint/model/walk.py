@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .classify import Act, classify
-from .names import calls_in, dotted, keyword
+from .names import calls_in, dotted, keyword, text
 from .parts import Context, Def, Env, Event, Guard, Loop, PathItem
 from .resolve import Resolver
 from .targets import assigned_names, bind_pairs
@@ -254,7 +255,7 @@ class Walker:
             return
         spelled = ""
         if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:
-            spelled = ast.unparse(self.resolver.resolve(act.receiver, env)).split("@")[0]
+            spelled = re.sub(r"@\d+", "", text(self.resolver.resolve(act.receiver, env)))
         self.events.append(
             Event(
                 act.kind,

@@ -10,7 +10,7 @@ from functools import cached_property
 from .boundary import Boundary, of_guard, says_accumulating
 from .counters import peel
 from .facts import Facts
-from .loss import Chain, trace
+from .loss import Chain, Divisor, trace
 from .names import dotted, is_accumulation_name, keyword, last_part, number, text
 from .parts import Context, Event, Guard, Loop
 from .resolve import Resolver, strip_casts
@@ -110,9 +110,13 @@ class Window:
         resolved = self.resolver.resolve(guard.expr, guard.env)
         return self.resolver.varies(resolved, self.loop)
 
+    def counts(self, divisor: Divisor) -> bool:
+        """Whether a divisor of the loss is the number of micro-batches of a window."""
+        return divisor.names_accumulation or self.is_count(divisor.key)
+
     def is_count(self, key: str) -> bool:
         """Whether a text means the number of micro-batches of a window."""
-        return (key == self.every_key and bool(key)) or is_accumulation_name(key)
+        return (bool(key) and key == self.every_name) or is_accumulation_name(key)
 
     @cached_property
     def backwards(self) -> list[Event]:

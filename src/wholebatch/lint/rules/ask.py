@@ -66,7 +66,7 @@ def gradients_rescaled(file: File) -> bool:
 
 def scaled_by_count(window: Window) -> bool:
     """Whether some path divides the loss by the number of micro-batches of a window."""
-    return any(window.is_count(d.key) for _, chain in window.chains for d in chain.divisors)
+    return any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
 
 
 def root_name(expr: ast.expr) -> str:

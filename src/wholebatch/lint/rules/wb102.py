@@ -66,7 +66,7 @@ def _framework(window: Window, file: File) -> str:
 def _by_hand(window: Window, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
     for event, chain in window.chains:
-        counts = [d for d in chain.divisors if window.is_count(d.key)]
+        counts = [d for d in chain.divisors if window.counts(d)]
         if framework and event.detail != "tensor" and counts and counts[0].node not in seen:
             seen.add(counts[0].node)
             yield Report(

@@ -77,8 +77,8 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
-    masks = [d for d in chain.divisors if _MASK_COUNT.search(text(d.expr))]
-    others = [d for d in chain.divisors if d not in masks and not window.is_count(d.key)]
+    masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
+    others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):
         return None
     if any(_EXACT.search(f) for f in chain.factors):
@@ -123,7 +123,7 @@ def _masks_mean(call: ast.Call) -> bool:
     ignored = keyword(call, "ignore_index")
     if last_part(call.func) not in _CROSS_ENTROPY or ignored is None:
         return False
-    if number(ignored) is None and not re.search(r"pad|IGNORE|-100", text(ignored)):
+    if number(ignored) is None and not re.search(r"(?i:pad)|IGNORE|-100", text(ignored)):
         return False
     reduction = keyword(call, "reduction")
     return reduction is None or (isinstance(reduction, ast.Constant) and reduction.value == "mean")

@@ -82,7 +82,7 @@ def _flushed(window: Window) -> bool:
 
 def _nominal(window: Window) -> bool:
     return any(
-        d.key == window.every_key and not window.resolver.varies(d.expr, window.loop)
+        d.key == window.every_name and not window.resolver.varies(d.expr, window.loop)
         for _, chain in window.chains
         for d in chain.divisors
     )

@@ -78,6 +78,9 @@ def _logged(window: Window, bases: set[int]) -> Iterator[Report]:
     for event in events:
         if event.kind != "call" or not isinstance(event.node, ast.Call) or not _is_sink(event.node):
             continue
+        # A loop inside (an evaluation, say) has losses of its own.
+        if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
+            continue
         for value, env in _values(event.node, event.env):
             chains = trace(value, env, window.resolver)
             if not chains or not all(id(c.base) in bases for c in chains):
@@ -146,7 +149,7 @@ def _is_divided(chain: Chain, window: Window) -> bool:
     """Divided by K and not multiplied by it again."""
     if any(window.is_count(f) for f in chain.factors):
         return False
-    return any(window.is_count(d.key) for d in chain.divisors)
+    return any(window.counts(d) for d in chain.divisors)
 
 
 def _is_last(event: Event, window: Window) -> bool:

@@ -1,0 +1,216 @@
+"""The command line: status, selection, settings, noqa, and going on after a bad file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wholebatch.lint import RULES, SettingsError, lint_paths
+from wholebatch.lint.cli import CLEAN, FOUND, USAGE, main
+from wholebatch.lint.settings import Settings, load_settings
+
+BAD = """
+for i, (x, y) in enumerate(loader):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(){noqa}
+    if i % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+NOTE = """
+from torch import nn
+model = nn.Linear(8, 2)
+loader = DataLoader(data, batch_size=4)
+n = 0
+while True:
+    for x, y in loader:
+        n += 1
+        (F.mse_loss(model(x), y) / 4).backward()
+        if n % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_text(BAD.format(noqa=""))
+    return file
+
+
+def found(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_status_and_lines(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train.py"]) == FOUND
+    assert found(capsys) == ["WB101", "WB109", "WB110"]
+    assert main([".", "--select", "WB104"]) == CLEAN
+    assert main(["--select", "WB10,WB110", "train.py"]) == FOUND
+    assert found(capsys) == ["WB101", "WB109", "WB110"]
+    assert main(["train.py", "--ignore", "WB109", "--ignore", "WB110"]) == FOUND
+    assert found(capsys) == ["WB101"]
+
+
+def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(NOTE)
+    assert main(["train.py"]) == CLEAN
+    assert "WB118 note: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], "no paths given"),
+        (["absent.py"], "absent.py: no such file or folder"),
+        (["train.py", "--select", "XX1"], "select='XX1': names no rule"),
+        (["--explain", "WB999"], "no such rule; rules are WB101"),
+        (["train.py", "--jobs", "0"], "jobs=0: must be at least 1"),
+    ],
+)
+def test_wrong_usage(
+    script: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(arguments) == USAGE
+    assert words in capsys.readouterr().err
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--explain", "wb103"]) == CLEAN
+    page = capsys.readouterr().out
+    for part in ("# WB103: mean of means", "Why is this bad?", "Known problems", "Use instead"):
+        assert part in page
+
+
+def test_list_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list-rules"]) == CLEAN
+    assert len(capsys.readouterr().out.splitlines()) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    "comment, rest",
+    [
+        ("  # noqa", ["WB109", "WB110"]),
+        ("  # noqa: WB101", ["WB109", "WB110"]),
+        ("  # noqa: E501, wb101", ["WB109", "WB110"]),
+        ("  # NOQA:WB101", ["WB109", "WB110"]),
+        ("  # noqa: WB102", ["WB101", "WB109", "WB110"]),
+    ],
+)
+def test_noqa(
+    script: Path, capsys: pytest.CaptureFixture[str], comment: str, rest: list[str]
+) -> None:
+    script.write_text(BAD.format(noqa=comment))
+    main(["train.py"])
+    assert found(capsys) == rest
+
+
+def test_settings_of_pyproject(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = script.parent / "pyproject.toml"
+    settings.write_text('[tool.wholebatch.lint]\nignore = ["WB109"]\nexclude = ["old"]\n')
+    (script.parent / "old").mkdir()
+    (script.parent / "old" / "train.py").write_text(BAD.format(noqa=""))
+    assert main(["."]) == FOUND
+    assert found(capsys) == ["WB101", "WB110"]
+    settings.write_text('[tool.wholebatch.lint.per-file-ignores]\n"train.py" = ["WB1"]\n')
+    assert main(["train.py"]) == CLEAN
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        ("selct = []", "has no setting 'selct'; it has exclude, ignore, max-file-bytes"),
+        ('select = "WB101"', "must be a list of strings"),
+        ('select = ["nothing"]', "names no rule"),
+        ("max-file-bytes = 0", "must be a positive whole number"),
+    ],
+)
+def test_settings_that_are_none(tmp_path: Path, table: str, words: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[tool.wholebatch.lint]\n{table}\n")
+    with pytest.raises(SettingsError, match=words):
+        load_settings(tmp_path)
+
+
+def test_a_broken_file_is_reported_and_the_rest_goes_on(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script.parent / "broken.py").write_text("def f(:\n    loss.backward()\n    opt.step()\n")
+    (script.parent / "latin.py").write_bytes(b"x = '\xff'\n")
+    (script.parent / "huge.py").write_text("x = 1\n" * 10)
+    (script.parent / "pyproject.toml").write_text("[tool.wholebatch.lint]\nmax-file-bytes = 55\n")
+    assert main(["broken.py", "latin.py", "huge.py"]) == FOUND
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("broken.py:1:7 WB001 syntax error: ")
+    assert lines[1].startswith("latin.py:1:1 WB002 cannot be read: ")
+    assert lines[2].startswith("huge.py:1:1 WB002 file is 60 bytes, over the limit of 55")
+    (script.parent / "pyproject.toml").unlink()
+    assert main(["."]) == FOUND
+    assert set(found(capsys)) == {"WB001", "WB002", "WB101", "WB109", "WB110"}
+
+
+def test_output_to_a_file(script: Path) -> None:
+    assert main(["train.py", "--format", "json", "--output", "out.json"]) == FOUND
+    assert len(json.loads((script.parent / "out.json").read_text())) == 3
+
+
+def test_processes_give_the_same_as_one(tmp_path: Path) -> None:
+    for number in range(70):
+        (tmp_path / f"train_{number:02}.py").write_text(BAD.format(noqa=""))
+    alone = lint_paths([str(tmp_path)], settings=Settings(), jobs=1)
+    assert lint_paths([str(tmp_path)], settings=Settings(), jobs=2) == alone
+    assert len(alone) == 210
+
+
+def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:
+    """In a fresh interpreter where torch, typer, rich and libcst cannot be imported."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'typer', 'rich', 'libcst'): sys.modules[name] = None\n"
+        "from wholebatch.lint.cli import main\n"
+        "sys.exit(main(['train.py']))\n"
+    )
+    source = Path(__file__).parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=script.parent,
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == FOUND, done.stderr
+    assert len(done.stdout.splitlines()) == 3
+
+
+def test_as_a_module(script: Path) -> None:
+    source = Path(__file__).parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-m", "wholebatch.lint", "train.py", "--select", "WB110"],
+        cwd=script.parent,
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == FOUND
+    assert done.stdout.startswith("train.py:5:8 WB110 [*] boundary is off by one")
+    assert done.stderr == "1 finding in 1 files, 1 fixable with --fix\n"
+
+
+def test_command_of_the_big_command_line(script: Path) -> None:
+    typer = pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from wholebatch.cli.lint import lint
+
+    app = typer.Typer()
+    app.command()(lint)
+    result = CliRunner().invoke(app, ["train.py", "--select", "WB110"])
+    assert result.exit_code == FOUND
+    assert "WB110" in result.output

@@ -1,0 +1,233 @@
+"""The shapes of loop that people write are understood, and others are left alone."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from wholebatch.lint import lint_source
+from wholebatch.lint.model import read
+
+
+def codes(source: str) -> list[str]:
+    return [f.code for f in lint_source(textwrap.dedent(source))]
+
+
+def windows(source: str) -> list[tuple[str, str]]:
+    return [(w.shape, w.every_name) for w in read(textwrap.dedent(source)).windows]
+
+
+BODY = """
+    def train(model, optimizer, loader, args, cfg):
+        {before}
+        for {target} in {iterable}:
+            {top}
+            loss = model(batch).mean() / {count}
+            loss.backward()
+            {middle}
+            if {condition}:
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"condition": "(i + 1) % args.accum == 0"},
+        {"condition": "i % args.accum == args.accum - 1"},
+        {"condition": "not (i + 1) % args.accum"},
+        {"condition": "((i + 1) % int(args.accum)) == 0"},
+        {"condition": "(i + 1) % max(1, args.accum) == 0"},
+        {"condition": "(i + 1) % k == 0", "before": "k = args.accum"},
+        {"condition": "done", "middle": "done = (i + 1) % args.accum == 0"},
+        {"condition": "not waiting", "middle": "waiting = (i + 1) % args.accum != 0"},
+        {"condition": "i % args.accum == 0", "iterable": "enumerate(loader, 1)"},
+        {"condition": "args.go and (i + 1) % args.accum == 0"},
+        {
+            "condition": "n % args.accum == 0",
+            "before": "n = 0",
+            "target": "batch",
+            "iterable": "loader",
+            "top": "n += 1",
+        },
+        {
+            "condition": "n == args.accum",
+            "before": "n = 0",
+            "target": "batch",
+            "iterable": "loader",
+            "middle": "n = n + 1",
+        },
+    ],
+    ids=lambda p: p["condition"],
+)
+def test_boundaries_that_are_right(parts: dict[str, str]) -> None:
+    defaults = {
+        "before": "pass",
+        "target": "i, batch",
+        "iterable": "enumerate(loader)",
+        "top": "pass",
+        "middle": "pass",
+        "count": "args.accum",
+    }
+    source = textwrap.dedent(BODY).format(**{**defaults, **parts})
+    if "n == " in parts["condition"]:
+        source += "            n = 0\n"
+    assert windows(source) == [("boundary", "args.accum")]
+    assert "WB110" not in codes(source)
+    assert "WB101" not in codes(source)
+
+
+def test_a_step_in_a_method_two_levels_down() -> None:
+    source = """
+        class Trainer:
+            def __init__(self, model, optimizer, accum):
+                self.model, self.optimizer = model, optimizer
+                self.accum = accum
+
+            def update(self):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+            def one(self, i, batch):
+                loss = self.model(batch).mean()
+                loss.backward()
+                if i % self.accum == 0:
+                    self.update()
+
+            def fit(self, loader):
+                for i, batch in enumerate(loader):
+                    self.one(i, batch)
+    """
+    assert windows(source) == [("boundary", "accum")]
+    assert {"WB101", "WB110"} <= set(codes(source))
+
+
+def test_helper_functions_of_a_script() -> None:
+    source = """
+        def backward(loss, scaler):
+            if scaler is not None:
+                scaler.scale(loss).backward()
+            else:
+                loss.backward()
+
+        def close(optimizer, scaler, model):
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+
+        def main(model, optimizer, scaler, batches, accum, total):
+            for i in range(total):
+                loss = model(next(batches)).mean() / accum
+                backward(loss, scaler)
+                if (i + 1) % accum == 0:
+                    close(optimizer, scaler, model)
+
+        if __name__ == "__main__":
+            main(net, opt, None, data, 4, 100)
+    """
+    assert windows(source) == [("boundary", "4")]
+    assert codes(source) == []
+
+
+def test_native_scaler_with_update_grad() -> None:
+    source = """
+        def train_one_epoch(model, loader, optimizer, loss_scaler, args):
+            for step, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y)
+                loss /= args.accum_iter
+                loss_scaler(loss, optimizer, parameters=model.parameters(),
+                            update_grad=(step + 1) % args.accum_iter == 0)
+                if (step + 1) % args.accum_iter == 0:
+                    optimizer.zero_grad()
+    """
+    assert windows(source) == [("boundary", "args.accum_iter")]
+    assert codes(source) == ["WB109"]
+
+
+def test_lightning_manual_optimisation_counts_from_zero() -> None:
+    source = """
+        class Module(LightningModule):
+            def training_step(self, batch, batch_idx):
+                opt = self.optimizers()
+                loss = self.model(batch).mean() / self.accum
+                self.manual_backward(loss)
+                if batch_idx % self.accum == 0:
+                    opt.step()
+                    opt.zero_grad()
+    """
+    assert "WB110" in codes(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # A closure for LBFGS.
+        """
+        for i, (x, y) in enumerate(loader):
+            def closure():
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                return loss
+            optimizer.step(closure)
+        """,
+        # Several losses, one update.
+        """
+        for x, y in loader:
+            optimizer.zero_grad()
+            a(model(x), y).backward(retain_graph=True)
+            b(model(x), y).backward()
+            optimizer.step()
+        """,
+        # Meta-learning over tasks: how tasks are weighted is a choice.
+        """
+        for tasks in loader:
+            optimizer.zero_grad()
+            for task in tasks:
+                model(task).mean().backward()
+            optimizer.step()
+        """,
+        # Reinforcement learning: backward and step under one interval.
+        """
+        for step in range(total):
+            env.step(action)
+            if step % update_every == 0:
+                loss = criterion(model(memory.sample()), target)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        """,
+        # A boundary that is computed somewhere else.
+        """
+        for batch in loader:
+            loss = model(batch).mean()
+            loss.backward()
+            if controller.should_update():
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        # Two optimizers on different clocks.
+        """
+        for i, batch in enumerate(loader):
+            loss = model(batch).mean()
+            loss.backward()
+            fast.step_optimizer()
+            opt_fast.step()
+            opt_fast.zero_grad()
+            if i % 10 == 0:
+                opt_slow.step()
+                opt_slow.zero_grad()
+        """,
+    ],
+    ids=["closure", "losses", "tasks", "replay", "elsewhere", "clocks"],
+)
+def test_what_is_not_understood_is_left_alone(source: str) -> None:
+    assert codes(source) == []
