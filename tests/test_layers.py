@@ -21,11 +21,11 @@ PACKAGE = "wholebatch"
 # the rest of it (the longest name wins).
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"integrations", "tune", "verify", "report", "lint", "recipes", "proof"}),
+    frozenset({"integrations", "tune", "proof", "testing", "report", "lint", "recipes"}),
     frozenset({"engine", "accumulator"}),
-    frozenset({"runners", "memory", "state", "checkpoint"}),
+    frozenset({"runners", "memory", "state", "checkpoint", "driving"}),
     frozenset({"window", "execute", "coupled"}),
-    frozenset({"target", "feed"}),
+    frozenset({"target", "feed", "units"}),
     frozenset(
         {
             "backward",

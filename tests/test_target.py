@@ -75,11 +75,11 @@ def test_schedulers_and_averages_are_checked() -> None:
 
 
 def test_engines_that_are_not_supported_yet_are_refused_by_name() -> None:
-    class FSDPModule(nn.Linear):
+    class FullyShardedDataParallel(nn.Linear):
         pass
 
-    model = FSDPModule(2, 2)
-    refused(model, sgd(model), "wrapped in FSDPModule")
+    model = FullyShardedDataParallel(2, 2)
+    refused(model, sgd(model), "wrapped in FullyShardedDataParallel: supported are plain modules")
 
 
 def test_several_optimizers_of_one_model() -> None:

@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch import errors as errors
-    from wholebatch.accumulator import Accumulator, over
+    from wholebatch.accumulator import Accumulator
+    from wholebatch.driving import over
     from wholebatch.engine import WholeBatch
     from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
+    from wholebatch.proof import verify
     from wholebatch.splitting import split, tokens, unpadded
     from wholebatch.step import Step
     from wholebatch.steps import by_epoch
@@ -49,6 +51,7 @@ __all__ = [
     "split",
     "tokens",
     "unpadded",
+    "verify",
 ]
 
 # Where each name lives; a submodule stands for itself. A test holds this table, `__all__` and the
@@ -63,10 +66,11 @@ _HOMES = {
     "cross_entropy": "loss",
     "errors": "errors",
     "mean_loss": "loss",
-    "over": "accumulator",
+    "over": "driving",
     "split": "splitting",
     "tokens": "splitting",
     "unpadded": "splitting",
+    "verify": "proof",
 }
 
 

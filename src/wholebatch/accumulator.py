@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch import randomness, state
+from wholebatch import state
 from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.batchnorm import Refuse
+from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.feed import Feed
 from wholebatch.loss import Loss, Terms, Units
@@ -22,9 +22,7 @@ from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
 from wholebatch.window import Window
 
-__all__ = ["Accumulator", "over"]
-
-_driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting two is refused
+__all__ = ["Accumulator"]
 
 
 class Accumulator:
@@ -62,6 +60,7 @@ class Accumulator:
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
         batchnorm: str = "refuse",
+        sync: str = "auto",
         allow_untested_device: bool = False,
     ) -> None:
         if batchnorm == "exact":
@@ -71,7 +70,7 @@ class Accumulator:
             )
         self._steps = Steps.of(steps)
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
-        sync = choose_sync(model)
+        engine = choose_sync(model, sync=sync)
         target = build_target(
             model,
             optimizer,
@@ -81,7 +80,7 @@ class Accumulator:
             scaler=scaler,
             allow_untested_device=allow_untested_device,
         )
-        self._window = Window(target, options, sync)
+        self._window = Window(target, options, engine)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         self.epoch = 0
         self.last_step: Step | None = None
@@ -151,17 +150,18 @@ class Accumulator:
                 "(units=samples, tokens or weights), or pass wb.Loss / wb.mean_loss(mean, units)"
             )
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
+        self._window.closing = is_last and not more
         self._window.add(total, units)
         if more:
             return None
-        self._window.micro_batch_done()
+        if not self._window.weightless:
+            self._window.micro_batch_done()
         for policy in self._batchnorms:
             policy.micro()
         self._places += 1
         self._place_done = True
         if not is_last:
             return None
-        self._window.reduced = self._driver is not None
         return self._close()
 
     def flush(self) -> Step | None:
@@ -180,6 +180,8 @@ class Accumulator:
 
     def _close(self) -> Step:
         self._places = 0
+        if self._driver is not None:
+            self._driver.closed.append(self)
         try:
             self.last_step = self._window.close()
             for policy in self._batchnorms:
@@ -199,11 +201,6 @@ class Accumulator:
         return over(loader, self, continue_window=continue_window)
 
     def _may_start(self, continue_window: bool) -> None:
-        if self._driver is not None or any(m in _driven for m in self._window.target.models):
-            raise WindowError(
-                "over() inside over() on the same model: both would feed its gradients; use one "
-                "loop, or wb.over(loader, first, second) for several accumulators"
-            )
         if self._window.is_open and not continue_window and self._resume is None:
             raise WindowError(
                 f"a window is still open with {self._places} of {self._size} micro-batches from "
@@ -218,13 +215,10 @@ class Accumulator:
             if isinstance(policy, Refuse):
                 policy.begin_window()
 
-    def _enter_place(self, feed: Feed) -> None:
-        if self._places == 0:
-            self._open_place()
-        full = self._places + 1 >= self._size
-        self._is_last = full or not feed.has_next()
+    def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
+        self._is_last = is_last
         self._place_done = False
-        self._window.sync.next_backward_reduces(self._is_last)
+        self._window.has_more = has_more
 
     def _leave_place(self) -> None:
         """The loop's body is over. A body without a backward has used its place all the same."""
@@ -233,8 +227,8 @@ class Accumulator:
         self._places += 1
         if not self._is_last:
             return
-        if self._window.is_open:
-            self._close()
+        if self._window.is_open or self._window.sync.ranks > 1:
+            self._close() if self._window.is_open else self._join()
             return
         self._places = 0
         if self._window.options.zero_units == "raise":
@@ -243,6 +237,13 @@ class Accumulator:
                 "to update from; pass zero_units='skip' if that may happen"
             )
         self._window.skipped += 1
+
+    def _join(self) -> None:
+        """Take part in a window of the other ranks, having nothing to add."""
+        more = self._window.has_more
+        self._places = 0
+        self.last_step = self._window.join()
+        self._window.has_more = more
 
     # ----------------------------------------------------------------- state
 
@@ -277,56 +278,3 @@ class Accumulator:
             policy.load_state_dict(pending)
         self._feed = None
         self._resume = saved
-
-
-def over(
-    loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
-) -> Iterator[Any]:
-    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own."""
-    if not accumulators:
-        raise OptionError("wb.over(loader): give at least one Accumulator")
-    for accumulator in accumulators:
-        accumulator._may_start(continue_window)
-    models = [m for accumulator in accumulators for m in accumulator._window.target.models]
-    if len({id(model) for model in models}) != len(models):
-        raise OptionError(
-            "two accumulators over the same model in one wb.over: give one Accumulator a list of "
-            "optimizers instead"
-        )
-    return _drive(loader, accumulators)
-
-
-def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterator[Any]:
-    feed = _feed_for(loader, accumulators)
-    for accumulator in accumulators:
-        accumulator._driver = accumulator._feed = feed
-        _driven.update(accumulator._window.target.models)
-    try:
-        while feed.take():
-            for accumulator in accumulators:
-                accumulator._enter_place(feed)
-            yield feed.current
-            for accumulator in accumulators:
-                accumulator._leave_place()
-        for accumulator in accumulators:
-            accumulator.epoch += 1
-    finally:
-        for accumulator in accumulators:
-            accumulator._driver = None
-            accumulator._window.sync.restore()
-            for model in accumulator._window.target.models:
-                _driven.discard(model)
-
-
-def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Feed:
-    saved = next((a._resume for a in accumulators if a._resume is not None), None)
-    for accumulator in accumulators:
-        accumulator._resume = None
-    if saved is not None:
-        randomness.restore(saved["random"])  # whatever was drawn since it was loaded
-        return Feed(loader, saved["feed"])
-    before = accumulators[0]._feed
-    # An iterator goes on where the last loop left it; the item looked ahead at is still there.
-    if before is not None and before.loader is loader and iter(loader) is loader:
-        return before
-    return Feed(loader)

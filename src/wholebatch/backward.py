@@ -2,32 +2,53 @@
 
 A GAN's generator loss flows through the judge, whose parameters must not be added to. Autograd's
 `inputs=` does exactly that, except with reentrant activation checkpointing, which refuses it;
-there a plain backward runs and the other parameters of the models are given back what they held.
+there a plain backward runs, and the other parameters of the models are given back what they held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["Backward", "backward_into"]
 
-Backward: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward that adds into chosen parameters only."""
+
+    run: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+    overlaps: bool = True
+    """Whether each gradient is complete when it is added (not so with reentrant checkpoints)."""
+
+    def __call__(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        self.run(totals, seeds)
 
 
 def backward_into(
-    parameters: Sequence[nn.Parameter], models: Iterable[nn.Module], totals: Iterable[Tensor]
+    parameters: Sequence[nn.Parameter],
+    models: Iterable[nn.Module],
+    totals: Iterable[Tensor],
+    *,
+    in_graph: bool = True,
 ) -> Backward:
-    """A backward for graphs like those of `totals` that adds into `parameters` alone."""
+    """A backward for graphs like those of `totals` that adds into `parameters` alone.
+
+    `in_graph=False` where the graphs lead to tensors of an engine instead of the parameters: a
+    plain backward.
+    """
+    if not in_graph:
+        return Backward(torch.autograd.backward)
     if not _is_reentrant(totals):
 
         def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
             torch.autograd.backward(totals, seeds, inputs=parameters)
 
-        return isolated
+        return Backward(isolated)
 
     own = {id(parameter) for parameter in parameters}
     others = [p for model in models for p in model.parameters() if id(p) not in own]
@@ -42,7 +63,7 @@ def backward_into(
             for parameter, gradient in zip(others, held, strict=True):
                 parameter.grad = gradient
 
-    return restoring
+    return Backward(restoring, overlaps=False)
 
 
 def _is_reentrant(totals: Iterable[Tensor]) -> bool:

@@ -16,7 +16,7 @@ gradients is made; elsewhere it is one `_foreach_mul_`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
@@ -24,9 +24,17 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from wholebatch.errors import OptionError
+from wholebatch.errors import LossError, OptionError
 
-__all__ = ["CloseOptions", "Closed", "close_gradients", "read_scalars", "stepping"]
+__all__ = [
+    "CloseOptions",
+    "Closed",
+    "check_counts",
+    "close_gradients",
+    "first_nonfinite",
+    "read_scalars",
+    "stepping",
+]
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
@@ -88,7 +96,7 @@ def close_gradients(
     normalise: float,
     *,
     before_clip: Callable[[], None] | None = None,
-    total_norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    total_norm: Callable[[Sequence[Tensor]], Tensor],
     in_place: bool = False,
 ) -> Closed:
     """Bring the gradients of a window to what the optimizer must see.
@@ -97,13 +105,12 @@ def close_gradients(
     for the undivided batch. `in_place` forces the factor into the gradients.
     """
     gradients = [_dense_gradients(group) for group in groups]
-    norm_of = total_norm or torch.nn.utils.get_total_norm
     if before_clip is not None:
         _multiply(_flat(gradients), normalise)
         normalise = 1.0
         before_clip()
         gradients = [_dense_gradients(group) for group in groups]
-    raw_norms = _norms(gradients, options.clip_norm, norm_of)
+    raw_norms = _norms(gradients, options.clip_norm, total_norm)
     norms = [raw * normalise for raw in raw_norms]
     norm = math.hypot(*norms)
     if not math.isfinite(norm):
@@ -167,6 +174,28 @@ def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
     return result
 
 
+def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]) -> int | None:
+    """The first micro-batch with a total that is not finite; `owners` says whose each total is."""
+    bad = [
+        owner
+        for values in totals.values()
+        for owner, total in zip(owners, values, strict=False)
+        if not math.isfinite(total)
+    ]
+    return min(bad, default=None)
+
+
+def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> None:
+    """The units counted before the first backward are those that the losses returned."""
+    for name, counted in known.items():
+        if not math.isclose(counted, returned[name], rel_tol=1e-6):
+            what = f" of term {name!r}" if len(known) > 1 else ""
+            raise LossError(
+                f"units= counted {counted:g} units{what} in this window, but the losses "
+                f"returned {returned[name]:g}: both must count the same thing"
+            )
+
+
 def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients as dense real tensors that share memory with `.grad`."""
     dense = []
@@ -205,15 +234,14 @@ def _norms(
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
     norms = read_scalars([norm_of(group) if group else 0.0 for group in sets])
     return [
-        norm if math.isfinite(norm) else _wide_norm(group)
+        norm if math.isfinite(norm) else _wide_norm(group, norm_of)
         for norm, group in zip(norms, sets, strict=True)
     ]
 
 
-def _wide_norm(gradients: Sequence[Tensor]) -> float:
+def _wide_norm(gradients: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> float:
     """The norm again in float64: finite fp32 gradients above 1e19 overflow when squared."""
-    squares = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients]
-    return math.sqrt(sum(squares)) if all(map(math.isfinite, squares)) else math.inf
+    return math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in gradients]))
 
 
 def _takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
@@ -221,7 +249,8 @@ def _takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused")
         and all(
-            parameter.grad is None or parameter.grad.dtype is torch.float32
+            parameter.grad is None
+            or (parameter.grad.dtype is torch.float32 and type(parameter.grad) is Tensor)
             for parameter in group["params"]
         )
         for group in optimizer.param_groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,27 +11,37 @@ from torch import Tensor, nn
 
 from wholebatch import precision as precisions
 from wholebatch import randomness, state
-from wholebatch.close import ClipNorm, CloseOptions, Policy, read_scalars
+from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import uses_batch_statistics
-from wholebatch.errors import LossError, NonFiniteError, OptionError, StateError, WindowError
-from wholebatch.loss import Loss, Terms, Units, as_loss, check_units
+from wholebatch.errors import (
+    NonFiniteError,
+    OptionError,
+    RankError,
+    StateError,
+    UnsupportedError,
+    WindowError,
+)
+from wholebatch.loss import Loss, Terms, as_loss
 from wholebatch.runners.lockstep import LockStep
+from wholebatch.runners.replay import find_nonfinite
 from wholebatch.runners.sequential import run_sequential
 from wholebatch.snapshot import Snapshot
 from wholebatch.splitting import Tokens, batch_size_of, split, to_device
 from wholebatch.step import Step
 from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
-from wholebatch.window import SINGLE, Window
+from wholebatch.units import SINGLE, UnitsFunction, count_units
+from wholebatch.window import Window
 
 __all__ = ["WholeBatch"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
-UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
 MicroBatch: TypeAlias = int | Tokens | Literal["auto"]
 AfterMicro: TypeAlias = Callable[[int, int], None]
+
+_NOTHING = object()
 
 
 class WholeBatch:
@@ -51,7 +61,9 @@ class WholeBatch:
     `loss(model, micro)` returns `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of
     per-unit losses. `units(micro)`, if given, counts them before the first backward (a number, or
     one for each term); a loss of several terms needs it. Batches may stay on the host: only the
-    micro-batch travels to the model's device. A model with BatchNorm runs its micro-batches in
+    micro-batch travels to the model's device. `batch_size` (a number, or a function of the batch)
+    and `static` (names of leaves that are not to be split) say how a batch is to be read where it
+    cannot be told. A model with BatchNorm runs its micro-batches in
     lock-step, with the statistics of the whole batch (`batchnorm="exact"`).
     """
 
@@ -72,7 +84,9 @@ class WholeBatch:
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
         batchnorm: str = "exact",
-        static: Sequence[str] = (),
+        sync: str = "auto",
+        batch_size: int | Callable[[Any], int] | None = None,
+        static: str | Sequence[str] = (),
         allow_untested_device: bool = False,
     ) -> None:
         for name, function in (("loss", loss), ("units", units)):
@@ -80,7 +94,7 @@ class WholeBatch:
                 raise OptionError(f"{name}={function!r}: must be a function")
         _check_micro_batch(micro_batch)
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
-        sync = choose_sync(model)
+        engine = choose_sync(model, sync=sync)
         target = build_target(
             model,
             optimizer,
@@ -96,13 +110,16 @@ class WholeBatch:
         self.last_step: Step | None = None
         self._loss = loss
         self._units = units
-        self._static = tuple(static)
+        self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
         self._device = target.device
         self._precision = precisions.choose(precision, target.device.type)
-        self._window = Window(target, options, sync)
+        self._window = Window(target, options, engine)
         self._norms = [*batchnorms(model), *tracked_instance_norms(model)]
-        self._lock_step = LockStep(self._norms)
+        self._lock_step = LockStep(
+            self._norms, reduce=engine.sum_tensor if engine.ranks > 1 else None
+        )
         self._batchnorm = None if batchnorm == "exact" else choose_batchnorm(batchnorm, model)
+        self._counted: list[str] = [SINGLE]
         self._fits: int | None = None  # the size that "auto" has come down to
         self._done = 0  # micro-batches of the open window that are in it
         self._of = 0
@@ -131,7 +148,7 @@ class WholeBatch:
 
     def _step_that_fits(self, batch: Any, after_micro: AfterMicro | None) -> Step:
         """Halve on a real out-of-memory, and begin the window again as if nothing had been."""
-        samples = batch_size_of(batch, static=self._static)
+        samples = batch_size_of(batch, **self._layout)
         size = min(samples, self._fits or samples)
         before = Snapshot(self.model)
         while True:
@@ -147,8 +164,8 @@ class WholeBatch:
 
     def _split(self, batch: Any, micro_batch: MicroBatch) -> list[Any]:
         if micro_batch == "auto":  # a saved window goes on with the size that it was split by
-            micro_batch = self._fits or batch_size_of(batch, static=self._static)
-        return split(batch, micro_batch, static=self._static)
+            micro_batch = self._fits or batch_size_of(batch, **self._layout)
+        return split(batch, micro_batch, **self._layout)
 
     def _window_of(self, micros: list[Any], after_micro: AfterMicro | None) -> Step:
         window = self._window
@@ -165,9 +182,17 @@ class WholeBatch:
                     self._batchnorm.begin_window()
             self._of = len(micros)
             told = self._told(after_micro)
-            in_lock_step = self._batchnorm is None and len(micros) > 1 and self._is_coupled()
+            many = len(micros) > 1 or window.sync.ranks > 1
+            in_lock_step = self._batchnorm is None and many and self._is_coupled()
             if not in_lock_step:
-                run_sequential(window, micros, self._micro_step, first=first, after_micro=told)
+                run_sequential(
+                    window,
+                    micros,
+                    self._micro_step,
+                    first=first,
+                    places=self._agreed_places(len(micros)),
+                    after_micro=told,
+                )
             elif first < len(micros):
                 self._run_in_lock_step(micros, told)
             self._precision.end()
@@ -192,8 +217,84 @@ class WholeBatch:
             self._window.add_loss(loss)
             self._window.micro_batch_done()
 
+        if self._window.sync.counts_must_agree:
+            raise UnsupportedError(
+                'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
+                "which cannot wait for each other in lock-step; use DDP, or another batchnorm="
+            )
         self._lock_step.run(micros, forward=self._forward, backward=backward)
         told(len(micros), len(micros))
+
+    def _agreed_places(self, own: int) -> int:
+        sync = self._window.sync
+        if not sync.counts_must_agree:
+            return own
+        return int(sync.largest(torch.tensor(float(own), device=self._device)))
+
+    # --------------------------------------------------------------- the loop
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, for `step`; ranks may have different numbers of them.
+
+        A rank that has run out takes part in the updates of the others, with nothing to add.
+        """
+        window = self._window
+        if window.sync.ranks == 1:
+            yield from loader
+            return
+        iterator = iter(loader)
+        batch = next(iterator, _NOTHING)
+        window.ranks_with_more = int(window.sync.sum([float(batch is not _NOTHING)])[0])
+        last = batch
+        while batch is not _NOTHING:
+            following = next(iterator, _NOTHING)
+            window.has_more = following is not _NOTHING
+            self._all_have_data()
+            yield batch
+            last, batch = batch, following
+        while window.ranks_with_more:
+            self._all_have_data()
+            window.has_more = False
+            self.last_step = self._join(last)
+
+    def _all_have_data(self) -> None:
+        window = self._window
+        enough = window.ranks_with_more == window.sync.ranks
+        if self._batchnorm is None and not enough and self._is_coupled():
+            raise RankError(
+                f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
+                'and batchnorm="exact" needs all of them at every BatchNorm: give every rank '
+                "equally many batches"
+            )
+
+    def _join(self, last: Any) -> Step:
+        window = self._window
+        known = None
+        if self._units is not None:
+            known = self._count([])
+        if not window.sync.counts_must_agree:
+            return window.join(known)
+        if last is _NOTHING:
+            raise RankError(
+                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+                "in every forward: give it at least one batch"
+            )
+        stand_in = self._split(last, self.micro_batch)[:1]
+        window.begin(0, known=known)
+        self._precision.begin()
+        try:
+            places = self._agreed_places(0)
+            for index in range(places):
+                window.closing = index == places - 1
+                window.weightless = True
+                before = Snapshot(self.model)
+                self._micro_step(stand_in[0])
+                before.restore()
+            self._precision.end()
+            return window.close()
+        finally:
+            self._precision.end()
+            window.sync.restore()
 
     def _told(self, after_micro: AfterMicro | None) -> AfterMicro:
         def told(done: int, of: int) -> None:
@@ -217,19 +318,10 @@ class WholeBatch:
     def _count(self, micros: Sequence[Any]) -> dict[str, float]:
         """All units, by term, over the window and the ranks, before the first backward."""
         assert self._units is not None
-        counts: dict[str, list[Units]] = {}
-        for micro in micros:
-            counted = self._units(micro)
-            by_name = counted if isinstance(counted, Mapping) else {SINGLE: counted}
-            if counts and by_name.keys() != counts.keys():
-                raise LossError(
-                    f"units= counted the terms {sorted(by_name)} in one micro-batch and "
-                    f"{sorted(counts)} in another: return all terms for each, 0 where none"
-                )
-            for name, count in by_name.items():
-                counts.setdefault(name, []).append(check_units(count))
-        sums = self._window.sync.sum([math.fsum(read_scalars(c)) for c in counts.values()])
-        return dict(zip(counts, sums, strict=True))
+        counted = count_units(self._units, micros) or dict.fromkeys(self._counted, 0.0)
+        self._counted = sorted(counted)
+        sums = self._window.sync.sum([counted[name] for name in self._counted])
+        return dict(zip(self._counted, sums, strict=True))
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None) -> Step:
         try:
@@ -240,33 +332,8 @@ class WholeBatch:
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
                 raise
-            index, where = self._find_nonfinite(micros, start)
+            index, where = find_nonfinite(self.model, micros, self._forward, start)
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
-
-    def _find_nonfinite(
-        self, micros: Sequence[Any], start: dict[str, Any]
-    ) -> tuple[int | None, str]:
-        """Each micro-batch alone, with the randomness it had, until a gradient is not finite."""
-        now = Snapshot(self.model)
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        parameters = [parameter for _, parameter in named]
-        randomness.restore(start)
-        try:
-            for index, micro in enumerate(micros):
-                loss = self._forward(micro)
-                terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
-                gradients = torch.autograd.grad(
-                    [term.total for term in terms], parameters, allow_unused=True
-                )
-                for (name, _), gradient in zip(named, gradients, strict=True):
-                    if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                        return index, (
-                            f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
-                            f"whose gradient is not finite, at parameter {name}"
-                        )
-        finally:
-            now.restore()
-        return None, "Replayed, no micro-batch has such a gradient alone: their sum overflows"
 
     # ----------------------------------------------------------------- state
 

@@ -10,6 +10,7 @@ WholebatchError
 │   └── EmptyWindowError                  every unit of the window has weight zero
 ├── NonFiniteError     (ArithmeticError)  a gradient or loss is inf or nan; nothing was updated
 ├── StateError         (ValueError)       a state or checkpoint that does not belong here
+├── RankError          (RuntimeError)     another rank failed, or the ranks do not fit together
 ├── RecipeError        (ValueError)       a training recipe that cannot be used
 └── MissingExtraError  (ImportError)      an optional dependency is not installed
 ```
@@ -25,6 +26,7 @@ __all__ = [
     "MissingExtraError",
     "NonFiniteError",
     "OptionError",
+    "RankError",
     "RecipeError",
     "SplitError",
     "StateError",
@@ -75,6 +77,10 @@ class NonFiniteError(WholebatchError, ArithmeticError):
 
 class StateError(WholebatchError, ValueError):
     """A state dict or checkpoint that does not belong to this object, or is damaged."""
+
+
+class RankError(WholebatchError, RuntimeError):
+    """Another rank failed, with its message; or the ranks do not fit together."""
 
 
 class RecipeError(WholebatchError, ValueError):

@@ -34,6 +34,7 @@ class Feed:
         self.fetched = 0
         self.current: Any = _MISSING
         self.is_exhausted = False
+        self.closed: list[Any] = []  # who closed a window at the current item, in that order
         self._held: list[Any] = []
         self._error: BaseException | None = None
         if resume is None:
@@ -54,7 +55,7 @@ class Feed:
                     "pass a loader of the same kind"
                 )
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            self._iterator = iter(unpadded(self.loader))
+            self._iterator = iter(unpadded(self.loader, start=state["fetched"]))
         else:
             randomness.restore(self._start_random)
             generators = _generators(self.loader)
@@ -87,6 +88,7 @@ class Feed:
             self.is_exhausted = True
             return False
         self.current = item
+        self.closed.clear()
         return True
 
     def has_next(self) -> bool:

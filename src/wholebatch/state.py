@@ -86,6 +86,11 @@ def _window_state(window: Window) -> dict[str, Any]:
         raise StateError(
             "the last backward of this window failed half way: discard() it before saving"
         )
+    if not window.sync.keeps_gradients:
+        raise StateError(
+            "a sharded model holds the gradients of an open window inside its engine: save "
+            "between windows"
+        )
     return {
         "micro_batches": window.micro_batches,
         "known": window.known,

@@ -17,18 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.backward import Backward, backward_into
-from wholebatch.close import CloseOptions, close_gradients, read_scalars, stepping
+from wholebatch.close import (
+    CloseOptions,
+    check_counts,
+    close_gradients,
+    first_nonfinite,
+    read_scalars,
+    stepping,
+)
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
 from wholebatch.hooks import DeferredHooks
 from wholebatch.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.step import Step
 from wholebatch.sync import Sync
 from wholebatch.target import Target, step_scheduler
+from wholebatch.units import SINGLE
 
 __all__ = ["Window"]
-
-SINGLE = "loss"
-"""The name under which a loss without named terms is kept."""
 
 
 class Window:
@@ -41,8 +46,11 @@ class Window:
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
+        self.has_more = False  # whether this rank knows of another window after this one
+        self.ranks_with_more = 0  # how many ranks did, at the last close
+        self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self._hooks = DeferredHooks()
-        self._backward_into: Backward = torch.autograd.backward
+        self._backward_into = Backward(torch.autograd.backward)
         self._clear()
 
     def _clear(self) -> None:
@@ -57,6 +65,8 @@ class Window:
         self.owners: list[int] = []  # the micro-batch of each total (one may have several)
         self.groups: list[list[nn.Parameter]] = []
         self.inputs: list[nn.Parameter] = []
+        self.closing = False  # whether the next backward is the window's last
+        self.weightless = False  # whether the next micro-batch only takes part in collectives
         self.reduced = False
         self.loss_scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
@@ -163,12 +173,21 @@ class Window:
             )
         seeds = [self.seed_of(name, total, weights[name]) for name, total in totals.items()]
         if not self.owners:
-            self._backward_into = backward_into(self.inputs, self.target.models, totals.values())
+            self._backward_into = backward_into(
+                self.inputs,
+                self.target.models,
+                totals.values(),
+                in_graph=not self.sync.grows_own_graph,
+            )
         try:
-            self._backward_into(list(totals.values()), seeds)
+            with self.sync.backward(
+                self.inputs, reduces=self.closing, overlap=self._backward_into.overlaps
+            ):
+                self._backward_into(list(totals.values()), seeds)
         except BaseException:
             self.broken = True  # some gradients of this micro-batch are in, others are not
             raise
+        self.reduced = self.closing
         self.record({name: total.detach() for name, total in totals.items()}, units, weights)
 
     def record(
@@ -179,15 +198,17 @@ class Window:
     ) -> None:
         """Enter a micro-batch whose gradient, times the seed, is in: its sums and their units."""
         for name, total in totals.items():
-            self.totals.setdefault(name, []).append(total)
-            self.units.setdefault(name, []).append(units[name])
+            self.totals.setdefault(name, []).append(0.0 if self.weightless else total)
+            self.units.setdefault(name, []).append(0 if self.weightless else units[name])
         self.weights.update(weights)
         self.owners.append(self.micro_batches)
 
     def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
         """What the backward of this total starts from (its dtype and device are what counts)."""
         seed = self.seed
-        if self.known is not None:
+        if self.weightless:
+            seed = 0.0
+        elif self.known is not None:
             counted = self.known[name]
             seed = weight / counted if counted else 0.0
         key = (seed, total.dtype, total.device) if isinstance(seed, float) else None
@@ -218,27 +239,22 @@ class Window:
     def _close(self) -> Step:
         if self.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
-        names = list(self.totals)
-        totals = {name: read_scalars(self.totals[name]) for name in names}
-        counts = {name: math.fsum(read_scalars(self.units[name])) for name in names}
-        sums = self.sync.sum(
-            [math.fsum(totals[name]) for name in names] + [counts[name] for name in names]
-        )
-        sum_of = dict(zip(names, sums, strict=False))
-        units_of = dict(zip(names, sums[len(names) :], strict=True))
         if not self.reduced:
             self.sync.reduce_now(self.inputs)
-
-        units = max(units_of.values(), default=0.0)
+        weights = self.weights or self._last_weights  # none: this rank only joins the others
+        names = sorted(weights)
+        totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
+        sum_of, units_of = self._sums(totals)
+        units = max(units_of.values())
         if units == 0.0:
             return self._empty()
         means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
-        loss = math.fsum(self.weights[name] * means[name] for name in names)
+        loss = math.fsum(weights[name] * means[name] for name in names)
 
         if self.known is None:
             normalise = 1.0 / (units * read_scalars([self.seed])[0])
         else:
-            self._check_counts(units_of)
+            check_counts(self.known, units_of)
             normalise = 1.0
         closed = close_gradients(
             self.groups,
@@ -246,18 +262,20 @@ class Window:
             self.options,
             normalise / self.loss_scale,
             before_clip=self._hooks.run if self._hooks else None,
+            total_norm=self.sync.total_norm,
             in_place=bool(self.target.sixteen_bit),
         )
-        culprit = self._first_nonfinite(totals)
-        finite = closed.finite and culprit is None
-        skipped = None if finite else self._nonfinite(culprit)
+        finite = closed.finite and all(map(math.isfinite, sum_of.values()))
+        skipped = None if finite else self._nonfinite(totals, sum_of)
         if finite:
             self._update(closed.remaining, loss)
         if self.target.scale is not None:
             self.target.scale.update(finite=finite)
         if skipped is not None:
             self.skipped += 1
+        self.sync.after_update()
         self.next_seed = _power_of_two_near(1.0 / units)
+        self._last_weights = weights
         return Step(
             update=self.updates,
             loss=loss,
@@ -270,6 +288,39 @@ class Window:
             terms=means if names != [SINGLE] else {},
             skipped=skipped,
         )
+
+    def _sums(
+        self, totals: Mapping[str, Sequence[float]]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Totals and units of each term over the window and all ranks: one small collective.
+
+        With them go whether this rank has more data, and which parameters have a gradient here:
+        one that has none on any rank keeps none, as for the undivided batch.
+        """
+        names = list(totals)
+        values = [math.fsum(totals[name]) for name in names]
+        values += [math.fsum(read_scalars(self.units.get(name, ()))) for name in names]
+        if self.sync.ranks == 1:
+            self.ranks_with_more = int(self.has_more)
+        else:
+            absent = self.sync.filled_in()
+            present = [float(id(parameter) not in absent) for parameter in self.inputs]
+            values = self.sync.sum([*values, float(self.has_more), *present])
+            more, *counts = values[2 * len(names) :]
+            self.ranks_with_more = int(more)
+            for parameter, count in zip(self.inputs, counts, strict=True):
+                if count == 0:
+                    parameter.grad = None
+        return (
+            dict(zip(names, values, strict=False)),
+            dict(zip(names, values[len(names) :], strict=False)),
+        )
+
+    def join(self, known: Mapping[str, float] | None = None) -> Step:
+        """Take part in a window of the other ranks without a micro-batch of one's own."""
+        self.has_more = False
+        self.begin(0, known=known)
+        return self.close()
 
     def _update(self, remaining: float, loss: float) -> None:
         self.target.sixteen_bit.round_once()
@@ -301,16 +352,21 @@ class Window:
             skipped="no units",
         )
 
-    def _nonfinite(self, culprit: int | None) -> str:
-        """The reason for skipping, or the error."""
+    def _nonfinite(self, totals: Mapping[str, Sequence[float]], sum_of: Mapping[str, float]) -> str:
+        """The reason for skipping, or the error; the same on all ranks."""
+        culprit = first_nonfinite(totals, self.owners)
+        losses_finite = all(map(math.isfinite, sum_of.values()))
         scaled = self.target.scale is not None and self.target.scale.enabled
-        if scaled and culprit is None:
+        if scaled and losses_finite:
             return f"gradients not finite at loss scale {self.loss_scale:g}"
-        where = (
-            f"micro-batch {culprit + 1} of {self.micro_batches} has a loss that is not finite"
-            if culprit is not None
-            else "the losses are finite but the gradients are not"
-        )
+        if culprit is not None:
+            on = f" on rank {self.sync.rank}" if self.sync.ranks > 1 else ""
+            which = f"micro-batch {culprit + 1} of {self.micro_batches}{on}"
+            where = f"{which} has a loss that is not finite"
+        elif not losses_finite:
+            where = "another rank has a loss that is not finite"
+        else:
+            where = "the losses are finite but the gradients are not"
         if self.options.nonfinite == "skip":
             return where
         raise NonFiniteError(
@@ -318,25 +374,6 @@ class Window:
             "state are as before this window; pass nonfinite='skip' to skip and count such updates",
             micro_batch=culprit,
         )
-
-    def _first_nonfinite(self, totals: Mapping[str, Sequence[float]]) -> int | None:
-        bad = [
-            owner
-            for values in totals.values()
-            for owner, total in zip(self.owners, values, strict=True)
-            if not math.isfinite(total)
-        ]
-        return min(bad, default=None)
-
-    def _check_counts(self, units_of: Mapping[str, float]) -> None:
-        for name, counted in (self.known or {}).items():
-            returned = units_of.get(name, 0.0)
-            if not math.isclose(counted, returned, rel_tol=1e-6):
-                what = "" if name == SINGLE else f" of term {name!r}"
-                raise LossError(
-                    f"units= counted {counted:g} units{what} in this window, but the losses "
-                    f"returned {returned:g}: both must count the same thing"
-                )
 
     # ---------------------------------------------------------------- discard
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from wholebatch.snapshot import Snapshot
 from wholebatch.window import Window
 
 __all__ = ["run_sequential"]
@@ -16,17 +17,27 @@ def run_sequential(
     micro_step: Callable[[Any], None],
     *,
     first: int = 0,
+    places: int | None = None,
     after_micro: Callable[[int, int], None] | None = None,
 ) -> None:
     """Feed the window with `micros[first:]`; the last backward reduces the gradients.
 
     `micro_step(micro)` makes one micro-batch's forward and backward and enters it in the window.
+    `places` is the number that all ranks have agreed on: a rank with fewer micro-batches runs its
+    last one again, with weight zero and its buffers put back.
     """
-    for index in range(first, len(micros)):
-        is_last = index == len(micros) - 1
-        window.sync.next_backward_reduces(is_last)
-        micro_step(micros[index])
-        window.micro_batch_done()
-        window.reduced = is_last
-        if after_micro is not None:
-            after_micro(index + 1, len(micros))
+    places = len(micros) if places is None else places
+    for index in range(first, places):
+        window.closing = index == places - 1
+        if index < len(micros):
+            micro_step(micros[index])
+            window.micro_batch_done()
+            if after_micro is not None:
+                after_micro(index + 1, len(micros))
+        else:
+            before = [Snapshot(model) for model in window.target.models]
+            window.weightless = True
+            micro_step(micros[-1])
+            window.weightless = False
+            for snapshot in before:
+                snapshot.restore()

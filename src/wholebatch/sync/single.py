@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
@@ -14,17 +15,19 @@ __all__ = ["Single"]
 class Single(Sync):
     """The model is in one process, whatever its devices."""
 
-    def next_backward_reduces(self, reduces: bool) -> None:
-        return
-
-    def restore(self) -> None:
-        return
+    def backward(
+        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
         return
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def largest(self, value: Tensor) -> Tensor:
         return value

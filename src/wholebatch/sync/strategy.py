@@ -4,78 +4,72 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.errors import UnsupportedError
-
-__all__ = ["Sync", "choose"]
+__all__ = ["Sync"]
 
 
 class Sync(ABC):
-    """The four things a window needs; a class per engine says how."""
+    """One engine's way to add up gradients and counts over the data-parallel ranks."""
 
     ranks: int = 1
     """Data-parallel ranks whose batches together make the global batch."""
 
-    averaged_by: int = 1
+    rank: int = 0
+    """Which of them this process is."""
+
+    averaged_by: float = 1.0
     """What the engine divides the reduced gradient by; the seed of backward undoes it exactly."""
 
-    @abstractmethod
-    def next_backward_reduces(self, reduces: bool) -> None:
-        """Set before the forward: whether the backward that follows reduces the gradients."""
+    counts_must_agree: bool = False
+    """Whether every rank must run equally many forwards (collectives run inside of them)."""
+
+    keeps_gradients: bool = True
+    """Whether the gradients of an open window are in `.grad`, where a checkpoint can take them."""
+
+    grows_own_graph: bool = False
+    """Whether graphs lead to the engine's own tensors instead of the parameters themselves."""
+
+    policy: str = "one process: nothing to reduce"
+    """What is done when, and why, in a sentence."""
 
     @abstractmethod
-    def restore(self) -> None:
-        """Leave the engine's own switches as they were found."""
+    def backward(
+        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
+    ) -> AbstractContextManager[None]:
+        """The context of one backward; when it is left, a backward that reduces has reduced."""
 
     @abstractmethod
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
+
+    def filled_in(self) -> set[int]:
+        """Parameters (by id) that had no gradient on this rank at the last reduction."""
+        return set()
 
     @abstractmethod
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over the ranks, in float64, in one small collective."""
 
     @abstractmethod
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, as a new tensor."""
+
+    @abstractmethod
     def largest(self, value: Tensor) -> Tensor:
         """The largest over the ranks of a number that is on the device; stays there."""
 
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm over all gradients; every rank gets the same number."""
+        return torch.nn.utils.get_total_norm(gradients)
 
-def choose(model: nn.Module | Sequence[nn.Module]) -> Sync:
-    """The strategy for the engine that this model is wrapped in."""
-    from wholebatch.sync.single import Single
+    def after_update(self) -> None:
+        """The window is closed: bring into line what is not a parameter (buffers)."""
+        return
 
-    for module in [model] if isinstance(model, nn.Module) else model:
-        for part in module.modules():
-            kind = type(part)
-            if kind.__module__.startswith("deepspeed") or isinstance(
-                part, nn.parallel.DistributedDataParallel
-            ):
-                raise _unknown(kind)
-        if _is_fully_sharded(module):
-            raise _unknown(type(module))
-    return Single()
-
-
-def _is_fully_sharded(module: nn.Module) -> bool:
-    return any(
-        kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__
-    ) or any(isinstance(parameter, _dtensor()) for parameter in module.parameters())
-
-
-def _dtensor() -> type:
-    if torch.distributed.is_available():
-        from torch.distributed.tensor import DTensor
-
-        return DTensor
-    return type(None)
-
-
-def _unknown(kind: type) -> UnsupportedError:
-    return UnsupportedError(
-        f"model wrapped in {kind.__name__}: only single-process modules are supported in this "
-        "version; pass the plain nn.Module (an unknown engine would reduce or average the "
-        "gradients behind the window's back)"
-    )
+    def restore(self) -> None:
+        """Leave the engine's own switches as they were found."""
+        return

@@ -1,0 +1,70 @@
+"""Which engine a model is wrapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.sync.single import Single
+from wholebatch.sync.strategy import Sync
+
+__all__ = ["choose"]
+
+_SUPPORTED = (
+    "supported are plain modules, DistributedDataParallel and FSDP2's fully_shard; wrap the model "
+    "in one of these"
+)
+
+
+def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sync:
+    """The strategy for the engine that these models are wrapped in."""
+    if sync not in ("auto", "hold", "every"):
+        raise OptionError(f'sync={sync!r}: must be "hold", "every" or "auto"')
+    models = [models] if isinstance(models, nn.Module) else list(models)
+    kinds = {_kind(model) for model in models}
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            f"models wrapped in different engines ({', '.join(sorted(kinds))}) in one "
+            "accumulator: wrap them alike, or give each an accumulator of its own"
+        )
+    kind = kinds.pop() if kinds else "plain"
+    if kind == "plain":
+        return Single()
+    if kind == "ddp":
+        from wholebatch.sync.replicated import Replicated
+
+        return Replicated([m for m in models if isinstance(m, DistributedDataParallel)], sync=sync)
+    if kind == "fsdp2":
+        from wholebatch.sync.sharded import Sharded
+
+        if len(models) > 1:
+            raise UnsupportedError(
+                "several fully_shard models in one accumulator: put them into one nn.ModuleDict"
+            )
+        return Sharded(models[0], sync=sync)
+    raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
+
+
+def _kind(model: nn.Module) -> str:
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    for module in model.modules():
+        kind = type(module)
+        names = {base.__name__ for base in kind.__mro__}
+        if "FSDPModule" in names:
+            return "fsdp2"
+        if "FullyShardedDataParallel" in names or kind.__module__.startswith("deepspeed"):
+            return kind.__name__
+        if isinstance(module, DistributedDataParallel):
+            return f"{type(model).__name__} around DistributedDataParallel"
+    if any(_is_dtensor(parameter) for parameter in model.parameters()):
+        return f"{type(model).__name__} with DTensor parameters but without fully_shard"
+    return "plain"
+
+
+def _is_dtensor(parameter: torch.Tensor) -> bool:
+    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"

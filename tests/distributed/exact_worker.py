@@ -1,0 +1,194 @@
+"""Run under torchrun: every case of one engine against one process on the global batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from tests.distributed.problem import (
+    Micro,
+    SeenFull,
+    errors,
+    everyones,
+    fresh,
+    loss,
+    micro,
+    undivided,
+)
+from tests.support import adamw, sgd
+
+
+def wrapped(engine: str) -> nn.Module:
+    model = fresh()
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    mesh = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if engine == "hsdp"
+        else init_device_mesh("cpu", (dist.get_world_size(),))
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def micros_of(case: str, rank: int) -> list[list[Micro]]:
+    """The windows of this rank, each a list of micro-batches."""
+    if case == "tokens":
+        sizes = [[1 + 2 * rank, 3, 1], [2, 1, 4 * rank + 1]]
+    elif case == "counts":  # another number of micro-batches on every rank
+        sizes = [[2] * (1 + rank % 3), [1] * (3 - rank % 2)]
+    elif case == "tail":
+        sizes = [[2, 1, 3], [1 + rank]]
+    elif case == "exhausted":  # rank 0 runs out of data two windows early
+        sizes = [[2, 1, 1]] * (1 if rank == 0 else 3)
+    elif case == "unused":  # a branch that only the first micro-batch uses
+        sizes = [[2, 1, 3], [1, 1, 2]]
+    else:
+        raise AssertionError(case)
+    return [
+        [
+            micro(1000 * rank + 10 * w + i, n, branch=case == "unused" and i == 0 and rank == 0)
+            for i, n in enumerate(window)
+        ]
+        for w, window in enumerate(sizes)
+    ]
+
+
+def by_accumulator(engine: str, case: str, clip: float | None, make: Any, sync: str) -> Any:
+    model = wrapped(engine)
+    optimizer = make(model)
+    seen = SeenFull(model, optimizer)
+    mine = micros_of(case, dist.get_rank())
+    acc = wb.Accumulator(model, optimizer, steps=3, clip_norm=clip, sync=sync)
+    if case == "counts":  # windows of one's own size: closed by hand, or found by the loader's end
+        for window in mine:
+            for m in acc.over(window):
+                acc.backward(loss(model, m))
+    else:
+        for m in acc.over([m for window in mine for m in window]):
+            acc.backward(loss(model, m))
+    return errors(model, seen, undivided(everyones(mine), clip, make))
+
+
+def joined(window: list[Micro]) -> Micro:
+    """The micro-batches of a window as one whole batch (the branch is per batch)."""
+    return {
+        "tokens": torch.cat([m["tokens"] for m in window]),
+        "labels": torch.cat([m["labels"] for m in window]),
+        "branch": False,
+    }
+
+
+def by_whole_batch(engine: str, case: str, clip: float | None, make: Any, known: bool) -> Any:
+    model = wrapped(engine)
+    optimizer = make(model)
+    seen = SeenFull(model, optimizer)
+    mine = micros_of(case, dist.get_rank())
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch=2,
+        clip_norm=clip,
+        units=(lambda m: (m["labels"] != -100).sum()) if known else None,
+    )
+    for batch in train.over([joined(window) for window in mine]):
+        train.step(batch)
+    return errors(model, seen, undivided(everyones(mine), clip, make))
+
+
+def nothing_on_one_rank(engine: str) -> Any:
+    """Rank 0 has no data from the start: the others' updates are made on it too."""
+    model = wrapped(engine)
+    optimizer = sgd(model)
+    seen = SeenFull(model, optimizer)
+    mine = [] if dist.get_rank() == 0 else micros_of("tokens", dist.get_rank())
+    acc = wb.Accumulator(model, optimizer, steps=3)
+    for m in acc.over([m for window in mine for m in window]):
+        acc.backward(loss(model, m))
+    return errors(model, seen, undivided(everyones(mine), None, sgd))
+
+
+def skipped_and_flushed() -> Any:
+    """DDP: a body that skips its last micro-batch, and a window closed by flush()."""
+    model = wrapped("ddp")
+    optimizer = sgd(model)
+    seen = SeenFull(model, optimizer)
+    rank = dist.get_rank()
+    mine = micros_of("tokens", rank)
+    acc = wb.Accumulator(model, optimizer, steps=3)
+    for i, m in enumerate(acc.over(mine[0])):
+        if i != 2 or rank == 0:
+            acc.backward(loss(model, m))
+    for m in mine[1][:2]:
+        acc.backward(loss(model, m))
+    acc.flush()
+    kept = [mine[0] if rank == 0 else mine[0][:2], mine[1][:2]]
+    return errors(model, seen, undivided(everyones(kept), None, sgd))
+
+
+def no_gradient_anywhere() -> dict[str, float]:
+    """A parameter without gradient on any rank keeps none: not even weight decay moves it."""
+    model = wrapped("ddp")
+    acc = wb.Accumulator(model, torch.optim.AdamW(model.parameters(), weight_decay=0.5), steps=2)
+    before = model.module.never.weight.detach().clone()
+    for m in acc.over(micros_of("tail", dist.get_rank())[0]):
+        acc.backward(loss(model, m))
+    moved = (model.module.never.weight - before).abs().max().item()
+    return {"gradients": moved, "update": moved}
+
+
+def main() -> None:
+    report, engine = sys.argv[1], sys.argv[2]
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    cases: dict[str, Callable[[], Any]] = {}
+    exact = ["tokens", "counts", "tail", "exhausted"] + (["unused"] if engine == "ddp" else [])
+    for case in exact:
+        for clip, make in ((None, sgd), (0.05, adamw)):
+            name = f"accumulator {case} {make.__name__} clip={clip}"
+            cases[name] = lambda c=case, k=clip, m=make: by_accumulator(engine, c, k, m, "hold")
+        if engine != "ddp":
+            cases[f"accumulator {case} every"] = lambda c=case: by_accumulator(
+                engine, c, 0.05, sgd, "every"
+            )
+        if case != "unused":
+            for known in (False, True):
+                cases[f"whole batch {case} known={known}"] = lambda c=case, u=known: by_whole_batch(
+                    engine, c, 0.05, sgd, u
+                )
+    if engine == "ddp":
+        cases["no data on rank 0"] = lambda: nothing_on_one_rank(engine)
+        cases["skipped and flushed"] = skipped_and_flushed
+        cases["no gradient anywhere"] = no_gradient_anywhere
+    results = {}
+    for name, run in cases.items():
+        started = time.perf_counter()
+        results[name] = {**run(), "seconds": time.perf_counter() - started}
+    # Every rank must have made the same update: gather the worst.
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
+    if dist.get_rank() == 0:
+        worst = {
+            name: {key: max(r[name][key] for r in gathered) for key in results[name]}
+            for name in results
+        }
+        with open(report, "w", encoding="utf-8") as file:
+            json.dump(worst, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
