@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.coupled.networks import resnet
 from tests.runners.windows import Dropped, batch, error, lockstep, result, split, total, whole
@@ -213,3 +214,44 @@ def test_reduce_includes_other_ranks() -> None:
     assert error({n: grads[0][n] + grads[1][n] for n in grads[0]}, want[0]) <= 1e-12
     for rank in ranks:
         assert error(result(rank)[1], want[1]) <= 1e-12
+
+
+def test_operations_with_a_state_per_thread_run_on_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on CUDA: convolutions and products are handed over, autocast and gradients stay right."""
+    monkeypatch.setattr(LockStep, "_has_thread_state", lambda self: True)
+    seen: dict[str, set[str]] = {}
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.setdefault(threading.current_thread().name, set()).add(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model = resnet().double()
+    data = batch(9)
+    want = whole(model, data)
+    with Spy():
+        got = lockstep(model, split(data, [4, 4, 1]))
+    assert error(got[0], want[0]) <= 1e-12
+    assert error(got[1], want[1]) <= 1e-12
+    assert {"convolution.default", "convolution_backward.default"} <= seen["MainThread"]
+
+    exact = resnet().double()
+    model = copy.deepcopy(exact).float()
+    low = (data[0].float(), data[1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own = whole(model, low)[0]
+        got = lockstep(model, split(low, [5, 4]))
+    reference = whole(exact, data)[0]
+    assert error(got[0], reference) <= 1.25 * error(own, reference)
+
+
+def test_failure_on_the_callers_thread_is_the_party_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LockStep, "_has_thread_state", lambda self: True)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(7, 5))
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        lockstep(model.double(), split(batch(4), [2, 2]))
+    assert threading.active_count() == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -40,7 +41,8 @@ class Baton(Generic[R]):
     """Runs one body per party to the end, one party awake at a time.
 
     `enter(k)` is called when party k gets the baton and `leave(k)` when it gives it away: what a
-    party needs to have in place (its random numbers, its memory) is put there by these.
+    party needs to have in place (its random numbers, its memory) is put there by these. While it
+    waits, the thread that called `run` does what parties ask it to by `call`, inside `around()`.
 
     The first exception ends every party (each unwinds at the meeting where it sleeps, in turn) and
     is raised by `run` as it is. That holds for a KeyboardInterrupt of the caller too.
@@ -52,15 +54,20 @@ class Baton(Generic[R]):
         *,
         enter: Callable[[int], object] = lambda party: None,
         leave: Callable[[int], object] = lambda party: None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._parties = parties
         self._enter = enter
         self._leave = leave
+        self._around = around
         self._turns = [threading.Lock() for _ in range(parties)]
         self._alive = [True] * parties
         self._here = threading.local()
         self._over = threading.Lock()
         self._round: _Round | None = None
+        self._job: tuple[int, Callable[[], Any]] | None = None
+        self._answer: Any = None
+        self._mishap: BaseException | None = None
         self._failure: BaseException | None = None
 
     @property
@@ -111,6 +118,23 @@ class Baton(Generic[R]):
             self._sleep(party)
         return current.result  # type: ignore[no-any-return]
 
+    def call(self, job: Callable[[], V]) -> V:
+        """What `job()` returns, called on the thread that waits in `run`."""
+        party = self.party
+        if party is None or self._parties == 1:
+            return job()
+        self._job = party, job
+        self._over.release()
+        self._turns[party].acquire()
+        answer, mishap = self._answer, self._mishap
+        self._answer = self._mishap = None
+        if mishap is not None:
+            try:
+                raise mishap
+            finally:
+                del mishap
+        return answer  # type: ignore[no-any-return]
+
     def _in_threads(self, bodies: Sequence[Callable[[], R]], results: dict[int, R]) -> None:
         for lock in (*self._turns, self._over):
             lock.acquire()
@@ -131,9 +155,24 @@ class Baton(Generic[R]):
                 self._alive[party] = False
         if threads:
             self._turns[0].release()
-            self._wait(lambda: self._over.acquire(timeout=0.2))
+            with self._around():
+                self._wait(self._serve)
         for thread in threads:
             self._wait(partial(_ended, thread))
+
+    def _serve(self) -> bool:
+        """Do the jobs of the parties until all are done; False when there was none for a while."""
+        while self._over.acquire(timeout=0.2):
+            if self._job is None:
+                return True
+            (party, job), self._job = self._job, None
+            try:
+                self._answer = job()
+            except BaseException as mishap:
+                self._mishap = mishap
+            del job
+            self._turns[party].release()
+        return False
 
     def _wait(self, until: Callable[[], bool]) -> None:
         # An interrupt of the caller ends the parties; they use the model, so they are waited for.

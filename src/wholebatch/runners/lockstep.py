@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from wholebatch.runners.blocks import Recomputed
 from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.inherit import Inherited
 from wholebatch.runners.meeting import Meetings
+from wholebatch.runners.onethread import Execute, OneThread, below_autograd, executor
 from wholebatch.runners.paging import Paged, Pages
 
 __all__ = ["LockStep"]
@@ -117,11 +118,17 @@ class LockStep:
             parties,
             enter=lambda party: [part.enter(party) for part in parts],
             leave=lambda party: [part.leave(party) for part in parts],
+            around=below_autograd,
         )
+        execute: Execute | None = None
+        if parties > 1 and self._has_thread_state():
+            execute = executor(baton.call)
+        if pages is not None:
+            execute = pages.watch(execute or _here)
         inherited = Inherited.of_this_thread()
 
         def body(party: int) -> R:
-            with nullcontext() if pages is None else pages.watch():
+            with nullcontext() if execute is None else OneThread(execute):
                 micro = micros[party] if moved is None else moved(micros[party])
                 result = forward(micro)
                 del micro
@@ -153,10 +160,12 @@ class LockStep:
             streams.close()
         return results
 
+    def _has_thread_state(self) -> bool:
+        return any(device.type == "cuda" for device in self._devices())
+
     def _pages(self, parties: int) -> Pages:
         if self._pool is None:
-            on_cuda = any(device.type == "cuda" for device in self._devices())
-            self._pool = HostPool(pinned=on_cuda)
+            self._pool = HostPool(pinned=self._has_thread_state())
         return Pages(
             parties,
             pool=self._pool,
@@ -174,6 +183,10 @@ class LockStep:
         if torch.cuda.is_initialized():
             found.add(torch.device("cuda", torch.cuda.current_device()))
         return found
+
+
+def _here(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 class _Buffers:

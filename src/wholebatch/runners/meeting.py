@@ -58,7 +58,7 @@ class Meetings:
         self._open = False
         # What each party met in each layer, so that a checkpointed block that is computed again in
         # the backward pass gets the same moments without a meeting.
-        self._met: dict[tuple[int | None, str], list[tuple[Moments, Merged]]] = {}
+        self._met: dict[tuple[int | None, str], list[tuple[Tensor, Merged]]] = {}
 
     def __enter__(self) -> Meetings:
         self._open = True
@@ -99,7 +99,7 @@ class Meetings:
             whole = self._baton.meet(
                 f"BatchNorm {name!r}", mine, lambda parts: self._merge(name, parts, running)
             )
-        met.append((mine, whole))
+            met.append((mine.mean.sum(), whole))
         return whole
 
     def _merge(
@@ -286,9 +286,9 @@ class _Inside(TorchFunctionMode):
         )
 
 
-def _same(name: str, mine: Moments, met: list[tuple[Moments, Merged]]) -> Merged:
+def _same(name: str, mine: Moments, met: list[tuple[Tensor, Merged]]) -> Merged:
     """Which of a layer's calls is computed again: the one with these moments."""
-    gaps = [float((mine.mean - then.mean).abs().sum()) for then, _ in met]
+    gaps = [float((mine.mean.sum() - then).abs()) for then, _ in met]
     if not gaps:
         raise UnsupportedError(
             f"BatchNorm {name!r} was called in the backward pass and never before, in the forward: "

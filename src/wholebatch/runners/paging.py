@@ -19,9 +19,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.runners.hostpool import Copies, HostPool, Span
+from wholebatch.runners.onethread import Execute
 
 __all__ = ["Paged", "Pages"]
 
@@ -66,7 +66,7 @@ class Pages:
     """The pages of all micro-batches of one run.
 
     `enter` and `leave` are called when a micro-batch wakes and when it goes to sleep, `finish` when
-    it is done; `watch` is the context in which it computes. Storages below `least` bytes stay on
+    it is done; all that it computes goes through `watch`. Storages below `least` bytes stay on
     the device, as do gradients of `parameters`. `peak` is the largest number of bytes of pages that
     were on the device at once.
     """
@@ -98,8 +98,27 @@ class Pages:
         self.resident = 0
         self.peak = 0
 
-    def watch(self) -> TorchDispatchMode:
-        return _Watch(self)
+    def watch(self, execute: Execute) -> Execute:
+        """`execute`, with its tensors in place before and those it makes known afterwards."""
+
+        def watched(func: Any, args: Any, kwargs: Any) -> Any:
+            if func in _NEEDS_NO_DATA:
+                return func(*args, **kwargs)
+            given = {id(t): t for t in _tensors((args, tuple(kwargs.values())))}
+            for tensor in given.values():
+                self.touched(tensor)
+            out = execute(func, args, kwargs)
+            for position, name in _writes(func):
+                target = args[position] if position < len(args) else kwargs.get(name)
+                for tensor in _tensors(target):
+                    self.written(tensor)
+            owned = {tensor.untyped_storage()._cdata for tensor in given.values()}
+            for tensor in _tensors(out):
+                if tensor.untyped_storage()._cdata not in owned and not self.known(tensor):
+                    self.created(tensor)
+            return out
+
+        return watched
 
     def enter(self, party: int) -> None:
         self._party = party
@@ -271,33 +290,6 @@ class Pages:
                 if page.storage() is None:
                     self._forget(key, page)
             self.peak = max(self.peak, self.resident)
-
-
-class _Watch(TorchDispatchMode):
-    """Sees every operation of one micro-batch, forward and backward."""
-
-    def __init__(self, pages: Pages) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._pages = pages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _NEEDS_NO_DATA:
-            return func(*args, **kwargs)
-        pages = self._pages
-        given = {id(t): t for t in _tensors((args, tuple(kwargs.values())))}
-        for tensor in given.values():
-            pages.touched(tensor)
-        out = func(*args, **kwargs)
-        for position, name in _writes(func):
-            target = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors(target):
-                pages.written(tensor)
-        owned = {tensor.untyped_storage()._cdata for tensor in given.values()}
-        for tensor in _tensors(out):
-            if tensor.untyped_storage()._cdata not in owned and not pages.known(tensor):
-                pages.created(tensor)
-        return out
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
