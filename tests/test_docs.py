@@ -77,8 +77,9 @@ def test_module_map_is_the_tree() -> None:
     rows = re.findall(r"^\| (\d) \| `([\w./]+)` \| (.*) \|$", text, flags=re.M)
     package = ROOT / "src" / "wholebatch"
     for layer, name, what in rows:
-        planned = what.startswith("*planned*")
-        assert (package / name).exists() != planned, f"{name}: exists and planned do not agree"
+        if not what.startswith("*under way*"):
+            planned = what.startswith("*planned*")
+            assert (package / name).exists() != planned, f"{name}: exists and planned do not agree"
         unit = name.removesuffix(".py").strip("/").replace("/", ".")
         assert unit in LAYERS[int(layer) - 1], f"{name}: not on layer {layer} of LAYERS"
     in_map = {name for _, name, _ in rows}
