@@ -15,6 +15,7 @@ from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import uses_batch_statistics
+from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import (
     NonFiniteError,
     OptionError,
@@ -23,6 +24,7 @@ from wholebatch.errors import (
     UnsupportedError,
     WindowError,
 )
+from wholebatch.execute import Execute, Executor, check_execute
 from wholebatch.loss import Loss, Terms, as_loss
 from wholebatch.runners.lockstep import LockStep
 from wholebatch.runners.replay import find_nonfinite
@@ -84,6 +86,7 @@ class WholeBatch:
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
         batchnorm: str = "exact",
+        execute: Execute = "auto",
         sync: str = "auto",
         batch_size: int | Callable[[Any], int] | None = None,
         static: str | Sequence[str] = (),
@@ -120,6 +123,17 @@ class WholeBatch:
         )
         self._batchnorm = None if batchnorm == "exact" else choose_batchnorm(batchnorm, model)
         self._counted: list[str] = [SINGLE]
+        self._executor = Executor(
+            check_execute(execute, target.device),
+            model=model,
+            loss=loss,
+            window=self._window,
+            precision=self._precision,
+            device=target.device,
+            eager=self._eager,
+            single=SINGLE,
+            keeps_moments=isinstance(self._batchnorm, Statistics),
+        )
         self._fits: int | None = None  # the size that "auto" has come down to
         self._done = 0  # micro-batches of the open window that are in it
         self._of = 0
@@ -313,7 +327,12 @@ class WholeBatch:
         return loss
 
     def _micro_step(self, micro: Any) -> None:
-        self._window.add_loss(self._forward(micro))
+        self._executor.micro_step(micro)
+
+    def _eager(self, micro: Any) -> Loss | Terms:
+        loss = self._forward(micro)
+        self._window.add_loss(loss)
+        return loss
 
     def _count(self, micros: Sequence[Any]) -> dict[str, float]:
         """All units, by term, over the window and the ranks, before the first backward."""

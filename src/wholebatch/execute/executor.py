@@ -1,0 +1,355 @@
+"""Who runs a micro-step: eager code, the joint graph, or a recording of it.
+
+Every way adds the same gradients and enters the same sums into the window, and they may take turns
+within one window. The first micro-batch of a kind always runs eagerly; the graph that is made for
+the kind then runs on the same micro-batch, and must give the same gradients before it is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.errors import OptionError
+from wholebatch.execute.buffers import Casts, Gradients
+from wholebatch.execute.check import differs
+from wholebatch.execute.copies import Copies
+from wholebatch.execute.fingerprint import fingerprint
+from wholebatch.execute.graph import Captured
+from wholebatch.execute.inputs import Inputs, Key, take_apart
+from wholebatch.execute.joint import JointStep, Runnable
+from wholebatch.execute.notes import CannotTrace, Notes, first_line
+from wholebatch.execute.plan import Plan
+from wholebatch.execute.trace import Form, State, Traced, trace
+from wholebatch.loss import Loss, Terms
+from wholebatch.precision import Precision
+from wholebatch.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from wholebatch.window import Window
+
+__all__ = ["Execute", "Executor", "check_execute"]
+
+Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def check_execute(execute: object, device: torch.device) -> Execute:
+    """The option itself, or an OptionError that says what is allowed."""
+    if execute not in get_args(Execute):
+        allowed = ", ".join(repr(mode) for mode in get_args(Execute))
+        raise OptionError(f"execute={execute!r}: must be one of {allowed}")
+    if execute == "graph" and device.type != "cuda":
+        raise OptionError(
+            f"execute='graph' on device {device.type!r}: CUDA graphs need a CUDA device; use "
+            "'compile', or leave it at 'auto'"
+        )
+    return execute  # type: ignore[return-value]
+
+
+class _Prepared:
+    """A step that is ready for one kind of micro-batch."""
+
+    def __init__(self, joint: JointStep, run: Runnable) -> None:
+        self.joint = joint
+        self.run = run
+        self.captured = run is not joint
+        self.addresses = joint.addresses()
+
+    @property
+    def mode(self) -> str:
+        how = "compile" if self.joint.compiled else "operations"
+        return f"graph of {how}" if self.captured else how
+
+
+class Executor:
+    """Runs the micro-steps of one WholeBatch.
+
+    `eager(micro)` makes forward and backward, enters them in the window, and returns the loss.
+    `keeps_moments`: the model's BatchNorms collect what they see in Python, which only eager code
+    runs.
+    """
+
+    def __init__(
+        self,
+        execute: Execute,
+        *,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        window: Window,
+        precision: Precision,
+        device: torch.device,
+        eager: Callable[[Any], Loss | Terms],
+        single: str,
+        keeps_moments: bool = False,
+    ) -> None:
+        self.execute = execute
+        self.notes = Notes(asked=execute in ("compile", "graph"))
+        self.mode = "eager"
+        self._model = model
+        self._loss = loss
+        self._window = window
+        self._precision = precision
+        self._device = device
+        self._eager = eager
+        self._single = single
+        self._copies = Copies(device)
+        self._plan = Plan.of(execute, device)
+        self._next_place = 0
+        self._pool: Any = None
+        self._reset()
+        if self._plan.eager:
+            return
+        if window.sync.ranks > 1:
+            self._give_up("gradients are reduced between ranks by hooks that only eager code calls")
+        elif keeps_moments:
+            self._give_up('batchnorm="statistics" collects its moments in Python')
+
+    def _reset(self) -> None:
+        """Forget every graph: what they were made under has changed."""
+        self._fingerprint: Hashable = None
+        self._parameters: list[nn.Parameter] = []
+        self._gradients = Gradients([])
+        self._casts = Casts([])
+        self._steps: dict[Key, _Prepared] = {}
+        self._traced: dict[Key, Traced] = {}
+        self._seen: dict[Key, int] = {}
+        self._likes: dict[torch.dtype, Tensor] = {}
+
+    # ------------------------------------------------------------- micro-step
+
+    def micro_step(self, micro: Any) -> None:
+        """One micro-batch: its gradient is in, and its sums are in the window."""
+        micro = self._copies(micro)
+        if not self._plan.eager:
+            try:
+                if self._graph_step(micro):
+                    return
+            except CannotTrace as reason:
+                self._give_up(str(reason))
+        self.mode = "eager"
+        self._eager(micro)
+
+    def _graph_step(self, micro: Any) -> bool:
+        """Whether this micro-batch is done; if not, eager code has to do it."""
+        inputs = take_apart(micro)
+        if not self._window_is_open():
+            return False
+        began = self._look_at_the_window()
+        prepared = self._steps.get(inputs.key)
+        if prepared is None:
+            self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
+            first = not self._window.owners
+            if not self._plan.prepares(len(self._steps), self._seen[inputs.key], first=first):
+                return False
+            self._prepare(inputs, micro, compiled=self._plan.compiles_at_once(self._compiled()))
+            return True
+        joint = prepared.joint
+        if began and not joint.compiled and self._plan.upgrades(joint.operations, self._compiled()):
+            self._prepare(inputs, micro, compiled=True)
+            return True
+        if not self._gradients.are_in_place(joint.used):
+            self._gradients.put_in_place(joint.used)
+        self.mode = prepared.mode
+        totals, units = prepared.run(inputs.tensors, self._seeds(joint.form))
+        self._record(joint.form, totals, units)
+        return True
+
+    def _window_is_open(self) -> bool:
+        """Open the window if its seed is known without a loss; else eager code does it."""
+        window = self._window
+        if not window.is_open and window.next_seed is not None:
+            window.begin()
+        return window.is_open
+
+    def _look_at_the_window(self) -> bool:
+        """Whether a window begins; then: is everything still what the graphs were made for?"""
+        window = self._window
+        if window.micro_batches == self._next_place and self._next_place:
+            self._next_place += 1
+            return False
+        self._next_place = window.micro_batches + 1
+        now = fingerprint(self._model, self._loss)
+        same = len(self._parameters) == len(window.inputs) and all(
+            a is b for a, b in zip(self._parameters, window.inputs, strict=True)
+        )
+        if now != self._fingerprint or not same:
+            self._reset()
+            self._fingerprint = now
+            self._parameters = list(window.inputs)
+            return True
+        for key, prepared in list(self._steps.items()):
+            if prepared.captured and prepared.joint.addresses() != prepared.addresses:
+                del self._steps[key]  # a tensor of the model lies elsewhere now
+        self._casts.refresh()
+        return True
+
+    def _record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
+        counted = iter(units)
+        self._window.record(
+            dict(zip(form.names, totals, strict=True)),
+            {
+                name: next(counted) if number is None else number
+                for name, number in zip(form.names, form.units, strict=True)
+            },
+            dict(zip(form.names, form.weights, strict=True)),
+        )
+
+    def _seeds(self, form: Form) -> list[Tensor]:
+        return [
+            self._window.seed_of(name, self._like(dtype), weight)
+            for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
+        ]
+
+    def _like(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._likes:
+            self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
+        return self._likes[dtype]
+
+    def _compiled(self) -> int:
+        return sum(step.joint.compiled for step in self._steps.values())
+
+    # ---------------------------------------------------------------- prepare
+
+    def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
+        """Run this micro-batch eagerly; make its graph; hold the two against each other."""
+        alone = not self._window.owners
+        loss = self._eager(micro)
+        self.mode = "eager"
+        form = Form.of(loss, self._single)
+        totals = _totals(loss)
+        del loss
+        after = Snapshot(self._model)
+        began = time.perf_counter()
+        try:
+            step = self._made(inputs, form, totals, compiled=compiled, alone=alone)
+            self._steps[inputs.key] = step
+        except CannotTrace as reason:
+            self._give_up(str(reason))
+            return
+        finally:
+            after.restore()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what eager code and the trial needed, no one needs again
+        self.notes.tell(
+            f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
+            f"{step.joint.operations} operations{' and recorded it' if step.captured else ''} in "
+            f"{time.perf_counter() - began:.1f} s; {step.joint.fused[0]} weight gradients and "
+            f"{step.joint.fused[1]} embeddings add themselves"
+        )
+
+    def _made(
+        self, inputs: Inputs, form: Form, totals: list[Tensor], *, compiled: bool, alone: bool
+    ) -> _Prepared:
+        if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
+            raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
+        state = State.of(self._model, self._parameters)
+        parameters = list(state.trained.values())
+        if not self._gradients.parameters:
+            self._gradients, self._casts = Gradients(parameters), Casts(parameters)
+        if inputs.key not in self._traced:
+            self._traced[inputs.key] = trace(
+                self._model, self._loss, self._precision, state, inputs, form, self._single
+            )
+        traced = self._traced[inputs.key]
+        # What the window holds so far must survive the trial run in the buffers.
+        buffers = self._gradients.of(traced.used)
+        held = [parameters[index].grad for index in traced.used]
+        held = [
+            gradient.clone() if gradient is not None and gradient is buffer else gradient
+            for gradient, buffer in zip(held, buffers, strict=True)
+        ]
+        try:
+            joint = self._joint(traced, state, inputs, compiled=compiled)
+            self._casts.refresh()
+            seeds = self._seeds(form)
+            found = self._trial(joint, inputs, seeds)
+            if not joint.random:
+                self._hold_against(found, totals, "loss")
+                if alone:
+                    self._hold_against(buffers, [g for g in held if g is not None], "gradient")
+            run = self._captured(joint, inputs, seeds) if self._plan.captures else joint
+        finally:
+            for index, gradient in zip(traced.used, held, strict=True):
+                parameters[index].grad = gradient
+            del held
+            self._gradients.put_in_place(traced.used)
+        return _Prepared(joint, run)
+
+    def _joint(self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool) -> JointStep:
+        def make(compiled: bool) -> JointStep:
+            return JointStep(
+                traced,
+                state,
+                self._gradients,
+                self._casts,
+                compiled=compiled,
+                example=inputs.tensors,
+            )
+
+        if not compiled:
+            return make(False)
+        try:
+            return make(True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # whatever a compiler raises, the traced graph still runs
+            reason = f"{type(problem).__name__}: {first_line(problem)}"
+            if not self._plan.captures:
+                raise CannotTrace(f"it cannot be compiled ({reason})") from problem
+            self._plan.compiles = False
+            self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
+            return make(False)
+
+    def _trial(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> list[Tensor]:
+        """Run it on this micro-batch, into empty buffers; twice before it is recorded."""
+        buffers = self._gradients.of(joint.used)
+        if not self._plan.captures:
+            torch._foreach_zero_(buffers)
+            return joint(inputs.tensors, seeds)[0]
+        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                torch._foreach_zero_(buffers)
+                found = joint(inputs.tensors, seeds)[0]
+        current.wait_stream(side)
+        return found
+
+    def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            return Captured(joint, inputs.tensors, seeds, pool=self._pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:
+            self._plan.captures = False
+            reason = f"CUDA cannot record it ({first_line(problem)})"
+            if not joint.compiled:
+                raise CannotTrace(reason) from problem
+            self.notes.fell_back(self.execute, "compiled, launched one by one", reason)
+            return joint
+
+    def _hold_against(self, found: list[Tensor], wanted: list[Tensor], what: str) -> None:
+        sixteen_bit = self._precision.name in ("bf16", "fp16") or any(
+            parameter.dtype in _SIXTEEN_BIT for parameter in self._parameters
+        )
+        reason = differs(found, wanted, what, sixteen_bit=sixteen_bit)
+        if reason is not None:
+            raise CannotTrace(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self._plan.eager = True
+        self._reset()
+        self.notes.fell_back(self.execute, "eagerly", reason)
+
+
+def _totals(loss: Loss | Terms) -> list[Tensor]:
+    terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+    return [term.total.detach() for term in terms]

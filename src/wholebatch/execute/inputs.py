@@ -1,0 +1,65 @@
+"""A micro-batch as the inputs of a graph: its tensors, and everything that a graph is made for.
+
+A traced graph holds for one shape, dtype and stride of every tensor, and for the very values of
+everything else in the micro-batch. That is its `Key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from wholebatch.execute.notes import CannotTrace
+from wholebatch.splitting.structure import Structure, flatten
+
+__all__ = ["Inputs", "Key", "take_apart"]
+
+Key: TypeAlias = tuple[Hashable, ...]
+
+_VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one micro-batch, in order, and how to put it together around others."""
+
+    tensors: tuple[Tensor, ...]
+    key: Key
+    _values: tuple[Any, ...]
+    _structure: Structure
+
+    def around(self, tensors: Sequence[Tensor]) -> Any:
+        """The micro-batch again, with these tensors in the places of its own."""
+        remaining = iter(tensors)
+        return self._structure.build(
+            [next(remaining) if isinstance(v, Tensor) else v for v in self._values]
+        )
+
+
+def take_apart(micro: Any) -> Inputs:
+    """The micro-batch's tensors and key, or CannotTrace where it holds something opaque."""
+    leaves, structure = flatten(micro)
+    parts: list[Hashable] = []
+    for leaf in leaves:
+        value = leaf.value
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+                raise CannotTrace(
+                    f"{leaf.name or 'the micro-batch'} is a {type(value).__name__} of layout "
+                    f"{value.layout}, and a graph takes dense tensors"
+                )
+            parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
+        elif isinstance(value, _VALUES):
+            parts.append((leaf.name, type(value), value))
+        else:
+            raise CannotTrace(
+                f"{leaf.name or 'the micro-batch'} is a {type(value).__name__}, which may differ "
+                "in ways that a graph does not see"
+            )
+    values = tuple(leaf.value for leaf in leaves)
+    tensors = tuple(value for value in values if isinstance(value, Tensor))
+    return Inputs(tensors, tuple(parts), values, structure)

@@ -1,0 +1,84 @@
+"""The joint step: forward, backward and addition of one micro-batch as one graph.
+
+It runs as written down (`"operations"`), or compiled by Inductor into few kernels. Its inputs are
+the model's own tensors, the 16-bit copies of the weights, the gradient buffers, the micro-batch and
+the seeds; its outputs are the totals and units, which stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from wholebatch.execute.buffers import Casts, Gradients
+from wholebatch.execute.fused import can_add_products
+from wholebatch.execute.rewrite import Options, rewrite
+from wholebatch.execute.trace import Form, State, Traced
+
+__all__ = ["JointStep", "Results", "Runnable"]
+
+Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
+Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
+
+
+class JointStep:
+    """One graph for micro-batches of one key: `(tensors, seeds) -> (totals, units)`.
+
+    The gradients, times the seeds, are added into the buffers of `used`.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        state: State,
+        gradients: Gradients,
+        casts: Casts,
+        *,
+        compiled: bool,
+        example: Sequence[Tensor],
+    ) -> None:
+        self.form: Form = traced.form
+        self.used = traced.used
+        self.random = traced.random
+        self.compiled = compiled
+        self._trained = list(state.trained.values())
+        self._others = list(state.others.values())
+        device = self._trained[0].device
+        buffers = gradients.of(self.used)
+        rewritten = rewrite(
+            traced,
+            len(self._trained),
+            [buffer.dtype for buffer in buffers],
+            Options(products=can_add_products(device), products_in_full=not compiled),
+        )
+        self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
+        self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
+        self._tail = [*casts.of(rewritten.casts), *buffers]
+        self._run: Callable[..., Any] = rewritten.graph
+        if compiled:
+            seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
+            self._run = _inductor(rewritten.graph, self._arguments(example, seeds))
+
+    def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
+        with torch.no_grad():
+            results = list(self._run(*self._arguments(tensors, seeds)))
+        return results[: len(self.form.names)], results[len(self.form.names) :]
+
+    def addresses(self) -> list[int]:
+        """Where the model's tensors lie; a captured graph holds for these addresses."""
+        return [tensor.data_ptr() for tensor in (*self._trained, *self._others)]
+
+    def _arguments(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+        trained = [parameter.detach() for parameter in self._trained]
+        return [*trained, *self._others, *tensors, *seeds, *self._tail]
+
+
+def _inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
+    import torch._inductor  # only who compiles pays for its import
+
+    with torch.no_grad():
+        compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
+        return compiled

@@ -1,0 +1,71 @@
+"""When to trace, compile and record: what was asked for, or what has paid for itself by now.
+
+Nobody knows how many steps are to come. So "auto" spends on preparation what the run has already
+lasted: it traces and records after a few seconds (which makes launches free), and compiles once the
+run is as old as the compilation would take. It is then never much slower than twice the best
+choice, however short or long the run turns out to be.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Plan"]
+
+_TRACE_AFTER = 3.0
+"""Seconds of training before "auto" makes its first graph; tracing takes about as long."""
+_COMPILE_PER_OPERATION = 0.012
+"""Seconds that Inductor takes for each operation (33 s for 2,700 of them beside an H200)."""
+_KINDS = 8
+"""Kinds of micro-batches that get a graph; each holds memory for its inputs."""
+_COMPILED_KINDS = 3
+
+
+@dataclass
+class Plan:
+    """What is possible, and what is worth its time by now."""
+
+    eager: bool
+    compiles: bool
+    captures: bool
+    auto: bool
+    started: float = field(default_factory=time.perf_counter)
+
+    @staticmethod
+    def of(execute: str, device: torch.device) -> Plan:
+        """The plan for this option; on a CPU, compiling pays only where it is asked for."""
+        on_cuda = device.type == "cuda"
+        if execute == "auto":
+            return Plan(eager=not on_cuda, compiles=on_cuda, captures=on_cuda, auto=True)
+        return Plan(
+            eager=execute == "eager",
+            compiles=execute in ("compile", "graph"),
+            captures=execute == "graph",
+            auto=False,
+        )
+
+    def prepares(self, made: int, seen: int, *, first: bool) -> bool:
+        """Whether to make a graph for a kind of micro-batch that was seen `seen` times.
+
+        The first graph is made at the first micro-batch of a window, where eager code's gradients
+        are those of this micro-batch alone and can be compared.
+        """
+        if self.auto and time.perf_counter() - self.started < _TRACE_AFTER:
+            return False
+        # A short last micro-batch comes again with every window; a size that was seen once may not.
+        limit = _KINDS if self.captures else _COMPILED_KINDS
+        return first if made == 0 else seen > 1 and made < limit
+
+    def compiles_at_once(self, compiled: int) -> bool:
+        """Whether a new graph is compiled from the start."""
+        return self.compiles and not self.auto and compiled < _COMPILED_KINDS
+
+    def upgrades(self, operations: int, compiled: int) -> bool:
+        """Whether a graph that runs as traced is worth compiling now."""
+        if not self.auto or not self.compiles or compiled >= _COMPILED_KINDS:
+            return False
+        age = time.perf_counter() - self.started
+        return age > (compiled + 1) * operations * _COMPILE_PER_OPERATION

@@ -1,0 +1,215 @@
+"""From the traced graph to the one that runs: weights cast outside, gradients added in place.
+
+Three changes, none of which changes a number beyond the order of additions:
+
+- a weight that autocast casts to 16 bit becomes an input that is cast once per window;
+- each gradient is added into its buffer where it is made, so that it lives no longer than that;
+- a weight gradient that is a matrix product, or rows of an embedding, is added by the very
+  operation that makes it, and never exists on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholebatch.execute import fused
+from wholebatch.execute.trace import Traced
+
+__all__ = ["Options", "Rewritten", "rewrite"]
+
+aten = torch.ops.aten
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be fused into its addition; which of it pays depends on who runs the graph."""
+
+    products: bool = False
+    """16-bit products added into fp32 by the matrix product itself (CUDA only)."""
+    products_in_full: bool = False
+    """Products of the buffer's own dtype (`addmm_`): pays where nothing fuses behind it."""
+    embeddings: bool = True
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The graph: (trained, others, tensors, seeds, casts, buffers) -> (totals, units)."""
+
+    graph: fx.GraphModule
+    casts: tuple[tuple[int, torch.dtype], ...]
+    """For each cast input: which trained parameter, and to what."""
+    fused_products: int
+    fused_embeddings: int
+
+
+def rewrite(
+    traced: Traced, trained: int, buffer_dtypes: list[torch.dtype], options: Options
+) -> Rewritten:
+    """The same micro-step, with gradients added into buffers instead of returned.
+
+    `buffer_dtypes` are those of the buffers of `traced.used`, in that order.
+    """
+    module = fx.GraphModule(traced.graph, fx.Graph())
+    graph = module.graph
+    output = graph.graph_copy(traced.graph.graph, {})
+    results = list(output) if isinstance(output, (list, tuple)) else [output]
+    _drop_detach(graph, results)
+    kept = len(results) - len(traced.used)
+    gradients: list[Any] = results[kept:]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+
+    casts = []
+    last = inputs[-1]
+    for index, parameter in enumerate(inputs[:trained]):
+        for user in list(parameter.users):
+            dtype = _cast_to(user)
+            if dtype not in _SIXTEEN_BIT:
+                continue
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"cast_{index}")
+            last.meta.update(user.meta)
+            user.replace_all_uses_with(last)
+            graph.erase_node(user)
+            casts.append((index, dtype))
+    buffers = []
+    for index in traced.used:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"buffer_{index}")
+        buffers.append(last)
+
+    adder = _Adder(graph, options)
+    for buffer, gradient, dtype in zip(buffers, gradients, buffer_dtypes, strict=True):
+        adder.add(buffer, gradient, dtype)
+    graph.output(tuple(results[:kept]))
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+    return Rewritten(module, tuple(casts), adder.products, adder.embeddings)
+
+
+def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
+    """Nothing is differentiated when the graph runs."""
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default:
+            source = node.args[0]
+            node.replace_all_uses_with(source)
+            for position, result in enumerate(results):
+                if result is node:
+                    results[position] = source
+            graph.erase_node(node)
+
+
+def _cast_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype, if this is a cast and nothing else."""
+    if node.target is not aten._to_copy.default:
+        return None
+    dtype = node.kwargs.get("dtype")
+    others = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "layout", "device")}
+    return dtype if isinstance(dtype, torch.dtype) and not any(others.values()) else None
+
+
+class _Adder:
+    """Adds gradients into buffers, each where it is made."""
+
+    def __init__(self, graph: fx.Graph, options: Options) -> None:
+        self._graph = graph
+        self._options = options
+        self.products = 0
+        self.embeddings = 0
+
+    def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
+        for part, parent in list(_summands(gradient, None, dtype)):
+            if not (self._product(buffer, part, parent, dtype) or self._rows(buffer, part)):
+                with self._graph.inserting_after(part):
+                    self._graph.call_function(aten.add_.Tensor, (buffer, part))
+
+    def _product(
+        self, buffer: fx.Node, part: fx.Node, parent: fx.Node | None, dtype: torch.dtype
+    ) -> bool:
+        node, transposed = _product_behind(part, parent)
+        if node is None:
+            return False
+        left, right = node.args
+        its = node.meta["val"].dtype
+        if its in _SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
+            target: Any = fused.add_product()
+        elif its is dtype and self._options.products_in_full:
+            target = aten.addmm_.default
+        else:
+            return False
+        with self._graph.inserting_before(node):
+            if transposed:  # (A B)ᵀ = Bᵀ Aᵀ
+                left, right = (
+                    self._graph.call_function(aten.t.default, (right,)),
+                    self._graph.call_function(aten.t.default, (left,)),
+                )
+            self._graph.call_function(target, (buffer, left, right))
+        self.products += 1
+        return True
+
+    def _rows(self, buffer: fx.Node, part: fx.Node) -> bool:
+        if part.target is not aten.embedding_dense_backward.default or not self._options.embeddings:
+            return False
+        rows, indices, _, padding, by_frequency = part.args
+        if by_frequency or part.kwargs:
+            return False
+        if part.all_input_nodes[0].meta["val"].dtype is not part.meta["val"].dtype:
+            return False
+        assert isinstance(padding, int)
+        with self._graph.inserting_before(part):
+            if padding >= 0:  # the padding row has no gradient
+                at_padding = self._graph.call_function(aten.eq.Scalar, (indices, padding))
+                there = self._graph.call_function(aten.unsqueeze.default, (at_padding, -1))
+                rows = self._graph.call_function(aten.masked_fill.Scalar, (rows, there, 0.0))
+            self._graph.call_function(aten.index_put_.default, (buffer, [indices], rows, True))
+        self.embeddings += 1
+        return True
+
+
+def _summands(
+    gradient: fx.Node, parent: fx.Node | None, dtype: torch.dtype
+) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """The parts of a sum, each with the only node that uses it (a tied weight has several)."""
+    parts = gradient.args
+    if (
+        gradient.target is aten.add.Tensor
+        and _used_only_by(gradient, parent)
+        and not gradient.kwargs
+        and len(set(parts)) == 2
+        and all(
+            isinstance(part, fx.Node)
+            and _used_only_by(part, gradient)
+            and part.meta["val"].dtype is dtype
+            and part.meta["val"].shape == gradient.meta["val"].shape
+            for part in parts
+        )
+    ):
+        for part in parts:
+            assert isinstance(part, fx.Node)
+            yield from _summands(part, gradient, dtype)
+    else:
+        yield gradient, parent
+
+
+def _product_behind(part: fx.Node, parent: fx.Node | None) -> tuple[fx.Node | None, bool]:
+    """The matrix product that `part` is a cast or transpose of, and whether it is transposed."""
+    node, user, transposed = part, parent, False
+    while _used_only_by(node, user):
+        if node.target is aten.mm.default:
+            return node, transposed
+        if node.target is aten.t.default:
+            transposed = not transposed
+        elif _cast_to(node) is not torch.float32:
+            break
+        node, user = node.all_input_nodes[0], node
+    return None, False
+
+
+def _used_only_by(node: fx.Node, user: fx.Node | None) -> bool:
+    return all(one is user for one in node.users)

@@ -1,0 +1,215 @@
+"""One micro-step as one graph: forward, loss and backward of `loss(model, micro)`.
+
+The model's own Python runs once, under fake tensors that compute nothing, and every operation of
+the forward and of autograd's backward is written down. Nothing of the model has to be rewritten or
+understood for that: autocast, checkpointing without randomness, custom autograd functions and tied
+weights are all in the operations. What cannot be written down (a decision by a tensor's value) and
+what must not be (a side effect in Python, a second draw of random numbers in the backward) is a
+`CannotTrace` with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from wholebatch.execute.fingerprint import only_reads, refuse_hooks
+from wholebatch.execute.inputs import Inputs
+from wholebatch.execute.notes import CannotTrace, first_line
+from wholebatch.loss import Loss, Term, Terms, as_loss
+from wholebatch.precision import Precision
+
+__all__ = ["Form", "State", "Traced", "trace"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a loss function returned, without the numbers: one entry for each term."""
+
+    names: tuple[str, ...]
+    plain: bool
+    weights: tuple[float, ...]
+    dtypes: tuple[torch.dtype, ...]
+    units: tuple[int | float | None, ...]
+    """Units that are numbers; None where they are a tensor, and so an output of the graph."""
+
+    @staticmethod
+    def of(loss: Loss | Terms, single: str) -> Form:
+        """The form of this loss; a plain one is a single term of the name `single`."""
+        terms = _terms(loss, single)
+        return Form(
+            names=tuple(terms),
+            plain=isinstance(loss, Loss),
+            weights=tuple(term.weight for term in terms.values()),
+            dtypes=tuple(term.total.dtype for term in terms.values()),
+            units=tuple(
+                None if isinstance(term.units, Tensor) else term.units for term in terms.values()
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """The tensors of a model by name, as they are now; tied ones once."""
+
+    trained: dict[str, nn.Parameter]
+    others: dict[str, Tensor]
+
+    @staticmethod
+    def of(model: nn.Module, inputs: Sequence[nn.Parameter]) -> State:
+        """Those to differentiate by (`inputs`), and the rest with the buffers."""
+        wanted = {id(parameter) for parameter in inputs}
+        trained, others = {}, {}
+        for name, parameter in model.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                raise CannotTrace(f"{name} is a {type(parameter).__name__}")
+            if id(parameter) in wanted:
+                trained[name] = parameter
+            else:
+                others[name] = parameter.detach()
+        for name, buffer in model.named_buffers():
+            others[name] = buffer
+        if len(trained) != len(wanted):
+            raise CannotTrace("the optimizer has parameters that are not in the model")
+        if len({p.device for p in trained.values()} | {t.device for t in others.values()}) > 1:
+            raise CannotTrace("the model is on more than one device")
+        return State(trained, others)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph: (trained, others, the micro-batch's tensors, seeds) -> (totals, units, gradients).
+
+    Units are outputs where they are tensors; gradients are those of the parameters in `used`.
+    """
+
+    graph: fx.GraphModule
+    form: Form
+    used: tuple[int, ...]
+    random: bool
+
+
+class _Call(nn.Module):
+    """`loss(model, micro)` as a module, so that functional_call can put tensors into the model."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, micro: Any) -> tuple[Loss | Terms, dict[str, Tensor]]:
+        return as_loss(self._loss(self.model, micro)), dict(self.model.named_buffers())
+
+
+def trace(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    precision: Precision,
+    state: State,
+    inputs: Inputs,
+    form: Form,
+    single: str,
+) -> Traced:
+    """The graph of one micro-step on micro-batches like `inputs`, whose loss has this form."""
+    refuse_hooks(model)
+    call = _Call(model, loss)
+    ends = list(accumulate([len(state.trained), len(state.others), len(inputs.tensors)]))
+    learnt: dict[str, Any] = {}
+
+    def step(*flat: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in flat[: ends[0]]]
+        others = dict(zip(state.others, flat[ends[0] : ends[1]], strict=True))
+        tensors = dict(zip(state.trained, leaves, strict=True)) | others
+        micro = inputs.around(flat[ends[1] : ends[2]])
+        with torch.enable_grad(), precision.forward():
+            result, buffers = torch.func.functional_call(
+                call, {f"model.{name}": tensor for name, tensor in tensors.items()}, (micro,)
+            )
+        if Form.of(result, single) != form:
+            raise CannotTrace("its loss differs in form from one call to the next")
+        learnt["drawn"] = _draws_so_far()
+        for name, buffer in others.items():  # a buffer that was assigned, not changed in place
+            if name in buffers and buffers[name] is not buffer:
+                buffer.copy_(buffers[name])
+        terms = list(_terms(result, single).values())
+        gradients = torch.autograd.grad(
+            [term.total for term in terms], leaves, list(flat[ends[2] :]), allow_unused=True
+        )
+        learnt["drawn in all"] = _draws_so_far()
+        learnt["used"] = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+        return [
+            *(term.total.detach() for term in terms),
+            *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+            *(gradient for gradient in gradients if gradient is not None),
+        ]
+
+    device = next(iter(state.trained.values())).device
+    flat = [
+        *(parameter.detach() for parameter in state.trained.values()),
+        *state.others.values(),
+        *inputs.tensors,
+        *(torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes),
+    ]
+    graph = _written_down(step, flat, model)
+    if learnt["drawn in all"] != learnt["drawn"]:
+        raise CannotTrace(
+            "its backward draws random numbers (activation checkpointing with dropout), which "
+            "would not be those of the forward"
+        )
+    return Traced(graph, form, learnt["used"], learnt["drawn"] > 0)
+
+
+def _written_down(
+    step: Callable[..., list[Tensor]], flat: list[Tensor], model: nn.Module
+) -> fx.GraphModule:
+    # These modules are slow to import, and only who traces pays for it.
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    try:
+        with only_reads(model), enable_python_dispatcher(), torch.no_grad():
+            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+    except (CannotTrace, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:  # whatever a model's own code raises when it meets fake tensors
+        raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
+    finally:
+        torch.clear_autocast_cache()  # it may hold fake casts
+    for node in graph.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph, str(node.target), None)
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            raise CannotTrace("its loss uses a parameter that is not in the model")
+    return graph
+
+
+def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:
+    if isinstance(loss, Loss):
+        return {single: Term(loss.total, loss.units)}
+    return dict(loss.by_name)
+
+
+def _draws_so_far() -> int:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    return sum(_draws(node) for node in mode.tracer.graph.nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether this operation takes numbers from a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # attention draws only if it drops
+            given = node.args[position] if position < len(node.args) else None
+            return bool(node.kwargs.get("dropout_p", given if given is not None else 0.0))
+    return True
