@@ -43,18 +43,24 @@ def read(source: str) -> File:
     facts = gather(tree, source)
     walker = Walker(Resolver())
     env = Env()
-    scope = Scope(dict(facts.functions))
+    relevant = frozenset(facts.relevant)
+    if not relevant and not facts.called & {"backward", "loss_scaler", "manual_backward"}:
+        return File(tree, facts, [], walker)
+    scope = Scope(dict(facts.functions), relevant=relevant)
     walker.block(tree.body, env, (), scope)
     module_env = _settled(tree, env)
     for only_uncalled in (True, False):
         for function in facts.functions.values():
-            if function in walker.covered or (only_uncalled and function.name in facts.called):
+            if function in walker.covered or function not in relevant:
                 continue
-            _walk_root(walker, function, module_env, Scope(dict(facts.functions)))
+            if only_uncalled and function.name in facts.called:
+                continue
+            inner_scope = Scope(dict(facts.functions), relevant=relevant)
+            _walk_root(walker, function, module_env, inner_scope)
         for owner in facts.classes:
             _walk_class(walker, facts, owner, module_env, only_uncalled=only_uncalled)
     for nested, seen, inner_scope in walker.nested:
-        if nested not in walker.covered:
+        if nested not in walker.covered and nested in relevant:
             _walk_root(walker, nested, seen, inner_scope)
     return File(tree, facts, find_windows(walker, facts), walker)
 
@@ -69,11 +75,13 @@ def _walk_class(
 ) -> None:
     inner = class_env(owner, env)
     for name, method in owner.methods.items():
-        if method in walker.covered or (only_uncalled and name in facts.called):
+        if method in walker.covered or method not in facts.relevant:
             continue
-        if only_uncalled and name == "__init__":
+        if only_uncalled and (name in facts.called or name == "__init__"):
             continue
-        scope = Scope(dict(facts.functions), dict(owner.methods), owner.changed)
+        scope = Scope(
+            dict(facts.functions), dict(owner.methods), owner.changed, frozenset(facts.relevant)
+        )
         _walk_root(walker, method, inner, scope)
 
 

@@ -46,11 +46,20 @@ def first_value(symbol: Symbol, loop: Loop, resolver: Resolver) -> tuple[int | N
     if symbol.kind == "target":
         start = _target_start(symbol, loop, resolver)
         # An index that starts somewhere else goes on from an earlier epoch or run.
-        return start, start is None and not loop.virtual
+        return start, start is None and _resumes(loop)
     start, spanning = _carried_start(symbol.init, resolver, 0)
     # An attribute that was set when the object was made goes on counting from call to call.
     kept = symbol.name.startswith("self.") and any(d.node is None for d in symbol.init)
     return start, spanning or kept or loop.virtual
+
+
+def _resumes(loop: Loop) -> bool:
+    iterable = peel(loop.iterable, loop.entry)
+    return (
+        isinstance(iterable, ast.Call)
+        and last_part(iterable.func) == "enumerate"
+        and (len(iterable.args) > 1 or keyword(iterable, "start") is not None)
+    )
 
 
 def _target_start(symbol: Symbol, loop: Loop, resolver: Resolver) -> int | None:

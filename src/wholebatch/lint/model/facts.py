@@ -12,6 +12,10 @@ from .walk import FunctionNode
 
 __all__ = ["ClassFacts", "Facts", "class_env", "gather"]
 
+_ACTS = {
+    "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
+    "clip_grad_value_", "optimizer_step",
+}  # fmt: skip
 _DDP = {"DistributedDataParallel", "DDP"}
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
 
@@ -38,6 +42,7 @@ class Facts:
     calls: list[ast.Call]
     called: set[str]
     imports: set[str]
+    relevant: set[FunctionNode]
 
     def made(self, *names: str) -> list[ast.Call]:
         """The calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
@@ -79,28 +84,47 @@ class Facts:
 def gather(tree: ast.Module, source: str) -> Facts:
     """Reads the file once for everything that is not about one loop."""
     calls: list[ast.Call] = []
-    called: set[str] = set()
     imports: set[str] = set()
-    classes: list[ClassFacts] = []
-    functions: dict[str, FunctionNode] = {}
-    methods: set[FunctionNode] = set()
-    for node in ast.walk(tree):
+    owners: list[ast.ClassDef] = []
+    uses: dict[FunctionNode, set[str]] = {}
+    todo: list[tuple[ast.AST, tuple[FunctionNode, ...]]] = [(tree, ())]
+    while todo:
+        node, around = todo.pop()
         if isinstance(node, ast.Call):
             calls.append(node)
-            called.add(last_part(node.func))
+            for function in around:
+                uses[function].add(last_part(node.func))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            uses[node] = set()
+            around = (*around, node)
         elif isinstance(node, ast.ImportFrom):
             imports.add(node.module or "")
             imports.update(f"{node.module}.{a.name}" for a in node.names)
         elif isinstance(node, ast.Import):
             imports.update(a.name for a in node.names)
         elif isinstance(node, ast.ClassDef):
-            found = _class(node)
-            classes.append(found)
-            methods.update(found.methods.values())
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            functions[node.name] = node
-    return Facts(tree, source, functions, classes, calls, called, imports)
+            owners.append(node)
+        todo.extend((child, around) for child in ast.iter_child_nodes(node))
+    functions: dict[str, FunctionNode] = {
+        n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    calls.sort(key=lambda c: (c.lineno, c.col_offset))
+    called = {last_part(c.func) for c in calls}
+    relevant = _relevant(uses)
+    classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
+    return Facts(tree, source, functions, classes, calls, called, imports, relevant)
+
+
+def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
+    """The functions in which, or in whose helpers, something of a window happens."""
+    names = set(_ACTS)
+    found: set[FunctionNode] = set()
+    while True:
+        new = {f for f, used in uses.items() if f not in found and used & names}
+        if not new:
+            return found
+        found |= new
+        names |= {f.name for f in new}
 
 
 def _class(node: ast.ClassDef) -> ClassFacts:

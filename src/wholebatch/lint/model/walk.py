@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .classify import Act, classify
 from .names import calls_in, dotted, keyword, text
@@ -20,6 +20,7 @@ _LoopNode = ast.For | ast.AsyncFor | ast.While
 
 _MAX_INLINE_DEPTH = 6
 _MAX_INLINES = 250
+_SHORT = 120
 _MAX_ALTERNATIVES = 4
 _EMPTY = Env()
 
@@ -32,6 +33,8 @@ class Scope:
     methods: dict[str, FunctionNode] = field(default_factory=dict)
     # Attributes of self that some method other than __init__ changes: counters kept between calls.
     changed: frozenset[str] = frozenset()
+    # Functions with something of a window in them; others are only followed for what they return.
+    relevant: frozenset[FunctionNode] = frozenset()
 
 
 @dataclass
@@ -279,6 +282,14 @@ class Walker:
             return scope.methods.get(name[5:])
         return scope.functions.get(name)
 
+    def _worth(self, helper: FunctionNode, path: tuple[PathItem, ...], scope: Scope) -> bool:
+        """What a helper returns matters inside a loop (a loss, a condition), or if it is short."""
+        if helper in scope.relevant:
+            return True
+        if len(helper.body) <= 2:
+            return True
+        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= _SHORT
+
     def _inline(
         self,
         call: ast.Call,
@@ -291,6 +302,7 @@ class Walker:
             helper in self._stack
             or len(self._stack) >= _MAX_INLINE_DEPTH
             or self._inlines >= _MAX_INLINES
+            or not self._worth(helper, path, scope)
         ):
             return False
         self._inlines += 1
@@ -301,9 +313,7 @@ class Walker:
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
-        self.block(
-            helper.body, inner, path, Scope(dict(scope.functions), scope.methods, scope.changed)
-        )
+        self.block(helper.body, inner, path, replace(scope, functions=dict(scope.functions)))
         self.resolver.returns[id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt

@@ -221,8 +221,10 @@ def _deepspeed(window: Window, inner: list[Event]) -> bool:
         return False
     if any(e.detail in {"tensor", "accelerate"} for e in inner):
         return False
-    window.shape = "deepspeed"
-    return True
+    # Whether the engine accumulates is in its configuration; the file must at least speak of it.
+    accumulates = re.search(r"gradient_accumulation|\bgas\b", window.facts.source)
+    window.shape = "deepspeed" if accumulates else "plain"
+    return bool(accumulates)
 
 
 def _boundary(window: Window, steps: list[Event], inner: list[Event]) -> bool:

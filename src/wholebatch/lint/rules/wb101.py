@@ -63,7 +63,7 @@ _MODELISH = re.compile(
 
 def check(file: File) -> Iterator[Report]:
     """One report per window whose loss nobody divides."""
-    if gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
+    if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
         return
     for window in file.accumulating:
         if window.shape not in {"boundary", "nested"} or not window.backwards:

@@ -51,7 +51,7 @@ _MASKED_DATA = re.compile(
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
 _MASK_COUNT = re.compile(
-    r"mask\w*(\.\w+\(\))*\.sum\(|sum\(\w*mask|n_?valid|num_valid|\.ne\(.*sum\("
+    r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
 )
 _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
@@ -61,7 +61,11 @@ _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "L
 
 def check(file: File) -> Iterator[Report]:
     """At most one report per window."""
-    if gradients_rescaled(file) or "num_items_in_batch" in file.facts.source:
+    if (
+        not file.accumulating
+        or gradients_rescaled(file)
+        or "num_items_in_batch" in file.facts.source
+    ):
         return
     for window in file.accumulating:
         for event, chain in window.chains:

@@ -48,7 +48,7 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 
 def check(file: File) -> Iterator[Report]:
     """At most one report per window."""
-    if _CACHED.search(file.facts.source):
+    if not file.accumulating or _CACHED.search(file.facts.source):
         return
     for window in file.accumulating:
         node = _named(window) or _by_arange(window)
