@@ -1,0 +1,241 @@
+"""The bench on which a proof is made: whole and accumulated windows from one start, observed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch import randomness
+from wholebatch.close import ClipNorm
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.engine import WholeBatch
+from wholebatch.errors import NonFiniteError
+from wholebatch.proof.observe import Run, Watch
+from wholebatch.proof.reference import (
+    Numbers,
+    Objective,
+    add_over_ranks,
+    clip,
+    objective,
+    ranks,
+    sharded,
+)
+from wholebatch.proof.start import Start
+from wholebatch.splitting.layout import layout_of
+from wholebatch.splitting.structure import flatten
+
+__all__ = ["Bench", "permuted"]
+
+# These policies change what the model is; its undivided batch is that of the changed model.
+_CHANGES_THE_MODEL = ("freeze", "group", "layer")
+
+
+class Bench:
+    """One model with its optimizer and loss; each run begins from the same start."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Any], Any],
+        *,
+        numbers: Numbers,
+        clip_norm: ClipNorm = None,
+        clip_value: float | None = None,
+        batchnorm: str = "exact",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.numbers = numbers
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
+        self.batchnorm = batchnorm
+        self.options = dict(options or {})
+        self.start = Start(model, optimizer)
+        self.silences: list[Callable[[nn.Module], None]] = []
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = [(n, p) for n, p in model.named_parameters() if id(p) in trained]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.devices = [parameter.device for parameter in self.parameters]
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model without a wrapper that would reduce gradients on its own."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            module: nn.Module = self.model.module
+            return module
+        return self.model
+
+    def begin(self) -> None:
+        """Back to the start, with randomness off where that was asked for."""
+        self.start.restore()
+        for silence in self.silences:
+            silence(self.model)
+
+    def whole(self, batch: Any) -> Run:
+        """The update of the undivided batch."""
+        self.begin()
+        if self.batchnorm in _CHANGES_THE_MODEL:
+            choose_batchnorm(self.batchnorm, self.model)
+        with Watch(self.model, self.parameters) as watch:
+            loss = self.backward(batch)
+            clip(self.optimizer, self.clip_norm, self.clip_value)
+            self.optimizer.step()
+            return watch.run(self.start, loss)
+
+    def backward(self, batch: Any) -> float:
+        """Leave the gradient of the undivided (global) batch's mean in the parameters."""
+        model = self.model if sharded(self.model) else self.inner
+        found = objective(model, self.loss, batch, self.numbers)
+        device = self.parameters[0].device
+        sums = torch.tensor([*found.units], dtype=torch.float64, device=device)
+        add_over_ranks([sums])
+        units = sums.tolist()
+        mean = found.mean(units)
+        # Shards are averaged over the ranks by their own backward; that is undone here.
+        averaged = ranks() if sharded(model) else 1
+        (mean * (self.numbers.loss_scale * averaged)).backward()
+        with torch.no_grad():
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            if not sharded(model):
+                if ranks() > 1:
+                    for parameter in self.parameters:
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+                    gradients = [p.grad for p in self.parameters if p.grad is not None]
+                add_over_ranks(gradients)
+            if self.numbers.loss_scale != 1.0:
+                torch._foreach_mul_(gradients, 1.0 / self.numbers.loss_scale)
+        value = mean.detach().double()
+        add_over_ranks([value])
+        return float(value)
+
+    def accumulated(self, batch: Any, micro_batch: Any) -> Run:
+        """The update that WholeBatch makes of it in micro-batches."""
+        self.begin()
+        options = dict(self.options)
+        if self.numbers.precision == "fp16":
+            options["scaler"] = torch.amp.GradScaler(
+                self.parameters[0].device.type, init_scale=self.numbers.loss_scale
+            )
+        train = WholeBatch(
+            self.model,
+            self.optimizer,
+            loss=self.loss,
+            micro_batch=micro_batch,
+            precision=self.numbers.precision,
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            batchnorm=self.batchnorm,
+            **options,
+        )
+        with Watch(self.model, self.parameters) as watch:
+            step = train.step(batch)
+            run = watch.run(self.start, step.loss)
+        return replace(run, notes=(step.skipped,) if step.skipped else ())
+
+    def objective_of(self, batch: Any) -> Objective:
+        """One forward from the start; its graph is alive."""
+        self.begin()
+        return objective(self.inner, self.loss, batch, self.numbers)
+
+    def gradient_of(self, batch: Any) -> tuple[list[Tensor | None], tuple[float, ...]]:
+        """The gradient of a batch's weighted sums (not divided), and their units."""
+        found = self.objective_of(batch)
+        total = sum(
+            (total * weight for total, weight in zip(found.totals, found.weights, strict=True)),
+            start=found.totals[0].new_zeros(()),
+        )
+        scale = self.numbers.loss_scale
+        gradients = torch.autograd.grad(total * scale, self.parameters, allow_unused=True)
+        return [
+            None if g is None else g.to_dense().cpu().div_(scale) for g in gradients
+        ], found.units
+
+    def draws_random_numbers(self, batch: Any) -> bool:
+        """Whether the forward of the batch moves a random generator."""
+        self.begin()
+        with torch.enable_grad():
+            objective(self.inner, self.loss, batch, self.numbers)
+        return not _equal(randomness.capture(), self.start.random)
+
+    def replayed(self, run: Run) -> Run:
+        """The update that the optimizer makes of the gradients this run saw."""
+        self.begin()
+        with torch.no_grad():
+            for parameter, gradient in zip(self.parameters, run.gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient.to(parameter.device, parameter.dtype)
+        with Watch(self.model, self.parameters) as watch:
+            self.optimizer.step()
+            return watch.run(self.start)
+
+    def in_float64(self) -> Bench:
+        """The same bench on a copy of the model in float64."""
+        self.begin()
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        model.double()
+        optimizer.load_state_dict(optimizer.state_dict())  # casts its state like the parameters
+        wide = Bench(
+            model,
+            optimizer,
+            self.loss,
+            numbers=Numbers(),
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            batchnorm=self.batchnorm,
+            options={k: v for k, v in self.options.items() if k != "scaler"},
+        )
+        wide.start.random = self.start.random
+        return wide
+
+    def find_loss_scale(self, batch: Any, micro_batch: Any) -> None:
+        """fp16: the largest power of two, from 2^16 down, at which nothing overflows."""
+        scale = 2.0**16
+        while scale >= 1.0:
+            self.numbers = replace(self.numbers, loss_scale=scale)
+            run = self.accumulated(batch, micro_batch)
+            if not run.notes and all(
+                g is None or bool(torch.isfinite(g).all()) for g in self.whole(batch).gradients
+            ):
+                return
+            scale /= 2.0
+        raise NonFiniteError(
+            "precision='fp16': the gradients are not finite at any loss scale down to 1, so there "
+            "is no update to prove: verify in 'full' or 'bf16'"
+        )
+
+
+def permuted(batch: Any, order: Sequence[int], *, static: Sequence[str] = ()) -> Any:
+    """The batch with its samples in another order."""
+    return layout_of(batch, static=static).take(list(order))
+
+
+def wide_batch(batch: Any) -> Any:
+    """The batch with its floating-point tensors in float64."""
+    leaves, structure = flatten(batch)
+    return structure.build([_wide(leaf.value) for leaf in leaves])
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value
+
+
+def _equal(now: Any, before: Any) -> bool:
+    if isinstance(now, Tensor):
+        return isinstance(before, Tensor) and torch.equal(now, before)
+    if isinstance(now, Mapping):
+        return now.keys() == before.keys() and all(_equal(now[k], before[k]) for k in now)
+    if isinstance(now, list | tuple):
+        return len(now) == len(before) and all(map(_equal, now, before))
+    return bool(now == before)

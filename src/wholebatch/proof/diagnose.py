@@ -1,0 +1,323 @@
+"""Why the accumulated update is not that of the undivided batch.
+
+Each question is put to the model itself, in an order in which an answer excludes what comes after:
+does it repeat itself, does it keep a state, do its layers couple samples, does its loss weigh the
+micro-batches as it says, does it decompose at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch import randomness
+from wholebatch.coupled.audit import Audit, audit, uses_batch_statistics
+from wholebatch.coupled.audit import batchnorms as batchnorms_of
+from wholebatch.proof.bench import Bench
+from wholebatch.proof.compare import Comparison, distance
+from wholebatch.proof.observe import Run
+from wholebatch.proof.reference import objective
+from wholebatch.proof.verdict import Cause, said
+from wholebatch.splitting import batch_size_of, drop_samples, split, to_device
+
+__all__ = ["Evidence", "diagnose"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the proof has measured, and the bench to measure more on."""
+
+    bench: Bench
+    batch: Any
+    micro_batch: Any
+    static: tuple[str, ...]
+    whole: Run
+    again: Run
+    permuted: Sequence[Run]
+    gradient: Comparison
+    update: Comparison
+    float64: Comparison | None
+    state: Mapping[str, Tensor]
+
+    def what_moved_otherwise(self) -> list[str]:
+        """Buffers that the window left otherwise than the undivided batch does."""
+        self.bench.whole(self.batch)
+        moved = []
+        for name, buffer in self.bench.model.named_buffers():
+            ours = self.state.get(name)
+            if ours is not None and ours.shape == buffer.shape and not _close(ours, buffer):
+                moved.append(name)
+        if not moved:
+            return []
+        shown = ", ".join(moved[:4]) + (f" and {len(moved) - 4} more" if len(moved) > 4 else "")
+        return [
+            f"the buffers {shown} are left otherwise than by the undivided batch: they move with "
+            "every forward, and later updates may depend on them"
+        ]
+
+
+def diagnose(evidence: Evidence) -> list[Cause]:
+    """The causes that were found, the one to begin with first."""
+    for question in (_repeats, _order, _state, _coupling, _weights):
+        causes = question(evidence)
+        if causes:
+            return causes
+    return [_unexplained(evidence)]
+
+
+def _repeats(evidence: Evidence) -> list[Cause]:
+    """Twice the same start and the same numbers must give the same gradient."""
+    apart = distance(evidence.again.gradients, evidence.whole.gradients, evidence.bench.devices)
+    if apart <= evidence.gradient.tolerance / 2:
+        return []
+    return [
+        Cause(
+            "non-determinism",
+            (),
+            f"the undivided batch, run twice from the same start, is {said(apart)} from itself",
+            "torch.use_deterministic_algorithms(True) names the operation; a forward that reads "
+            "the clock, a global counter or an unseeded generator does this too",
+        )
+    ]
+
+
+def _order(evidence: Evidence) -> list[Cause]:
+    """Another order of the samples must not matter."""
+    apart = max(
+        distance(run.gradients, evidence.whole.gradients, evidence.bench.devices)
+        for run in evidence.permuted
+    )
+    if apart <= evidence.gradient.tolerance:
+        return []
+    return [
+        Cause(
+            "order of the samples",
+            (),
+            f"the undivided batch with its samples in another order is {said(apart)} from itself",
+            "the loss or a layer depends on where a sample stands; no division can keep that",
+        ),
+        *_coupling(evidence),
+    ]
+
+
+def _state(evidence: Evidence) -> list[Cause]:
+    """A second forward from where the first has left the modules must give the same loss."""
+    bench = evidence.bench
+    device = bench.parameters[0].device
+    micro = split(evidence.batch, evidence.micro_batch, static=evidence.static)[0]
+    with _norms_frozen(bench):
+        first = _mean(bench, micro, device)
+        moved = _moved(bench)
+        randomness.restore(bench.start.random)
+        second = _mean(bench, micro, device)
+    unit = bench.numbers.unit(bench.model)
+    if not moved or abs(second - first) <= 100 * unit * max(abs(first), 1e-30):
+        return []
+    return [
+        Cause(
+            "a stateful module",
+            tuple(moved),
+            f"the same micro-batch, forwarded a second time, has the loss {second:.6g} and not "
+            f"{first:.6g}: the forward changes what the next one computes",
+            "move the state once per update (an after-step hook), or keep it out of the loss",
+        )
+    ]
+
+
+class _norms_frozen:
+    """BatchNorms in evaluation mode: their state is known, and asked for elsewhere."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def __enter__(self) -> None:
+        self._bench.begin()
+        for _, module in batchnorms_of(self._bench.model):
+            module.training = False
+
+    def __exit__(self, *error: object) -> None:
+        self._bench.begin()
+
+
+def _mean(bench: Bench, micro: Any, device: torch.device) -> float:
+    found = objective(bench.inner, bench.loss, to_device(micro, device), bench.numbers)
+    return float(found.mean().detach())
+
+
+def _moved(bench: Bench) -> list[str]:
+    """Buffers and plain attributes that differ from the start."""
+    model = bench.model
+    names = [
+        name
+        for name, buffer in model.named_buffers()
+        if not (bench.start.knows(buffer) and _close(buffer, bench.start.before(buffer)))
+    ]
+    return names + bench.start.changed_attributes()
+
+
+def _coupling(evidence: Evidence) -> list[Cause]:
+    """Layers whose output for a sample depends on the others of its batch."""
+    bench = evidence.bench
+    if bench.batchnorm in ("group", "layer", "freeze"):
+        return []
+    found = _audit(evidence)
+    norms = [f for f in found.findings if f.kind in ("batchnorm", "custom", "sync")]
+    other = [f for f in found.findings if f.kind == "probe"]
+    causes = []
+    if other:
+        causes.append(
+            Cause(
+                "coupled samples",
+                tuple(f.name for f in other),
+                "the output for one sample moves when another sample of the batch changes",
+                other[0].advice,
+            )
+        )
+    if norms and bench.batchnorm != "exact":
+        causes.append(
+            Cause(
+                "BatchNorm",
+                tuple(f.name for f in norms),
+                f'batchnorm="{bench.batchnorm}" normalises each micro-batch with its own '
+                "statistics, the undivided batch with those of all samples",
+                'batchnorm="exact" makes the update of the undivided batch',
+            )
+        )
+    elif norms and not other:
+        custom = [f for f in norms if f.kind == "custom"]
+        if custom:
+            causes.append(
+                Cause(
+                    "BatchNorm of its own kind",
+                    tuple(f.name for f in custom),
+                    "it normalises with the statistics of its batch by code of its own",
+                    custom[0].advice,
+                )
+            )
+    return causes
+
+
+def _audit(evidence: Evidence) -> Audit:
+    bench = evidence.bench
+    bench.begin()
+    few = drop_samples(
+        evidence.batch,
+        min(8, batch_size_of(evidence.batch, static=evidence.static)),
+        static=evidence.static,
+    )
+    few = to_device(few, bench.parameters[0].device)
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        with torch.enable_grad():  # a loss checks that it has a gradient
+            return bench.loss(model, batch)
+
+    try:
+        return audit(bench.inner, few, forward=forward)
+    except Exception:  # a loss that needs the whole batch: what the types tell is left
+        return audit(bench.inner)
+
+
+def _weights(evidence: Evidence) -> list[Cause]:
+    """Which weights of the micro-batches' gradients make the undivided batch's gradient?"""
+    bench = evidence.bench
+    if any(uses_batch_statistics(module) for _, module in batchnorms_of(bench.model)):
+        return []
+    micros = split(evidence.batch, evidence.micro_batch, static=evidence.static)[:64]
+    parts, units = [], []
+    for micro in micros:
+        gradient, counted = bench.gradient_of(micro)
+        parts.append(gradient)
+        units.append(counted[0])
+    whole, whole_units = bench.gradient_of(evidence.batch)
+    weights, left = _fit(parts, whole)
+    # A fit of few vectors to many numbers leaves nothing only where it is the truth.
+    if left > max(1e3 * bench.numbers.unit(bench.model), 10 * evidence.gradient.tolerance):
+        return [
+            Cause(
+                "a loss that does not decompose",
+                (),
+                f"no weighting of the micro-batches' gradients gives the undivided batch's: "
+                f"{said(left)} of it remains",
+                "samples are coupled in the loss (in-batch negatives, a quantile, a norm over the "
+                "batch): compute that part on the whole batch",
+            )
+        ]
+    total = sum(units)
+    if abs(total - whole_units[0]) > 1e-6 * max(total, 1.0):
+        evidence_said = (
+            f"the micro-batches have {total:g} units together, the undivided batch "
+            f"{whole_units[0]:g}"
+        )
+        return [_mean_of_means(evidence_said, weights)]
+    if max(abs(weight - 1.0) for weight in weights) > 1e-3:
+        return [
+            _mean_of_means(
+                "the undivided batch weighs its micro-batches' totals by "
+                + ", ".join(f"{weight:.3g}" for weight in weights[:6])
+                + (", ..." if len(weights) > 6 else "")
+                + ", and sums would all weigh 1",
+                weights,
+            )
+        ]
+    return []
+
+
+def _mean_of_means(evidence: str, weights: Sequence[float]) -> Cause:
+    return Cause(
+        "a mean of means",
+        (),
+        f"{evidence}: the loss is not a sum with the units that it is over",
+        "return the sum and its units, wb.Loss(total, units), or a mean through "
+        "wb.mean_loss(mean, units)",
+    )
+
+
+def _fit(parts: Sequence[Sequence[Tensor | None]], whole: Sequence[Tensor | None]) -> Any:
+    """Least squares of `whole` over `parts`, by their Gram matrix: weights, and what is left."""
+    count = len(parts)
+    gram = torch.zeros(count + 1, count + 1, dtype=torch.float64)
+    vectors = [*parts, whole]
+    for tensors in zip(*vectors, strict=True):
+        like = next((t for t in tensors if t is not None), None)
+        if like is None:
+            continue
+        rows = torch.stack(
+            [(torch.zeros_like(like) if t is None else t).double().flatten() for t in tensors]
+        )
+        gram += rows @ rows.T
+    inner, right, size = gram[:count, :count], gram[:count, count], gram[count, count]
+    weights = torch.linalg.lstsq(inner, right, driver="gelsd").solution
+    left = size - 2 * weights @ right + weights @ inner @ weights
+    relative = float((left.clamp_min(0.0) / size).sqrt()) if size > 0 else 0.0
+    return [float(weight) for weight in weights], relative
+
+
+def _unexplained(evidence: Evidence) -> Cause:
+    if evidence.float64 is not None and evidence.float64.same:
+        return Cause(
+            "rounding",
+            (),
+            f"in float64 the two are the same ({said(evidence.float64.distance)}), so the "
+            "arithmetic is right and only its rounding is larger than the undivided batch's own",
+            "other kernels are chosen for the smaller shape; a larger micro-batch, or more digits "
+            "in the accumulation, brings it down",
+        )
+    return Cause(
+        "unexplained",
+        tuple(line.name for line in evidence.gradient.differing[:4]),
+        "the model repeats itself, keeps no state, couples no samples, and its loss decomposes",
+        "the window itself may be at fault: please report it with this output",
+    )
+
+
+def _close(ours: Tensor, other: Tensor) -> bool:
+    if not ours.is_floating_point():
+        return torch.equal(ours.cpu(), other.cpu())
+    left, right = ours.double().cpu(), other.detach().double().cpu()
+    size = float(right.abs().max()) if right.numel() else 0.0
+    tolerance = 100 * torch.finfo(ours.dtype).eps
+    return bool(((left - right).abs() <= tolerance * max(size, 1e-30)).all())

@@ -1,0 +1,129 @@
+"""The undivided batch by plain torch: forward, backward, clip, step. No engine in it.
+
+Under data-parallel ranks the batch is the global one: every rank runs its own part undivided, and
+the gradients of the sums are added over the ranks and divided by the units of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.close import ClipNorm
+from wholebatch.loss import Loss, as_loss
+from wholebatch.splitting import to_device
+
+__all__ = ["Numbers", "Objective", "add_over_ranks", "clip", "objective", "ranks", "sharded"]
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """In which numbers a run computes: the precision, and the loss scale that fp16 needs."""
+
+    precision: str = "full"
+    loss_scale: float = 1.0
+
+    def unit(self, model: nn.Module) -> float:
+        """The relative error of one rounding in the coarsest format that takes part."""
+        formats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        if self.precision in AUTOCAST:
+            formats.append(AUTOCAST[self.precision])
+        return max(torch.finfo(dtype).eps / 2 for dtype in formats)
+
+    def forward(self, device: torch.device) -> Any:
+        """The context of the forward."""
+        if self.precision not in AUTOCAST:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=AUTOCAST[self.precision])
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The sums of one batch, the units of each, and the weight of its mean."""
+
+    totals: tuple[Tensor, ...]
+    units: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    def mean(self, units: Sequence[float] | None = None) -> Tensor:
+        """Sum over terms of weight × total / units, with `units` for its own if given."""
+        over = self.units if units is None else units
+        parts = [
+            total * (weight / count if count else 0.0)
+            for total, count, weight in zip(self.totals, over, self.weights, strict=True)
+        ]
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def objective(
+    model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, numbers: Numbers
+) -> Objective:
+    """One forward of the batch as it is."""
+    device = next(model.parameters()).device
+    with numbers.forward(device):
+        result = as_loss(loss(model, to_device(batch, device)))
+    if isinstance(result, Loss):
+        return Objective((_wide(result.total),), (float(result.units),), (1.0,))
+    terms = result.by_name.values()
+    return Objective(
+        tuple(_wide(term.total) for term in terms),
+        tuple(float(term.units) for term in terms),
+        tuple(term.weight for term in terms),
+    )
+
+
+def _wide(total: Tensor) -> Tensor:
+    """16-bit sums are divided in float32: their mean is not what is to be judged."""
+    return total.float() if total.dtype in (torch.bfloat16, torch.float16) else total
+
+
+def ranks() -> int:
+    """How many processes train together here."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
+
+
+def sharded(model: nn.Module) -> bool:
+    """Whether the parameters are shards, whose backward reduces them whatever one does."""
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
+
+
+@torch.no_grad()
+def add_over_ranks(tensors: Sequence[Tensor]) -> None:
+    """Each tensor becomes its sum over the ranks, in place."""
+    if ranks() > 1:
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+
+
+@torch.no_grad()
+def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: float | None) -> None:
+    """Clip the gradients as torch's own functions do."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    if clip_value is not None:
+        nn.utils.clip_grad_value_([p for group in groups for p in group], clip_value)
+    if clip_norm is None:
+        return
+    if not isinstance(clip_norm, Sequence):
+        nn.utils.clip_grad_norm_([p for group in groups for p in group], clip_norm)
+        return
+    for group, limit in zip(groups, clip_norm, strict=True):
+        if limit is not None:
+            nn.utils.clip_grad_norm_(group, limit)
+
+
+def finite(values: Sequence[Tensor | None]) -> bool:
+    """Whether every number of every tensor is finite."""
+    return all(
+        value is None or math.isfinite(float(value.double().abs().sum())) for value in values
+    )

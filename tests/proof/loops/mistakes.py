@@ -1,0 +1,180 @@
+"""One window of training, wrong in one way each: what `verify_loop` must tell by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+NOMINAL = 4
+
+
+def mean(model: Any, micro: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(micro["x"]).flatten(0, -2), micro["y"].flatten())
+
+
+def total(model: Any, micro: dict[str, Tensor]) -> Tensor:
+    logits = model(micro["x"]).flatten(0, -2)
+    return functional.cross_entropy(logits, micro["y"].flatten(), reduction="sum")
+
+
+def units(micros: Any) -> int:
+    return sum(int((micro["y"] != -100).sum()) for micro in micros)
+
+
+def not_divided(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        mean(model, micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def not_divided_sums(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        total(model, micro).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def not_divided_but_clipped(model: Any, optimizer: Any, micros: Any) -> None:
+    """Clipping hides the scale wherever it cuts."""
+    for micro in micros:
+        mean(model, micro).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def divided_twice(model: Any, optimizer: Any, micros: Any) -> None:
+    all_units = units(micros)
+    for micro in micros:
+        loss = total(model, micro) / all_units
+        (loss / len(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def divided_twice_means(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        loss = mean(model, micro) / len(micros)
+        (loss / len(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def only_the_last(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        optimizer.zero_grad()
+        (mean(model, micro) / len(micros)).backward()
+    optimizer.step()
+
+
+def only_the_last_undivided(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        optimizer.zero_grad()
+        mean(model, micro).backward()
+    optimizer.step()
+
+
+def mean_of_means(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        (mean(model, micro) / len(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped_per_micro_batch(model: Any, optimizer: Any, micros: Any) -> None:
+    all_units = units(micros)
+    for micro in micros:
+        (total(model, micro) / all_units).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped_each_alone(model: Any, optimizer: Any, micros: Any) -> None:
+    """Each micro-batch's own gradient is clipped, then added."""
+    all_units = units(micros)
+    parameters = list(model.parameters())
+    held = [torch.zeros_like(parameter) for parameter in parameters]
+    for micro in micros:
+        optimizer.zero_grad()
+        (total(model, micro) / all_units).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for sum_, parameter in zip(held, parameters, strict=True):
+            sum_ += parameter.grad
+    for sum_, parameter in zip(held, parameters, strict=True):
+        parameter.grad = sum_
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def nominal_count(model: Any, optimizer: Any, micros: Any) -> None:
+    all_units = units(micros)
+    for micro in micros:
+        (total(model, micro) / all_units * (len(micros) / NOMINAL)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def nominal_count_means(model: Any, optimizer: Any, micros: Any) -> None:
+    """The usual loop: two mistakes, this one and the mean of means."""
+    for index, micro in enumerate(micros):
+        (mean(model, micro) / NOMINAL).backward()
+        if (index + 1) % NOMINAL == 0 or index + 1 == len(micros):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def stepped_every_micro_batch(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        (mean(model, micro) / len(micros)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def stepped_without_clearing(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        mean(model, micro).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def tail_dropped(model: Any, optimizer: Any, micros: Any) -> None:
+    all_units = units(micros)
+    for index, micro in enumerate(micros):
+        (total(model, micro) / all_units).backward()
+        if (index + 1) % NOMINAL == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def off_by_one(model: Any, optimizer: Any, micros: Any) -> None:
+    for index, micro in enumerate(micros):
+        (mean(model, micro) / len(micros)).backward()
+        if index % NOMINAL == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+PLANTED = {
+    not_divided: "not-divided",
+    not_divided_sums: "not-divided",
+    not_divided_but_clipped: "not-divided",
+    divided_twice: "divided-twice",
+    divided_twice_means: "divided-twice",
+    only_the_last: "only-the-last",
+    only_the_last_undivided: "only-the-last",
+    mean_of_means: "mean-of-means",
+    clipped_per_micro_batch: "clipped-per-micro-batch",
+    clipped_each_alone: "clipped-per-micro-batch",
+    nominal_count: "nominal-count",
+    nominal_count_means: "nominal-count",
+    stepped_every_micro_batch: "stepped-every-micro-batch",
+    stepped_without_clearing: "stepped-every-micro-batch",
+    tail_dropped: "no-update",
+    off_by_one: "only-the-first",
+}
+"""Each loop with the key of the mistake that it makes, the first to be named."""
