@@ -1,0 +1,186 @@
+"""Losses over all samples of a batch at once: what they are made of, and the usual ones.
+
+A contrastive loss compares every sample with every other. `Coupled` says how it is made: `encode`
+turns a micro-batch into representations, and `loss` turns those of the whole batch into a Loss. The
+two-pass runner then needs the memory of one micro-batch's graph and of all representations.
+
+In the ready losses the matrix of similarities is computed a few rows at a time, forward and
+backward, so memory is linear in the batch. Each returns a sum over samples with their number.
+
+```python
+def encode(model, micro):
+    return {"image": model.image(micro["image"]), "text": model.text(micro["text"])}
+
+def loss(all):
+    return clip_loss(all["image"], all["text"], scale=model.logit_scale.exp())
+
+train = wb.WholeBatch(model, optimizer, loss=wb.Coupled(encode, loss), micro_batch=256)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from wholebatch.errors import LossError, OptionError
+from wholebatch.loss import Loss, Terms
+
+__all__ = ["Coupled", "clip_loss", "siglip_loss", "supervised_contrastive_loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coupled:
+    """A loss of the whole batch.
+
+    `encode(model, micro)` returns a tensor, or a dict, tuple or list of tensors, of a micro-batch:
+    representations, and what else the loss needs (labels, weights). `loss(all)` is given the same
+    structure with every tensor concatenated over the micro-batches along its first dimension, and
+    returns a `Loss`. Parameters that only `loss` uses (a temperature) get their gradient too.
+
+    `encode` is run twice on every micro-batch with the same random numbers, so it must give the
+    same representations twice; `tolerance` is how far, relative to their size, they may differ.
+    """
+
+    encode: Callable[[Any, Any], Any]
+    loss: Callable[[Any], Loss | Terms]
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("encode", "loss"):
+            if not callable(getattr(self, name)):
+                raise OptionError(f"Coupled({name}=...): must be a function")
+        if self.tolerance is not None and self.tolerance < 0:
+            raise OptionError(f"Coupled(tolerance={self.tolerance}): must not be negative")
+
+
+def clip_loss(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: Tensor | float = 1 / 0.07,
+    symmetric: bool = True,
+    normalise: bool = True,
+    rows: int = 1024,
+) -> Loss:
+    """InfoNCE between two views of the same samples: row i of `a` belongs to row i of `b`.
+
+    The sum over samples of the cross entropy of `scale · a_i · b_j` over j, whose answer is i; with
+    `symmetric` the mean of both directions, as CLIP has it. `rows` of the similarities at a time.
+
+    >>> a, b = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
+    >>> loss = clip_loss(a, b, rows=2)
+    >>> loss.units
+    6
+    """
+    _check(a, b, rows)
+    if normalise:
+        a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+
+    def part(some: Tensor, others: Tensor, scale: Tensor | float, first: int) -> Tensor:
+        answers = torch.arange(first, first + len(some), device=some.device)
+        return F.cross_entropy(scale * (some @ others.T), answers, reduction="sum")
+
+    total = _in_rows(part, a, b, scale, rows)
+    if symmetric:
+        total = (total + _in_rows(part, b, a, scale, rows)) / 2
+    return Loss(total, len(a))
+
+
+def siglip_loss(
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: Tensor | float = 10.0,
+    bias: Tensor | float = -10.0,
+    normalise: bool = True,
+    rows: int = 1024,
+) -> Loss:
+    """SigLIP: every pair is a yes-or-no question, yes for the pairs (i, i).
+
+    The sum over i and j of `-log sigmoid(±(scale · a_i · b_j + bias))`, over the number of samples.
+    """
+    _check(a, b, rows)
+    if normalise:
+        a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
+
+    def part(
+        some: Tensor, others: Tensor, scale: Tensor | float, bias: Tensor | float, first: int
+    ) -> Tensor:
+        logits = scale * (some @ others.T) + bias
+        # -log sigmoid(z) for pairs, -log sigmoid(-z) for all others: the same but for z itself.
+        pairs = logits.diagonal(first)
+        return F.softplus(logits).sum() - pairs.sum()
+
+    def at(some: Tensor, others: Tensor, pair: Any, first: int) -> Tensor:
+        return part(some, others, pair[0], pair[1], first)
+
+    return Loss(_in_rows(at, a, b, (scale, bias), rows), len(a))
+
+
+def supervised_contrastive_loss(
+    z: Tensor,
+    labels: Tensor,
+    *,
+    temperature: Tensor | float = 0.07,
+    normalise: bool = True,
+    rows: int = 1024,
+) -> Loss:
+    """SupCon: samples with the same label attract each other, all others repel.
+
+    For each sample that has another one with its label: the mean over those of
+    `-log softmax(z_i · z_j / temperature)`, the softmax being over all j other than i. The units
+    are the samples that have one.
+    """
+    _check(z, z, rows)
+    if labels.shape != z.shape[:1]:
+        raise LossError(
+            f"labels of shape {tuple(labels.shape)} for {len(z)} samples: one label per sample"
+        )
+    if normalise:
+        z = F.normalize(z, dim=-1)
+    same_label = labels[:, None] == labels[None, :] if len(z) <= rows else None
+
+    def part(some: Tensor, others: Tensor, temperature: Tensor | float, first: int) -> Tensor:
+        own = labels[first : first + len(some)]
+        same = own[:, None] == labels[None, :] if same_label is None else same_label
+        self_pairs = torch.zeros_like(same)
+        self_pairs.diagonal(first).fill_(True)
+        logits = (some @ others.T / temperature).masked_fill(self_pairs, float("-inf"))
+        log_probability = logits - logits.logsumexp(1, keepdim=True)
+        same = same & ~self_pairs
+        found = log_probability.masked_fill(~same, 0.0).sum(1)
+        return -(found / same.sum(1).clamp_min(1)).sum()
+
+    total = _in_rows(part, z, z, temperature, rows)
+    _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+    return Loss(total, (counts[inverse] > 1).sum())
+
+
+def _in_rows(
+    part: Callable[..., Tensor], some: Tensor, others: Tensor, extra: Any, rows: int
+) -> Tensor:
+    """The sum of `part` over slices of `some`, each computed again when its gradient is made."""
+    total = some.new_zeros(())
+    for first in range(0, len(some), rows):
+        piece = some[first : first + rows]
+        total = total + checkpoint(
+            part, piece, others, extra, first, use_reentrant=False, preserve_rng_state=False
+        )
+    return total
+
+
+def _check(a: Tensor, b: Tensor, rows: int) -> None:
+    if a.dim() != 2 or a.shape != b.shape:
+        raise LossError(
+            f"representations of shapes {tuple(a.shape)} and {tuple(b.shape)}: both must be "
+            "(samples, features)"
+        )
+    if rows < 1:
+        raise OptionError(f"rows={rows}: must be a positive number of rows")
