@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,24 @@ from wholebatch.cli.folder import RunFolder, resume_command
 from wholebatch.errors import WholebatchError, WindowError
 from wholebatch.recipes import place_of
 
-__all__ = ["training_failures"]
+__all__ = ["short_warnings", "training_failures"]
+
+
+@contextmanager
+def short_warnings() -> Iterator[None]:
+    """One line for each warning: some of torch's bring sixty lines of C++ frames along."""
+
+    def first_line(
+        message: Warning | str, category: type[Warning], *_: object, **__: object
+    ) -> str:
+        return f"warning: {str(message).strip().splitlines()[0]} ({category.__name__})\n"
+
+    before = warnings.formatwarning
+    warnings.formatwarning = first_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 from wholebatch.checkpoint import Checkpoints
 from wholebatch.cli.folder import RunFolder
-from wholebatch.cli.memory import PeakMemory
 from wholebatch.cli.session import Session
 from wholebatch.cli.stop import StopRequest
 from wholebatch.errors import WindowError
@@ -50,7 +49,6 @@ def run_loop(
     session: Session,
     folder: RunFolder,
     terminal: Terminal,
-    memory: PeakMemory,
     *,
     mid_window: bool,
 ) -> Outcome:
@@ -63,7 +61,7 @@ def run_loop(
         stop = stack.enter_context(StopRequest())
         terminal.begin(done=session.train.updates, total=session.config.steps)
         stack.callback(terminal.end)
-        return _Loop(session, folder, terminal, memory, metrics, events, stop).run(mid_window)
+        return _Loop(session, folder, terminal, metrics, events, stop).run(mid_window)
 
 
 class _Loop:
@@ -72,7 +70,6 @@ class _Loop:
         session: Session,
         folder: RunFolder,
         terminal: Terminal,
-        memory: PeakMemory,
         metrics: MetricsFile,
         events: Events,
         stop: StopRequest,
@@ -80,7 +77,7 @@ class _Loop:
         self._session = session
         self._checkpoints = Checkpoints(folder.checkpoints)
         self._terminal = terminal
-        self._memory = memory
+        self._memory = session.memory
         self._metrics = metrics
         self._events = events
         self._stop = stop

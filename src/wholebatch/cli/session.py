@@ -16,6 +16,7 @@ from torch import nn
 
 from wholebatch import WholeBatch, __version__
 from wholebatch.checkpoint import Checkpoints, Found, check_model
+from wholebatch.cli.memory import PeakMemory
 from wholebatch.cli.options import Config
 from wholebatch.errors import OptionError, RecipeError, StateError, UnsupportedError
 from wholebatch.recipes import Batches, Position, Recipe
@@ -34,6 +35,7 @@ class Session:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     train: WholeBatch
+    memory: PeakMemory
     batches: Batches
     position: Position  # of the batch that the open or next window is made from
 
@@ -104,17 +106,25 @@ def build(recipe: Recipe, config: Config, *, device: torch.device) -> Session:
     except (RuntimeError, NotImplementedError) as error:
         raise RecipeError(f"the recipe's model cannot be moved to {device}: {error}") from error
     optimizer = recipe.build_optimizer(model, lr=config.lr)
+    memory = PeakMemory(model, optimizer, device=device)
+
+    def loss(model: nn.Module, micro: Any) -> Any:
+        memory.follow()
+        return recipe.loss(model, micro)
+
     train = WholeBatch(
         model,
         optimizer,
-        loss=recipe.loss,
+        loss=loss,
         units=recipe.units,
         micro_batch=_micro_batch(recipe, config),
         precision=config.autocast,
         clip_norm=config.clip_norm,
         scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
     )
-    return Session(recipe, config, device, model, optimizer, train, batches, batches.position)
+    return Session(
+        recipe, config, device, model, optimizer, train, memory, batches, batches.position
+    )
 
 
 def choose_device(name: str) -> torch.device:

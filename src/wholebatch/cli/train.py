@@ -116,7 +116,7 @@ def train(
 def _train(name: str | None, given: Given, *, out: Path | None, resume: bool, device: str) -> int:
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.checkpoint import Checkpoints
-    from wholebatch.cli.failure import training_failures
+    from wholebatch.cli.failure import short_warnings, training_failures
     from wholebatch.cli.folder import find_run, new_folder
     from wholebatch.cli.said import head_rows
     from wholebatch.cli.session import build, choose_device
@@ -131,7 +131,7 @@ def _train(name: str | None, given: Given, *, out: Path | None, resume: bool, de
     where = choose_device(device)
     terminal = Terminal(Console(), name=recipe.name, unit=recipe.unit)
 
-    with folder.held():
+    with short_warnings(), folder.held():
         found = Checkpoints(folder.checkpoints).load() if resume else None
         session = build(recipe, config, device=where)
         if given.batch_size not in (None, session.config.batch_size):
@@ -148,6 +148,8 @@ def _train(name: str | None, given: Given, *, out: Path | None, resume: bool, de
         _begin(session, folder, found, terminal)
         about = f": {recipe.description}" if recipe.description else ""
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
+        if where.type == "cpu" and config.precision != "full":
+            terminal.note(f"note: {config.precision} is slow on a CPU without hardware for it")
         if session.train.updates >= session.config.steps:
             done = session.train.updates
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
@@ -182,14 +184,12 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
     from wholebatch.cli.folder import resume_command, shown
     from wholebatch.cli.loop import run_loop
-    from wholebatch.cli.memory import PeakMemory
     from wholebatch.cli.said import summary_rows
     from wholebatch.cli.stop import STOPPED
     from wholebatch.report.terminal import time_said
 
-    memory = PeakMemory(session.model, session.optimizer)
     mid_window = bool(found and found.state["train"]["window"] is not None)
-    outcome = run_loop(session, folder, terminal, memory, mid_window=mid_window)
+    outcome = run_loop(session, folder, terminal, mid_window=mid_window)
     updates = session.train.updates
     if not outcome.finished:
         place = f"after update {updates} of {session.config.steps}"
@@ -198,8 +198,10 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
         terminal.note(f"stopped {place}; checkpoint {shown(outcome.checkpoint)}")
         terminal.note(f"go on with: {resume_command(folder.path)}")
         return STOPPED
-    said = memory.said(session.recipe.loss, outcome.batch, precision=session.config.autocast)
-    rows = summary_rows(session, outcome, memory=said, folder=folder.path)
+    memory = session.memory.said(
+        session.recipe.loss, outcome.batch, precision=session.config.autocast
+    )
+    rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
     title = f"{session.recipe.name}: {updates} updates, {time_said(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     return 0

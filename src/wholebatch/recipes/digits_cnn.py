@@ -1,7 +1,7 @@
 """A small CNN with BatchNorm on scikit-learn's 1,797 handwritten digits.
 
 BatchNorm normalises by the batch, so plain accumulation trains another model. Here its statistics
-are those of the whole batch, although only slices of it are in memory at a time.
+are those of the whole batch, although the batch goes through in slices.
 """
 
 from __future__ import annotations

@@ -1,0 +1,108 @@
+"""The embedded recipes train, and what is special about each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.helpers import Ran, assert_same_bits, metrics_of, newest_checkpoint
+from wholebatch.recipes import load_recipe, source_of
+
+Command = Callable[..., Ran]
+
+
+@pytest.mark.slow
+def test_bytes_gpt_learns_with_a_short_last_micro_batch(command: Command, tmp_path: Path) -> None:
+    ran = command("train", "--steps", 12, "--batch-size", 22, "--micro-batch", 8, "--out", "here")
+    assert ran.status == 0, ran.err
+    assert "(8 × 2 + 6) × 1 rank = 22 samples" in ran.out
+    assert "bytes/s" in ran.out
+    losses = [record["loss"] for record in metrics_of(tmp_path / "here")]
+    assert losses[0] == pytest.approx(5.55, abs=0.1)  # ln 256: it knows nothing yet
+    assert losses[-1] < 4.2
+
+
+def test_bytes_gpt_reads_the_standard_library_the_same_every_time() -> None:
+    recipe = load_recipe("bytes-gpt")
+    one, other = recipe.build_data(), recipe.build_data()
+    assert len(one) == len(other) > 50_000
+    sample = one[len(one) - 1]
+    assert_same_bits(sample, other[len(other) - 1])
+    assert torch.equal(sample["tokens"][1:], sample["next"][:-1])
+    text = bytes(torch.cat([one[i]["tokens"] for i in range(200)]).tolist())
+    assert b"import" in text
+
+
+def test_digits_cnn_makes_the_update_of_the_whole_batch_through_batchnorm(
+    command: Command, tmp_path: Path
+) -> None:
+    pytest.importorskip("sklearn")
+    exact = source_of("digits-cnn").replace("torch.float32", "torch.float64")
+    exact = exact.replace("nn.Linear(4 * 64, 10),\n    )", "nn.Linear(4 * 64, 10),\n    ).double()")
+    assert exact.count("double()") == exact.count("float64") == 1
+    path = tmp_path / "digits.py"
+    path.write_text(exact, encoding="utf-8")
+    for micro in (64, 24):  # 24, 24 and 16: uneven
+        ran = command(
+            "train", path, "--batch-size", 64, "--micro-batch", micro, "--steps", 3,
+            "--out", f"by-{micro}", "--clip-norm", 0.5,
+        )  # fmt: skip
+        assert ran.status == 0, ran.err
+    whole = newest_checkpoint(tmp_path / "by-64")["model"]
+    split = newest_checkpoint(tmp_path / "by-24")["model"]
+    assert any("running_mean" in name for name in whole)
+    for name, tensor in whole.items():
+        if tensor.is_floating_point():
+            # Adam divides by the root of tiny second moments: single weights of the convolutions
+            # before a BatchNorm lose digits, for the whole batch in another order as well.
+            assert (split[name] - tensor).norm() <= 1e-9 * tensor.norm(), name
+    one, other = metrics_of(tmp_path / "by-64"), metrics_of(tmp_path / "by-24")
+    assert one[0]["grad_norm"] == pytest.approx(other[0]["grad_norm"], rel=1e-12)
+    assert one[0]["loss"] == pytest.approx(other[0]["loss"], rel=1e-12)
+
+
+def test_a_stop_within_exact_batchnorm_finishes_the_window(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    path = tmp_path / "digits.py"
+    stopping = """
+import os, signal
+_plain, _calls = loss, []
+def loss(model, micro):
+    _calls.append(1)
+    if str(len(_calls)) == os.environ.get("STOP_AT"):
+        os.kill(os.getpid(), signal.SIGINT)
+    return _plain(model, micro)
+"""
+    path.write_text(source_of("digits-cnn") + stopping, encoding="utf-8")
+    options = ("--batch-size", 30, "--micro-batch", 12, "--steps", 4)
+    assert command("train", path, "--out", "straight", *options).status == 0
+    monkeypatch.setenv("STOP_AT", "5")  # the second of three micro-batches of window 2
+    ran = command("train", path, "--out", "stopped", *options)
+    assert ran.status == 130
+    assert "stopped after update 2 of 4; checkpoint" in ran.out
+    monkeypatch.delenv("STOP_AT")
+    assert command("train", "--resume", "--out", "stopped").status == 0
+    one, other = newest_checkpoint(tmp_path / "straight"), newest_checkpoint(tmp_path / "stopped")
+    assert_same_bits(one["model"], other["model"])
+    assert_same_bits(one["optimizer"], other["optimizer"])
+    assert metrics_of(tmp_path / "straight") == metrics_of(tmp_path / "stopped")
+
+
+def test_memory_is_measured_in_every_micro_batch_of_exact_batchnorm(command: Command) -> None:
+    """In one piece, what is measured is what is predicted; in slices all of them are alive."""
+    pytest.importorskip("sklearn")
+    said = {}
+    for micro in (64, 24):
+        ran = command(
+            "train", "digits-cnn", "--batch-size", 64, "--micro-batch", micro, "--steps", 2
+        )
+        assert ran.status == 0, ran.err
+        [line] = [line for line in ran.out.splitlines() if "peak memory" in line]
+        said[micro] = float(line.rpartition("(")[2].rstrip("×)"))
+    assert said[64] == 1.0
+    assert 1.0 <= said[24] < 1.6  # a meter that missed the threads would say far more
