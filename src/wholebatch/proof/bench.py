@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from wholebatch import randomness
 from wholebatch.close import ClipNorm
+from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.engine import WholeBatch
 from wholebatch.errors import NonFiniteError
+from wholebatch.proof.joined import joined
 from wholebatch.proof.observe import Run, Watch
+from wholebatch.proof.reading import Reading
 from wholebatch.proof.reference import (
     Numbers,
     Objective,
@@ -26,10 +30,10 @@ from wholebatch.proof.reference import (
     sharded,
 )
 from wholebatch.proof.start import Start
-from wholebatch.splitting.layout import layout_of
+from wholebatch.splitting import to_device
 from wholebatch.splitting.structure import flatten
 
-__all__ = ["Bench", "permuted"]
+__all__ = ["Bench", "in_other_orders", "wide_batch"]
 
 # These policies change what the model is; its undivided batch is that of the changed model.
 _CHANGES_THE_MODEL = ("freeze", "group", "layer")
@@ -94,31 +98,43 @@ class Bench:
     def backward(self, batch: Any) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
         model = self.model if sharded(self.model) else self.inner
-        found = objective(model, self.loss, batch, self.numbers)
-        device = self.parameters[0].device
-        sums = torch.tensor([*found.units], dtype=torch.float64, device=device)
-        add_over_ranks([sums])
-        units = sums.tolist()
-        mean = found.mean(units)
-        # Shards are averaged over the ranks by their own backward; that is undone here.
-        averaged = ranks() if sharded(model) else 1
-        (mean * (self.numbers.loss_scale * averaged)).backward()
-        with torch.no_grad():
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            if not sharded(model):
-                if ranks() > 1:
-                    for parameter in self.parameters:
-                        if parameter.grad is None:
-                            parameter.grad = torch.zeros_like(parameter)
-                    gradients = [p.grad for p in self.parameters if p.grad is not None]
-                add_over_ranks(gradients)
-            if self.numbers.loss_scale != 1.0:
-                torch._foreach_mul_(gradients, 1.0 / self.numbers.loss_scale)
+        everyone = self._global_batch(batch)
+        found = objective(model, self.loss, everyone or batch, self.numbers)
+        scale = self.numbers.loss_scale
+        if everyone is not None:  # every rank has the whole of it: nothing is to be added
+            mean = found.mean()
+            (mean * scale).backward()
+        else:
+            device = self.parameters[0].device
+            units = torch.tensor([*found.units], dtype=torch.float64, device=device)
+            add_over_ranks([units])
+            mean = found.mean(units.tolist())
+            # Shards are averaged over the ranks by their own backward; that is undone here.
+            (mean * (scale * ranks() if sharded(model) else scale)).backward()
+            if ranks() > 1 and not sharded(model):
+                for parameter in self.parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                add_over_ranks([p.grad for p in self.parameters if p.grad is not None])
         value = mean.detach().double()
-        add_over_ranks([value])
+        if everyone is None:
+            add_over_ranks([value])
+        if scale != 1.0:
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale)
         return float(value)
 
-    def accumulated(self, batch: Any, micro_batch: Any) -> Run:
+    def _global_batch(self, batch: Any) -> Any | None:
+        """The batches of all ranks together, where BatchNorm wants the statistics of all."""
+        if ranks() == 1 or not any(uses_batch_statistics(m) for _, m in batchnorms(self.model)):
+            return None
+        gathered: list[Any] = [None] * ranks()
+        torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
+        return joined(gathered)
+
+    def accumulated(self, batch: Any, micro_batch: Any, reading: Reading) -> Run:
         """The update that WholeBatch makes of it in micro-batches."""
         self.begin()
         options = dict(self.options)
@@ -135,6 +151,8 @@ class Bench:
             clip_norm=self.clip_norm,
             clip_value=self.clip_value,
             batchnorm=self.batchnorm,
+            batch_size=reading.batch_size,
+            static=reading.static,
             **options,
         )
         with Watch(self.model, self.parameters) as watch:
@@ -197,12 +215,12 @@ class Bench:
         wide.start.random = self.start.random
         return wide
 
-    def find_loss_scale(self, batch: Any, micro_batch: Any) -> None:
+    def find_loss_scale(self, batch: Any, micro_batch: Any, reading: Reading) -> None:
         """fp16: the largest power of two, from 2^16 down, at which nothing overflows."""
         scale = 2.0**16
         while scale >= 1.0:
             self.numbers = replace(self.numbers, loss_scale=scale)
-            run = self.accumulated(batch, micro_batch)
+            run = self.accumulated(batch, micro_batch, reading)
             if not run.notes and all(
                 g is None or bool(torch.isfinite(g).all()) for g in self.whole(batch).gradients
             ):
@@ -214,9 +232,12 @@ class Bench:
         )
 
 
-def permuted(batch: Any, order: Sequence[int], *, static: Sequence[str] = ()) -> Any:
-    """The batch with its samples in another order."""
-    return layout_of(batch, static=static).take(list(order))
+def in_other_orders(bench: Bench, batch: Any, reading: Reading) -> list[Run]:
+    """The undivided batch with its samples reversed, and shuffled: what rounding alone does."""
+    samples = reading.size(batch)
+    generator = torch.Generator().manual_seed(0)
+    orders = [list(reversed(range(samples))), torch.randperm(samples, generator=generator).tolist()]
+    return [bench.whole(reading.permuted(batch, order)) for order in orders]
 
 
 def wide_batch(batch: Any) -> Any:

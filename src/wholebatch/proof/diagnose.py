@@ -20,9 +20,10 @@ from wholebatch.coupled.audit import batchnorms as batchnorms_of
 from wholebatch.proof.bench import Bench
 from wholebatch.proof.compare import Comparison, distance
 from wholebatch.proof.observe import Run
+from wholebatch.proof.reading import Reading
 from wholebatch.proof.reference import objective
 from wholebatch.proof.verdict import Cause, said
-from wholebatch.splitting import batch_size_of, drop_samples, split, to_device
+from wholebatch.splitting import to_device
 
 __all__ = ["Evidence", "diagnose"]
 
@@ -34,7 +35,7 @@ class Evidence:
     bench: Bench
     batch: Any
     micro_batch: Any
-    static: tuple[str, ...]
+    reading: Reading
     whole: Run
     again: Run
     permuted: Sequence[Run]
@@ -108,7 +109,7 @@ def _state(evidence: Evidence) -> list[Cause]:
     """A second forward from where the first has left the modules must give the same loss."""
     bench = evidence.bench
     device = bench.parameters[0].device
-    micro = split(evidence.batch, evidence.micro_batch, static=evidence.static)[0]
+    micro = evidence.reading.split(evidence.batch, evidence.micro_batch)[0]
     with _norms_frozen(bench):
         first = _mean(bench, micro, device)
         moved = _moved(bench)
@@ -204,11 +205,8 @@ def _coupling(evidence: Evidence) -> list[Cause]:
 def _audit(evidence: Evidence) -> Audit:
     bench = evidence.bench
     bench.begin()
-    few = drop_samples(
-        evidence.batch,
-        min(8, batch_size_of(evidence.batch, static=evidence.static)),
-        static=evidence.static,
-    )
+    size = min(8, evidence.reading.size(evidence.batch))
+    few, _ = evidence.reading.first(evidence.batch, size)
     few = to_device(few, bench.parameters[0].device)
 
     def forward(model: nn.Module, batch: Any) -> Any:
@@ -226,7 +224,7 @@ def _weights(evidence: Evidence) -> list[Cause]:
     bench = evidence.bench
     if any(uses_batch_statistics(module) for _, module in batchnorms_of(bench.model)):
         return []
-    micros = split(evidence.batch, evidence.micro_batch, static=evidence.static)[:64]
+    micros = evidence.reading.split(evidence.batch, evidence.micro_batch)[:64]
     parts, units = [], []
     for micro in micros:
         gradient, counted = bench.gradient_of(micro)

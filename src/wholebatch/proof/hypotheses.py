@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from wholebatch.proof.across import any_rank, apart, largest, over_ranks
-from wholebatch.proof.bench import Bench, permuted
+from wholebatch.proof.bench import Bench
 from wholebatch.proof.compare import TIMES_THE_FLOOR
 from wholebatch.proof.joined import joined
 from wholebatch.proof.loop_verdict import Fit
 from wholebatch.proof.mistakes import RIGHT, Guess, Parts, flat, guesses, stepped_guesses
 from wholebatch.proof.observe import Run, Seen, Watch
+from wholebatch.proof.reading import Reading
 from wholebatch.proof.reference import ranks
 from wholebatch.proof.start import Start
-from wholebatch.splitting import batch_size_of
 
 __all__ = ["always_active", "fits_of", "moved_otherwise", "parts_of"]
 
@@ -41,8 +41,9 @@ def parts_of(
     whole = joined(micros)
     if whole is not None:
         right = over_ranks(flat(bench.gradient_of(whole)[0], like)) / everywhere
-        order = list(reversed(range(batch_size_of(whole))))
-        turned = permuted(whole, order)
+        reading = Reading()
+        order = list(reversed(range(reading.size(whole))))
+        turned = reading.permuted(whole, order)
         others.append(over_ranks(flat(bench.gradient_of(turned)[0], like)) / everywhere)
     unit = bench.numbers.unit(bench.model)
     limit = math.sqrt(unit) / TIMES_THE_FLOOR

@@ -1,4 +1,4 @@
-"""The same window with other people's libraries, right: they divide by the steps, which is undone."""
+"""The same window with other libraries, right: some divide by the steps, which is undone."""
 
 from __future__ import annotations
 
