@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,19 +41,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the arguments and runs; the exit status is 0 clean, 1 findings, 2 usage."""
     parser = _parser()
     given = parser.parse_args(argv)
-    return run(
-        Options(
-            paths=tuple(given.paths),
-            form=given.format,
-            select=tuple(given.select),
-            ignore=tuple(given.ignore),
-            exclude=tuple(given.exclude),
-            fix=given.fix,
-            explain=given.explain,
-            list_rules=given.list_rules,
-            jobs=given.jobs,
-            output=given.output,
-        )
+    try:
+        return run(_options(given))
+    except BrokenPipeError:  # `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FOUND
+
+
+def _options(given: argparse.Namespace) -> Options:
+    return Options(
+        paths=tuple(given.paths),
+        form=given.format,
+        select=tuple(given.select),
+        ignore=tuple(given.ignore),
+        exclude=tuple(given.exclude),
+        fix=given.fix,
+        explain=given.explain,
+        list_rules=given.list_rules,
+        jobs=given.jobs,
+        output=given.output,
     )
 
 
