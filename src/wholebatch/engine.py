@@ -107,6 +107,7 @@ class WholeBatch:
             precision=precision,
             scaler=scaler,
             allow_untested_device=allow_untested_device,
+            sync=engine,
         )
         self.model = model
         self.micro_batch = micro_batch
@@ -318,10 +319,10 @@ class WholeBatch:
 
         return told
 
-    def _forward(self, micro: Any) -> Loss | Terms:
+    def _forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         micro = to_device(micro, self._device)
         with self._precision.forward():
-            loss = as_loss(self._loss(self.model, micro))
+            loss = as_loss((loss_function or self._loss)(self.model, micro))
         if self._batchnorm is not None:
             self._batchnorm.micro()
         return loss
@@ -329,8 +330,8 @@ class WholeBatch:
     def _micro_step(self, micro: Any) -> None:
         self._executor.micro_step(micro)
 
-    def _eager(self, micro: Any) -> Loss | Terms:
-        loss = self._forward(micro)
+    def _eager(self, micro: Any, loss_function: LossFunction) -> Loss | Terms:
+        loss = self._forward(micro, loss_function)
         self._window.add_loss(loss)
         return loss
 

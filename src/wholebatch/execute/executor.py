@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wholebatch.errors import OptionError
 from wholebatch.execute.buffers import Casts, Gradients
 from wholebatch.execute.check import differs
+from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
 from wholebatch.execute.fingerprint import fingerprint
 from wholebatch.execute.graph import Captured
@@ -70,7 +71,8 @@ class _Prepared:
 class Executor:
     """Runs the micro-steps of one WholeBatch.
 
-    `eager(micro)` makes forward and backward, enters them in the window, and returns the loss.
+    `eager(micro, loss)` makes forward and backward with this loss function, enters them in the
+    window, and returns the loss.
     `keeps_moments`: the model's BatchNorms collect what they see in Python, which only eager code
     runs.
     """
@@ -84,7 +86,7 @@ class Executor:
         window: Window,
         precision: Precision,
         device: torch.device,
-        eager: Callable[[Any], Loss | Terms],
+        eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
         single: str,
         keeps_moments: bool = False,
     ) -> None:
@@ -102,6 +104,7 @@ class Executor:
         self._plan = Plan.of(execute, device)
         self._next_place = 0
         self._pool: Any = None
+        self._forward: CompiledForward | None = None
         self._reset()
         if self._plan.eager:
             return
@@ -132,8 +135,16 @@ class Executor:
                     return
             except CannotTrace as reason:
                 self._give_up(str(reason))
+        if self._forward is not None:
+            try:
+                self.mode = "compiled forward"
+                self._forward(micro)
+                return
+            except CannotTrace as reason:
+                self._forward = None
+                self.notes.fell_back(self.execute, "eagerly", f"torch.compile fails ({reason})")
         self.mode = "eager"
-        self._eager(micro)
+        self._eager(micro, self._loss)
 
     def _graph_step(self, micro: Any) -> bool:
         """Whether this micro-batch is done; if not, eager code has to do it."""
@@ -219,7 +230,7 @@ class Executor:
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
         """Run this micro-batch eagerly; make its graph; hold the two against each other."""
         alone = not self._window.owners
-        loss = self._eager(micro)
+        loss = self._eager(micro, self._loss)
         self.mode = "eager"
         form = Form.of(loss, self._single)
         totals = _totals(loss)
@@ -345,9 +356,13 @@ class Executor:
             raise CannotTrace(reason)
 
     def _give_up(self, reason: str) -> None:
+        """No graph of a whole micro-step. Who asked for one gets a compiled forward instead."""
         self._plan.eager = True
         self._reset()
-        self.notes.fell_back(self.execute, "eagerly", reason)
+        if self.execute in ("compile", "graph") and self._plan.compiles:
+            self._forward = CompiledForward(self._model, self._loss, self._window, self._eager)
+        how = "eagerly" if self._forward is None else "with a compiled forward only"
+        self.notes.fell_back(self.execute, how, reason)
 
 
 def _totals(loss: Loss | Terms) -> list[Tensor]:

@@ -21,6 +21,7 @@ from wholebatch.execute.notes import CannotTrace
 __all__ = ["fingerprint", "only_reads", "refuse_hooks"]
 
 _PLAIN = (int, float, bool, str, type(None))
+_COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -34,6 +35,8 @@ def fingerprint(model: nn.Module, loss: Callable[..., Any]) -> Hashable:
     parts: list[Hashable] = [torch.are_deterministic_algorithms_enabled()]
     for module in model.modules():
         parts.append(id(module))
+        parts.extend(map(id, module._parameters.values()))
+        parts.extend(map(id, module._buffers.values()))
         parts.extend(
             value
             for value in vars(module).values()
@@ -76,8 +79,13 @@ def _held_by(function: Any) -> Iterator[Hashable]:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Hooks may do anything in Python, and a graph would do it once only."""
+    """Hooks may do anything in Python, and a graph would do it once only.
+
+    A module that torch.compile or torch.jit has made its own is not Python any more.
+    """
     for name, module in model.named_modules():
+        if type(module).__name__ in _COMPILED:
+            raise CannotTrace(f"{name or 'the model'} is an {type(module).__name__}")
         for kind in _HOOKS:
             if getattr(module, kind, None):
                 raise CannotTrace(

@@ -94,16 +94,18 @@ class Traced:
     random: bool
 
 
-class _Call(nn.Module):
-    """`loss(model, micro)` as a module, so that functional_call can put tensors into the model."""
+class _Within(nn.Module):
+    """Calls a function while functional_call has put other tensors into the model.
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any]) -> None:
+    The backward has to run within it too: checkpointing computes the forward again there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
 
-    def forward(self, micro: Any) -> tuple[Loss | Terms, dict[str, Tensor]]:
-        return as_loss(self._loss(self.model, micro)), dict(self.model.named_buffers())
+    def forward(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
+        return function()
 
 
 def trace(
@@ -117,36 +119,40 @@ def trace(
 ) -> Traced:
     """The graph of one micro-step on micro-batches like `inputs`, whose loss has this form."""
     refuse_hooks(model)
-    call = _Call(model, loss)
+    within = _Within(model)
     ends = list(accumulate([len(state.trained), len(state.others), len(inputs.tensors)]))
     learnt: dict[str, Any] = {}
 
     def step(*flat: Tensor) -> list[Tensor]:
         leaves = [tensor.detach().requires_grad_() for tensor in flat[: ends[0]]]
         others = dict(zip(state.others, flat[ends[0] : ends[1]], strict=True))
-        tensors = dict(zip(state.trained, leaves, strict=True)) | others
-        micro = inputs.around(flat[ends[1] : ends[2]])
-        with torch.enable_grad(), precision.forward():
-            result, buffers = torch.func.functional_call(
-                call, {f"model.{name}": tensor for name, tensor in tensors.items()}, (micro,)
+        seeds = list(flat[ends[2] :])
+
+        def run() -> list[Tensor]:
+            with torch.enable_grad(), precision.forward():
+                result = as_loss(loss(model, inputs.around(flat[ends[1] : ends[2]])))
+            if Form.of(result, single) != form:
+                raise CannotTrace("its loss differs in form from one call to the next")
+            for name, buffer in model.named_buffers():
+                if buffer is not others[name]:
+                    raise CannotTrace(f"its forward assigns the buffer {name} anew")
+            learnt["drawn"] = _draws_so_far()
+            terms = list(_terms(result, single).values())
+            gradients = torch.autograd.grad(
+                [term.total for term in terms], leaves, seeds, allow_unused=True
             )
-        if Form.of(result, single) != form:
-            raise CannotTrace("its loss differs in form from one call to the next")
-        learnt["drawn"] = _draws_so_far()
-        for name, buffer in others.items():  # a buffer that was assigned, not changed in place
-            if name in buffers and buffers[name] is not buffer:
-                buffer.copy_(buffers[name])
-        terms = list(_terms(result, single).values())
-        gradients = torch.autograd.grad(
-            [term.total for term in terms], leaves, list(flat[ends[2] :]), allow_unused=True
-        )
-        learnt["drawn in all"] = _draws_so_far()
-        learnt["used"] = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
-        return [
-            *(term.total.detach() for term in terms),
-            *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
-            *(gradient for gradient in gradients if gradient is not None),
-        ]
+            learnt["drawn in all"] = _draws_so_far()
+            learnt["used"] = tuple(i for i, g in enumerate(gradients) if g is not None)
+            return [
+                *(term.total.detach() for term in terms),
+                *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+                *(gradient for gradient in gradients if gradient is not None),
+            ]
+
+        tensors = dict(zip(state.trained, leaves, strict=True)) | others
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        made: list[Tensor] = torch.func.functional_call(within, named, (run,))
+        return made
 
     device = next(iter(state.trained.values())).device
     flat = [

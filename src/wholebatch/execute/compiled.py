@@ -1,0 +1,57 @@
+"""The forward compiled by torch.compile, over ordinary autograd: for what one graph cannot hold.
+
+torch.compile looks at a model's Python at every call and compiles the parts between what it does
+not know. So it can have hooks, side effects and checkpointing with dropout, and still fuses most of
+the work; the gradients are added by autograd, and every micro-batch casts the weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from wholebatch.execute.notes import CannotTrace, first_line
+from wholebatch.loss import Loss, Terms
+from wholebatch.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from wholebatch.window import Window
+
+__all__ = ["CompiledForward"]
+
+
+class CompiledForward:
+    """Micro-steps whose forward is compiled. The first call must succeed, or CannotTrace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        window: Window,
+        eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
+    ) -> None:
+        self._model = model
+        self._window = window
+        self._eager = eager
+        self._loss: Callable[[Any, Any], Any] = torch.compile(loss)
+        self._proven = False
+
+    def __call__(self, micro: Any) -> None:
+        if self._proven:
+            self._eager(micro, self._loss)
+            return
+        before = Snapshot(self._model)
+        entered = len(self._window.owners)
+        try:
+            self._eager(micro, self._loss)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # whatever a compiler raises
+            if self._window.broken or len(self._window.owners) != entered:
+                raise  # not before the backward: part of its gradients is in
+            before.restore()
+            raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
+        self._proven = True

@@ -1,0 +1,83 @@
+"""Small models for the tests of execute/, and how to run them as traced without a compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.support import mlp, samples, sgd
+
+Micro = dict[str, Tensor]
+
+
+class Tagger(nn.Module):
+    """Tied embedding with a padding row, LayerNorm, attention, and a layer that is not used."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.drop = nn.Dropout(dropout)
+        self.read = nn.Linear(8, 11, bias=False)
+        self.read.weight = self.embed.weight
+        self.spare = nn.Linear(8, 2)
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+        self.seen: Tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        with torch.no_grad():
+            self.seen.mul_(0.5).add_(x.sum((0, 1)))
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        mixed = functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
+        logits: Tensor = self.read(self.drop(x + mixed[:, 0]))
+        return logits
+
+
+def tagged(number: int, length: int = 6) -> Micro:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 11, (number, length), generator=generator)
+    labels = torch.randint(0, 11, (number, length), generator=generator)
+    counted = torch.randint(1, length, (number, 1), generator=generator)
+    return {"x": tokens, "y": labels.masked_fill(torch.arange(length) >= counted, -100)}
+
+
+def loss(model: nn.Module, micro: Micro) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def mean_of_tokens(model: nn.Module, micro: Micro) -> Tensor:
+    return functional.cross_entropy(model(micro["x"]).flatten(0, -2), micro["y"].flatten())
+
+
+def traced(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> wb.WholeBatch:
+    """A WholeBatch whose graphs run as traced: the compiler takes too long for most tests."""
+    options = {"loss": loss, "micro_batch": 4, "execute": "compile", **options}
+    train = wb.WholeBatch(model, optimizer or sgd(model), **options)
+    train._executor._plan.compiles = False
+    return train
+
+
+def mode_of(train: wb.WholeBatch) -> str:
+    return train._executor.mode
+
+
+__all__ = [
+    "Micro",
+    "Tagger",
+    "loss",
+    "mean_of_tokens",
+    "mlp",
+    "mode_of",
+    "samples",
+    "tagged",
+    "traced",
+]

@@ -1,0 +1,95 @@
+"""The compiler's own micro-steps: few and tiny, because each takes many seconds to make."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
+from tests.support import Seen, Whole, sgd
+from wholebatch.execute import ExecuteWarning
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _warnings_of_the_compiler_are_its_own() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.simplefilter("error", ExecuteWarning)
+        yield
+
+
+def test_compiled_joint_graph_makes_the_update_of_the_undivided_batch() -> None:
+    model = Tagger().double()
+    whole = Whole(model, loss=mean_of_tokens, clip_norm=0.2)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=3, clip_norm=0.2, execute="compile"
+    )
+    for number in (6, 6, 6, 7):  # the last has a tail of one, which runs eagerly
+        whole.step(tagged(number))
+        train.step(tagged(number))
+    assert mode_of(train) == "eager"
+    assert [step.mode for step in train._executor._steps.values()] == ["compile"]
+    assert "compiled a micro-step" in train._executor.notes.history[0]
+    whole.assert_same(model, seen)
+
+
+def test_compiled_forward_where_a_graph_of_all_is_not_possible() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.inner = nn.Linear(5, 3)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return torch.tanh(self.inner(x)).cumsum(-1)
+
+    from tests.support import mean, samples
+
+    model = Net().double()
+    whole = Whole(model, loss=mean)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, execute="compile")
+    train.step(samples(8))
+    whole.step(samples(8))
+    with pytest.warns(ExecuteWarning, match="with a compiled forward only"):
+        train.step(samples(8))
+    whole.step(samples(8))
+    train.step(samples(8))
+    whole.step(samples(8))
+    assert mode_of(train) == "compiled forward"
+    assert model.calls == 3 * 2
+    whole.assert_same(model)
+
+
+def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wholebatch.execute import compiled, joint
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler here\nand a long story")
+
+    monkeypatch.setattr(joint, "_inductor", broken)
+    monkeypatch.setattr(compiled.torch, "compile", lambda _: broken)
+    model = Tagger().double()
+    whole = Whole(model, loss=mean_of_tokens)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, execute="compile")
+    train.step(tagged(8))
+    whole.step(tagged(8))
+    with pytest.warns(ExecuteWarning) as said:
+        train.step(tagged(8))
+    whole.step(tagged(8))
+    assert "cannot be compiled (RuntimeError: no compiler here)" in str(said[0].message)
+    assert "torch.compile fails (RuntimeError: no compiler here)" in str(said[1].message)
+    train.step(tagged(8))
+    whole.step(tagged(8))
+    assert mode_of(train) == "eager"
+    whole.assert_same(model)

@@ -1,0 +1,223 @@
+"""What cannot be one graph runs another way, with the same update, and says so once."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.execute.nets import Micro, loss, mode_of, traced
+from tests.support import Whole, mlp, samples, sgd
+from wholebatch.errors import OptionError
+from wholebatch.execute import ExecuteWarning
+
+
+class Wrapped(nn.Module):
+    """An MLP whose forward does something more."""
+
+    def __init__(self, more: Callable[[Wrapped, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.more = more
+        self.calls = 0
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.more(self, x))
+        return out
+
+
+def decides(_: Wrapped, x: Tensor) -> Tensor:
+    return x if float(x.sum()) < 1e9 else -x
+
+
+def counts(model: Wrapped, x: Tensor) -> Tensor:
+    model.calls += 1
+    return x
+
+
+def keeps(model: Wrapped, x: Tensor) -> Tensor:
+    model.last = x
+    return x
+
+
+def draws(_: Wrapped, x: Tensor) -> Tensor:
+    return x * (1.0 + 0.0 * random.random())
+
+
+def hooked() -> nn.Module:
+    model = mlp()
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: Wrapped(decides), "data-dependent|DataDependent"),
+        (lambda: Wrapped(counts), "its forward changes Wrapped.calls"),
+        (lambda: Wrapped(keeps), "its forward changes Wrapped.last"),
+        (lambda: Wrapped(draws), "draws from Python's random module"),
+        (hooked, "0 has forward hooks"),
+    ],
+)
+def test_runs_eagerly_and_says_why_once(model: Callable[[], nn.Module], reason: str) -> None:
+    made = model()
+    whole = Whole(made)
+    train = traced(made)
+    train.step(samples(10))
+    whole.step(samples(10))
+    with pytest.warns(ExecuteWarning, match=reason) as said:
+        train.step(samples(10))
+    assert len(said) == 1
+    whole.step(samples(10))
+    train.step(samples(10))  # a second warning would be an error here
+    whole.step(samples(10))
+    assert mode_of(train) == "eager"
+    whole.assert_same(made)
+
+
+def test_a_model_that_is_compiled_already_stays_as_it_is() -> None:
+    made = mlp()
+    compiled: Any = torch.compile(made, backend="eager")
+    train = traced(compiled, sgd(made))
+    train.step(samples(8))
+    with pytest.warns(ExecuteWarning, match="the model is an OptimizedModule"):
+        train.step(samples(8))
+    assert train.updates == 2
+
+
+def test_a_parameter_of_the_loss_is_refused() -> None:
+    model, temperature = mlp(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def scaled(model: nn.Module, micro: Micro) -> wb.Loss:
+        return wb.cross_entropy(model(micro["x"]) * temperature, micro["y"])
+
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    train = traced(model, optimizer, loss=scaled)
+    train.step(samples(8))
+    with pytest.warns(ExecuteWarning, match="parameters that are not in the model"):
+        train.step(samples(8))
+    assert train.updates == 2
+
+
+def test_several_micro_batch_types_that_are_opaque() -> None:
+    class Opaque:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    def on_pair(model: nn.Module, micro: Any) -> wb.Loss:
+        return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+    train = traced(mlp(), loss=on_pair, static=["note"])
+    batch = {**samples(8), "note": Opaque(torch.ones(1))}
+    with pytest.warns(ExecuteWarning, match="note is a Opaque"):
+        train.step(batch)
+    train.step(batch)
+
+
+def test_a_graph_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wholebatch.execute import joint
+
+    right = joint.JointStep.__call__
+
+    def wrong(self: Any, tensors: Any, seeds: Any) -> Any:
+        return right(self, tensors, [seed * 1.5 for seed in seeds])
+
+    monkeypatch.setattr(joint.JointStep, "__call__", wrong)
+    model = mlp()
+    whole = Whole(model)
+    train = traced(model)
+    train.step(samples(10))
+    whole.step(samples(10))
+    with pytest.warns(ExecuteWarning, match="its gradient differs from that of eager code by 5"):
+        train.step(samples(10))
+    whole.step(samples(10))
+    assert mode_of(train) == "eager"
+    whole.assert_same(model)
+
+
+def test_a_changed_number_makes_a_new_graph() -> None:
+    def scaled(model: Wrapped, x: Tensor) -> Tensor:
+        return x * model.scale
+
+    model = Wrapped(scaled)
+    whole = Whole(model)
+    train = traced(model)
+    for scale in (1.0, 1.0, 1.0, 0.5, 0.5):
+        model.scale = whole.model.scale = scale
+        whole.step(samples(8))
+        train.step(samples(8))
+    assert mode_of(train) == "operations"
+    whole.assert_same(model)
+
+
+def test_a_changed_number_in_the_loss_makes_a_new_graph() -> None:
+    power = 1.0
+
+    def annealed(model: nn.Module, micro: Micro) -> wb.Loss:
+        plain = loss(model, micro)
+        return wb.Loss(plain.total * power, plain.units)
+
+    model = mlp()
+    reference = mlp()
+    train = traced(model, loss=annealed)
+    eager = wb.WholeBatch(reference, sgd(reference), loss=annealed, micro_batch=4, execute="eager")
+    for step in range(6):
+        power = 1.0 if step < 3 else 0.25
+        found, wanted = train.step(samples(8)), eager.step(samples(8))
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-12)
+    assert mode_of(train) == "operations"
+
+
+def test_frozen_and_thawed_parameters_make_a_new_graph() -> None:
+    model = mlp()
+    whole = Whole(model)
+    train = traced(model)
+    for frozen in (False, False, False, True, True, True, False):
+        for one in (model, whole.model):
+            one[0].requires_grad_(not frozen)
+        whole.step(samples(8))
+        train.step(samples(8))
+    whole.assert_same(model)
+
+
+def test_sizes_that_keep_changing_run_eagerly() -> None:
+    model = mlp()
+    whole = Whole(model)
+    train = traced(model, micro_batch=64)
+    for number in range(3, 12):
+        whole.step(samples(number))
+        train.step(samples(number))
+    assert len(train._executor._steps) == 1
+    assert mode_of(train) == "eager"
+    whole.assert_same(model)
+
+
+def test_auto_on_the_cpu_is_eager_and_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = mlp()
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
+        train.step(samples(8))
+        train.step(samples(8))
+    assert mode_of(train) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("execute", "message"),
+    [
+        ("fast", "execute='fast': must be one of 'auto', 'eager', 'compile', 'graph'"),
+        ("graph", "CUDA graphs need a CUDA device"),
+    ],
+)
+def test_options_are_refused_at_construction(execute: Any, message: str) -> None:
+    model = mlp()
+    with pytest.raises(OptionError, match=message):
+        wb.WholeBatch(model, sgd(model), loss=loss, execute=execute)
