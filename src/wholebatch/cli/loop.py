@@ -136,7 +136,7 @@ class _Loop:
             units_per_second=self._rate,
         )
         if session.config.micro_batch == "auto" and session.windows == 1:
-            self._terminal.note(f"the batch is made of {step.micro_batches} micro-batches")
+            self._terminal.note(f"micro-batches that fit the memory: {step.micro_batches} a batch")
         self._watch_skipped(step.skipped)
 
     def _after_micro(self, done: int, of: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from wholebatch.checkpoint import Found
-from wholebatch.cli.folder import resume_command, shown
+from wholebatch.cli.folder import shown
 from wholebatch.cli.loop import Outcome
 from wholebatch.cli.options import Config
 from wholebatch.cli.session import Session
@@ -57,7 +57,6 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
         ("peak memory", memory),
         ("written to", f"{shown(folder)}/"),
         ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json"),
-        ("go on with", resume_command(folder, steps=2 * session.train.updates)),
     ]
     if session.train.skipped:
         rows.insert(1, ("skipped", f"{session.train.skipped} windows made no update"))

@@ -198,10 +198,13 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
         terminal.note(f"stopped {place}; checkpoint {shown(outcome.checkpoint)}")
         terminal.note(f"go on with: {resume_command(folder.path)}")
         return STOPPED
-    memory = session.memory.said(
-        session.recipe.loss, outcome.batch, precision=session.config.autocast
-    )
+    with terminal.working("predicting the memory of the whole batch at once"):
+        memory = session.memory.said(
+            session.recipe.loss, outcome.batch, precision=session.config.autocast
+        )
     rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
     title = f"{session.recipe.name}: {updates} updates, {time_said(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
+    # Outside the box: a line to copy.
+    terminal.note(f"go on with: {resume_command(folder.path, steps=2 * updates)}")
     return 0

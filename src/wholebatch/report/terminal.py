@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,7 +32,6 @@ class Terminal:
         self._began = 0.0
         self._began_at = 0
         self._last_line = float("-inf")
-        self._saying = ""
 
     def rows(self, title: str, rows: Sequence[tuple[str, str]], *, boxed: bool = False) -> None:
         """A title and labelled values, one under the other."""
@@ -61,6 +61,15 @@ class Terminal:
             self._console.print(escape(text), highlight=False, soft_wrap=True)
         else:
             self._line(text)
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Something that takes a moment; a log hears of it when it is done."""
+        if not self._live:
+            yield
+            return
+        with self._console.status(escape(what)):
+            yield
 
     def begin(self, *, done: int, total: int) -> None:
         """The way begins at `done` of `total` updates."""
