@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from .counters import first_value, is_reset, steps_by_one
-from .names import dotted, is_accumulation_name, last_part, number, text
+from .names import dotted, is_accumulation_name, last_part, number, text, walk
 from .parts import Guard, Loop, Symbol
 from .resolve import Resolver, strip_casts
 
@@ -318,7 +318,7 @@ def _names_count(expr: ast.expr, key: str) -> bool:
 def _linear_length(kept: ast.expr, loop: Loop) -> tuple[Symbol, int, bool] | None:
     # `len(losses) % k` after `losses.append(...)`: a list that is used as a counter.
     name = dotted(kept)
-    for node in ast.walk(loop.node):
+    for node in walk(loop.node):
         if isinstance(node, ast.Attribute) and node.attr == "append" and dotted(node.value) == name:
             return Symbol(name or "", (loop,), "carried", loop), 0, True
     return None

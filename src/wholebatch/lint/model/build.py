@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 
 from .facts import ClassFacts, Facts, class_env, gather
-from .names import last_part
+from .names import children, last_part
 from .parts import Def, Env, Loop
 from .resolve import Resolver
 from .walk import FunctionNode, Scope, Walker
@@ -116,5 +116,5 @@ def _steps_outside_loops(function: FunctionNode) -> bool:
             continue
         if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
             return True
-        todo.extend(ast.iter_child_nodes(node))
+        todo += children(node)
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from .names import dotted, keyword, last_part
+from .names import children, dotted, keyword, last_part, walk
 from .parts import Def, Env
 from .targets import assigned_names
 from .walk import FunctionNode
@@ -43,6 +43,7 @@ class Facts:
     called: set[str]
     imports: set[str]
     relevant: set[FunctionNode]
+    every_function: list[FunctionNode]
 
     def made(self, *names: str) -> list[ast.Call]:
         """The calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
@@ -104,7 +105,7 @@ def gather(tree: ast.Module, source: str) -> Facts:
             imports.update(a.name for a in node.names)
         elif isinstance(node, ast.ClassDef):
             owners.append(node)
-        todo.extend((child, around) for child in ast.iter_child_nodes(node))
+        todo += [(child, around) for child in children(node)]
     functions: dict[str, FunctionNode] = {
         n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
@@ -112,7 +113,7 @@ def gather(tree: ast.Module, source: str) -> Facts:
     called = {last_part(c.func) for c in calls}
     relevant = _relevant(uses)
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
-    return Facts(tree, source, functions, classes, calls, called, imports, relevant)
+    return Facts(tree, source, functions, classes, calls, called, imports, relevant, list(uses))
 
 
 def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
@@ -135,7 +136,7 @@ def _class(node: ast.ClassDef) -> ClassFacts:
     facts = ClassFacts(node, methods, bases)
     seen: dict[str, list[ast.expr]] = {}
     for method in methods.values():
-        for stmt in ast.walk(method):
+        for stmt in walk(method):
             if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1:
                 name = dotted(stmt.targets[0]) or ""
                 if name.startswith("self.") and name.count(".") == 1:
@@ -149,7 +150,7 @@ def _class(node: ast.ClassDef) -> ClassFacts:
     # A counter that starts in __init__ and goes on elsewhere still has a known start.
     init = methods.get("__init__")
     if init is not None:
-        for stmt in ast.walk(init):
+        for stmt in walk(init):
             if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant):
                 name = dotted(stmt.targets[0]) or ""
                 if name.startswith("self."):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 __all__ = [
     "ACCUMULATION_NAME",
     "calls_in",
+    "children",
     "dotted",
     "is_accumulation_name",
     "keyword",
@@ -17,6 +18,7 @@ __all__ = [
     "place",
     "positional",
     "text",
+    "walk",
 ]
 
 # How people spell "micro-batches per update". Kept strict: a bare "steps" or "freq" says nothing.
@@ -93,11 +95,42 @@ def positional(call: ast.Call, index: int) -> ast.expr | None:
     return None
 
 
+# Fields that never hold an expression or a statement; skipping them halves the time of a walk.
+_EMPTY_FIELDS = {"ctx", "op", "ops", "id", "attr", "arg", "kind", "type_comment", "n", "s"}
+_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {}
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """The nodes directly inside a node, in the order of the source; without operators."""
+    kind = type(node)
+    names = _FIELDS.get(kind)
+    if names is None:
+        names = tuple(f for f in kind._fields if f not in _EMPTY_FIELDS)
+        _FIELDS[kind] = names
+    found: list[ast.AST] = []
+    for name in names:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            found += [item for item in value if isinstance(item, ast.AST)]
+        elif isinstance(value, ast.AST):
+            found.append(value)
+    return found
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and everything inside it; like `ast.walk` but without operators, and quicker."""
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        yield current
+        todo += children(current)
+
+
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
     """Every call of an expression, in the order Python evaluates them (inner ones first)."""
     if isinstance(node, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         yield from calls_in(child)
     if isinstance(node, ast.Call):
         yield node

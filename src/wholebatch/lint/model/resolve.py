@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 
-from .names import dotted, is_accumulation_name, last_part, number, place, text
+from .names import dotted, is_accumulation_name, last_part, number, place, text, walk
 from .parts import Def, Env, Loop, Symbol
 
 __all__ = ["Resolver", "strip_casts"]
@@ -104,7 +104,7 @@ class Resolver:
         ]
         if len(followed) == len(defs):
             spelled = {text(f) for f in followed}
-            if len(spelled) == 1 and sum(1 for _ in ast.walk(followed[0])) <= _MAX_NODES:
+            if len(spelled) == 1 and sum(1 for _ in walk(followed[0])) <= _MAX_NODES:
                 return followed[0]
         loops = max((d.loops for d in defs), key=len)
         if not loops:
@@ -128,7 +128,7 @@ class Resolver:
         """The changing names of a resolved expression."""
         return [
             self.symbols[node.id]
-            for node in ast.walk(expr)
+            for node in walk(expr)
             if isinstance(node, ast.Name) and node.id in self.symbols
         ]
 

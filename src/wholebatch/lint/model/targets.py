@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from .names import place
+from .names import children, place
 
 __all__ = ["assigned_names", "bind_pairs"]
 
@@ -59,5 +59,5 @@ def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
             found.update(_targets(node.target))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             found.update(_targets(node.optional_vars))
-        todo.extend(ast.iter_child_nodes(node))
+        todo += children(node)
     return found

@@ -42,7 +42,7 @@ from collections.abc import Iterator
 from ..findings import Edit, Report
 from ..model import Event, File, Window
 from ..model.loss import Chain
-from ..model.names import is_accumulation_name, last_part, text
+from ..model.names import is_accumulation_name, last_part, text, walk
 from .ask import gradients_rescaled, root_name, scaled_by_count
 from .base import Rule
 
@@ -90,7 +90,7 @@ def _divides_by_count(window: Window) -> bool:
         isinstance(node, (ast.BinOp, ast.AugAssign))
         and isinstance(node.op, ast.Div)
         and is_accumulation_name(text(node.right if isinstance(node, ast.BinOp) else node.value))
-        for node in ast.walk(window.loop.node)
+        for node in walk(window.loop.node)
     )
 
 
@@ -157,7 +157,7 @@ def _written_count(window: Window) -> str | None:
     """The count as the condition spells it, so that it is in scope beside it."""
     if window.boundary is None:
         return None
-    for node in ast.walk(window.boundary.expr):
+    for node in walk(window.boundary.expr):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             return text(node.right)
     return None

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from ..findings import Edit, Report
 from ..model import File, Window
 from ..model.loss import Divisor
-from ..model.names import is_accumulation_name, text
+from ..model.names import is_accumulation_name, text, walk
 from .base import Rule
 
 __all__ = ["RULE"]
@@ -110,7 +110,7 @@ def _in_classes(file: File) -> Iterator[Report]:
 
 
 def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
-    for node in ast.walk(method):
+    for node in walk(method):
         by: ast.expr | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             by = node.right

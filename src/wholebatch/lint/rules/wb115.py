@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from ..findings import Report
 from ..model import Event, File, Window
 from ..model.loss import Chain, trace
-from ..model.names import dotted, is_accumulation_name, last_part, text
+from ..model.names import dotted, is_accumulation_name, last_part, text, walk
 from ..model.parts import Env
 from .base import Rule
 
@@ -172,7 +172,7 @@ def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
             continue
         if not any(_is_divided(c, window) for c in chains):
             continue
-        for node in ast.walk(_function_of(window, file)):
+        for node in walk(_function_of(window, file)):
             if _divides_by_micro_batches(node, name, counters):
                 yield Report(
                     node,
@@ -210,13 +210,10 @@ def _micro_counters(window: Window) -> set[str]:
 
 def _function_of(window: Window, file: File) -> ast.AST:
     line = window.loop.node.lineno
-    inside: ast.AST = file.tree
-    for node in ast.walk(file.tree):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if node.lineno <= line <= (node.end_lineno or node.lineno):
-            inside = node
-    return inside
+    around = [
+        f for f in file.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)
+    ]
+    return max(around, key=lambda f: f.lineno, default=file.tree)
 
 
 RULE = Rule(

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 
 from ..findings import Report
 from ..model import File, Window
-from ..model.names import is_accumulation_name, keyword, last_part, positional, text
+from ..model.names import is_accumulation_name, keyword, last_part, positional, text, walk
 from ..model.parts import Env
 from .base import Rule
 
@@ -126,7 +126,7 @@ def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
     found = [text(expr)]
     if depth > 4:
         return found
-    for node in ast.walk(expr):
+    for node in walk(expr):
         if isinstance(node, (ast.Name, ast.Attribute)):
             for definition in env.get(text(node), ()):
                 if text(definition.expr) != text(node):
@@ -159,7 +159,7 @@ def _is_the_clock(name: str, window: Window) -> bool:
 
 def _is_compared(name: str, window: Window) -> bool:
     outer = window.loop.parents[0].node if window.loop.parents else window.loop.node
-    for node in ast.walk(outer):
+    for node in walk(outer):
         if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
             continue
         sides = {text(node.left), text(node.comparators[0])}

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 
 from ..findings import Report
 from ..model import File, Window
-from ..model.names import keyword, last_part, number, positional
+from ..model.names import keyword, last_part, number, positional, walk
 from ..model.resolve import Resolver
 from .base import Rule
 
@@ -95,7 +95,7 @@ def _value(expr: ast.expr | None, file: File, resolver: Resolver) -> float | Non
         return direct
     values = {
         number(node.value)
-        for node in ast.walk(file.tree)
+        for node in walk(file.tree)
         if isinstance(node, ast.Assign)
         and any(isinstance(t, ast.Name) and t.id == expr.id for t in node.targets)
     }
