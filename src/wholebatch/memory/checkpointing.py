@@ -22,7 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["is_checkpointed", "repeated_blocks", "with_checkpoints", "without_checkpoints"]
+__all__ = [
+    "checkpointed",
+    "is_checkpointed",
+    "repeated_blocks",
+    "with_checkpoints",
+    "without_checkpoints",
+]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -78,6 +84,18 @@ def without_checkpoints(model: nn.Module) -> None:
     for module in model.modules():
         if is_checkpointed(module):
             module.__class__ = _class_of(module)
+
+
+@contextmanager
+def checkpointed(model: nn.Module, blocks: Iterable[str] | None = None) -> Iterator[list[str]]:
+    """`with_checkpoints` for as long as this is entered."""
+    before = {id(module) for module in model.modules() if is_checkpointed(module)}
+    try:
+        yield with_checkpoints(model, blocks)
+    finally:
+        for module in model.modules():
+            if is_checkpointed(module) and id(module) not in before:
+                module.__class__ = _class_of(module)
 
 
 def is_checkpointed(module: nn.Module) -> bool:

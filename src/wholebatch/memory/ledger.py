@@ -49,7 +49,7 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 class Ledger:
-    """Live storages, the peak of their sum, and what that peak was made of.
+    """Live storages, the peak of their sum, what it was made of, and the largest new storage.
 
     A storage's category may become known long after its birth (a tensor turns out to be a saved
     activation when the backward begins, or a gradient when the backward has ended), so the peak is
@@ -59,6 +59,7 @@ class Ledger:
     def __init__(self, *, granule: int = 1) -> None:
         self.current = 0
         self.peak = 0
+        self.largest = 0
         self.clock = 0
         self._granule = granule
         self._live: dict[int, Record] = {}
@@ -83,12 +84,14 @@ class Ledger:
         reference.record = record
         record.ref = reference
         self._live[key] = record
+        self.largest = max(self.largest, record.nbytes)
         self._grow(record.nbytes)
         return record
 
     def reset_peak(self) -> None:
         """Forget the peak: from now on it is the most that is alive from here on."""
         self.peak = self.current
+        self.largest = 0
         self._peak_at = self.clock
         self._dead_since_peak.clear()
 

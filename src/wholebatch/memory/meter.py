@@ -80,6 +80,11 @@ class MemoryMeter(TorchDispatchMode):
         return self._ledger.peak
 
     @property
+    def largest(self) -> int:
+        """The largest single storage that was made since the start or `reset_peak`."""
+        return self._ledger.largest
+
+    @property
     def current_by_category(self) -> dict[str, int]:
         """Live bytes now, by category."""
         self._mark_known()

@@ -37,10 +37,13 @@ from wholebatch.memory.fake import (
 )
 from wholebatch.memory.meter import MemoryMeter
 
-__all__ = ["PlainWindow", "Prediction", "predict_peak"]
+__all__ = ["PlainWindow", "Prediction", "predict_peak", "target_device"]
 
 CUDA_GRANULE = 512
 """CUDA's caching allocator hands out blocks of multiples of this many bytes."""
+
+CUDA_WORKSPACES = 64 * 2**20
+"""What cuBLAS and cuBLASLt keep for themselves on a Hopper GPU: 32 MiB each (less on others)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Prediction:
     by_category: dict[str, int]
     seconds: float
     """How long the prediction took."""
+    largest: int = 0
+    """The largest single piece that the step asks for. An allocator that cannot move memory needs
+    room for one more of these: what is free is in pieces."""
 
 
 def predict_peak(
@@ -77,7 +83,7 @@ def predict_peak(
     if micro_batches < 1:
         raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
     began = time.perf_counter()
-    target = _target(model, device)
+    target = target_device(model, device)
     on_cuda = target.type == "cuda"
     run_on = target if not on_cuda or torch.cuda.is_available() else torch.device("cpu")
     fake = fake_mode_of(model)
@@ -104,7 +110,11 @@ def predict_peak(
             UnsupportedOperatorException,
         ) as error:
             raise UnsupportedError(_why_not(error)) from error
-    return Prediction(meter.peak, meter.peak_by_category, time.perf_counter() - began)
+    by_category = meter.peak_by_category
+    if on_cuda:
+        by_category["temporaries"] += CUDA_WORKSPACES
+    peak = sum(by_category.values())
+    return Prediction(peak, by_category, time.perf_counter() - began, meter.largest)
 
 
 def _run_later(window: PlainWindow, micro: Any, micro_batches: int, meter: MemoryMeter) -> None:
@@ -179,7 +189,7 @@ class PlainWindow:
                 self._optimizer.step()
 
 
-def _target(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
+def target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
     """Where the step is to run: as asked, or where the model is; a meta model would be on a CPU."""
     if device is not None:
         return torch.device(device)

@@ -1,0 +1,102 @@
+"""What a prediction cannot know, measured in a small step: workspaces of convolutions, mostly.
+
+A kernel's own scratch memory is no tensor, so a prediction misses it: little for transformers,
+a third for a small ResNet. It grows with the micro-batch in a straight line, so two small steps
+say it for all sizes. The steps leave nothing behind: buffers, random generators and gradients are
+as they were.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholebatch.memory.batches import resize_batch
+from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.predict import PlainWindow, predict_peak
+from wholebatch.snapshot import Snapshot
+from wholebatch.splitting import to_device
+from wholebatch.splitting.layout import Static
+
+__all__ = ["Correction", "calibrate", "measure_step"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What was measured beyond the prediction: `constant + per_sample × samples` bytes.
+
+    Below zero too: a library that keeps smaller workspaces than was assumed.
+    """
+
+    constant: float
+    per_sample: float
+    measured: dict[int, int]
+    """The measured bytes beyond the prediction, by samples."""
+
+    def __call__(self, samples: int, peak: int) -> int:
+        """A predicted peak put right."""
+        return peak + round(self.constant + self.per_sample * samples)
+
+
+def calibrate(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    precision: str = "full",
+    samples: tuple[int, int] = (1, 2),
+    static: Static = (),
+) -> Correction:
+    """Measure two small steps on the model's device beside their predictions."""
+    beyond: dict[int, int] = {}
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    for size in samples:
+        micro = resize_batch(batch, size, static=static)
+        used = measure_step(model, loss, micro, precision=precision)
+        predicted = predict_peak(model, loss, micro, precision=precision).peak - held
+        beyond[size] = used - predicted
+    (small, low), (large, high) = sorted(beyond.items())[0], sorted(beyond.items())[-1]
+    slope = max(0.0, (high - low) / (large - small)) if large > small else 0.0
+    return Correction(high - slope * large, slope, beyond)
+
+
+def measure_step(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    micro: Any,
+    *,
+    precision: str = "full",
+) -> int:
+    """The bytes that two micro-batches like this one really add to what is there already.
+
+    No update is made. On CUDA the allocator says it, elsewhere the meter.
+    """
+    device = next(model.parameters()).device
+    before = Snapshot(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    window = PlainWindow(model, loss, precision=precision)
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            # cuBLAS keeps its workspaces once it has them; the prediction counts them as used.
+            torch._C._cuda_clearCublasWorkspaces()
+            start = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            window.run([to_device(micro, device)] * 2)
+            torch.cuda.synchronize(device)
+            return torch.cuda.max_memory_allocated(device) - start
+        with MemoryMeter(model=model) as meter:
+            start = meter.current
+            window.run([micro] * 2)
+        return meter.peak - start
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        before.restore()
+        gc.collect()

@@ -1,0 +1,196 @@
+"""When a micro-batch of one does not fit: what would make it fit, by how much, and doing it.
+
+The ladder of the field, cheapest first: compute in 16 bits, compute activations again, shard the
+model over devices. The first two can be applied here; sharding is another way of running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholebatch.errors import OptionError
+from wholebatch.memory.batches import resize_batch
+from wholebatch.memory.budget import bytes_said
+from wholebatch.memory.checkpointing import (
+    checkpointed,
+    is_checkpointed,
+    repeated_blocks,
+    with_checkpoints,
+)
+from wholebatch.memory.choose import Choice, choose_micro_batch
+from wholebatch.memory.predict import Prediction, predict_peak
+from wholebatch.splitting.layout import Static
+
+__all__ = ["Fit", "Rung", "fit", "ladder", "refusal"]
+
+_SHARDED = ("parameters", "gradients", "optimizer state")
+_MOST_DEVICES = 1024
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to need less memory, and what one sample would then need."""
+
+    what: str
+    peak: int
+    fits: bool
+    precision: str
+    checkpoints: bool
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was applied so that the model fits, and the micro-batch that it then takes."""
+
+    choice: Choice
+    precision: str
+    blocks: list[str]
+    """The blocks that are checkpointed from now on; empty if that was not needed."""
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    budget: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str = "full",
+    most: int | None = None,
+    device: torch.device | str | None = None,
+    static: Static = (),
+) -> Fit:
+    """Make one sample fit, by bf16 autocast, then by checkpointing too, and choose the micro-batch.
+
+    Nothing is applied that is not needed. Checkpointing changes the model's blocks (not its
+    numbers); the precision is returned for whoever runs the model. If nothing helps, an
+    OptionError says what each would give.
+    """
+
+    def choose(precision: str) -> Choice:
+        return choose_micro_batch(
+            model,
+            loss,
+            batch,
+            budget=budget,
+            optimizer=optimizer,
+            precision=precision,
+            most=most,
+            device=device,
+            static=static,
+        )
+
+    choice = choose(precision)
+    if choice.fits:
+        return Fit(choice, precision, [])
+    for lower in _lower(model, precision):
+        choice = choose(lower)
+        if choice.fits:
+            return Fit(choice, lower, [])
+    lowest = next(iter(_lower(model, precision)), precision)
+    if _blocks_to_checkpoint(model):
+        with checkpointed(model) as blocks:
+            choice = choose(lowest)
+        if choice.fits:
+            return Fit(choice, lowest, with_checkpoints(model, blocks))
+    sample = resize_batch(batch, 1, static=static)
+    raise OptionError(
+        refusal(
+            ladder(
+                model,
+                loss,
+                sample,
+                budget=budget,
+                optimizer=optimizer,
+                precision=precision,
+                device=device,
+            ),
+            budget,
+        )
+    )
+
+
+def ladder(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    sample: Any,
+    *,
+    budget: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str = "full",
+    device: torch.device | str | None = None,
+) -> list[Rung]:
+    """What a micro-batch like `sample` needs as things are, and on each rung below."""
+
+    def predict(precision: str) -> Prediction:
+        return predict_peak(
+            model, loss, sample, optimizer=optimizer, precision=precision, device=device
+        )
+
+    as_is = predict(precision)
+    rungs = [Rung("as it is", as_is.peak, as_is.peak <= budget, precision, False)]
+    best = as_is
+    lower = next(iter(_lower(model, precision)), None)
+    if lower is not None:
+        best = predict(lower)
+        rungs.append(Rung(f"{lower} autocast", best.peak, best.peak <= budget, lower, False))
+    blocks = _blocks_to_checkpoint(model)
+    if blocks:
+        with checkpointed(model, blocks):
+            best = predict(lower or precision)
+        also = f"{lower} autocast and " if lower else ""
+        what = f"{also}checkpointing of {len(blocks)} blocks"
+        rungs.append(Rung(what, best.peak, best.peak <= budget, lower or precision, True))
+    if best.peak > budget:
+        devices = _devices_needed(best, budget)
+        if devices is not None:
+            peak = _sharded(best, devices)
+            what = f"and sharding over {devices} devices"
+            rungs.append(Rung(what, peak, True, lower or precision, bool(blocks), devices))
+    return rungs
+
+
+def refusal(rungs: list[Rung], budget: int) -> str:
+    """One sentence for a budget that one sample does not fit."""
+    first, *others = rungs
+    said = [
+        f"{rung.what} {bytes_said(rung.peak)}{' (fits)' if rung.fits else ''}" for rung in others
+    ]
+    would = f"; with {', '.join(said)}" if said else ""
+    helps = any(rung.fits for rung in others)
+    last = "" if helps else "; use a smaller model, shorter samples, or a larger device"
+    return (
+        f"memory={bytes_said(budget)}: a micro-batch of one sample needs"
+        f" {bytes_said(first.peak)}{would}{last}"
+    )
+
+
+def _lower(model: torch.nn.Module, precision: str) -> list[str]:
+    """Precisions that may need less: autocast gains nothing where parameters are 16-bit."""
+    is_wide = any(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    return ["bf16"] if precision in ("full", "fp32") and is_wide else []
+
+
+def _blocks_to_checkpoint(model: torch.nn.Module) -> list[str]:
+    modules = dict(model.named_modules())
+    return [name for name in repeated_blocks(model) if not is_checkpointed(modules[name])]
+
+
+def _sharded(prediction: Prediction, devices: int) -> int:
+    """Parameters, gradients and optimizer state divided; the gathered layer is not counted."""
+    shared = sum(prediction.by_category[name] for name in _SHARDED)
+    return prediction.peak - shared + -(-shared // devices)
+
+
+def _devices_needed(prediction: Prediction, budget: int) -> int | None:
+    devices = 2
+    while devices <= _MOST_DEVICES:
+        if _sharded(prediction, devices) <= budget:
+            return devices
+        devices *= 2
+    return None

@@ -1,0 +1,274 @@
+"""The chosen micro-batch is the largest that fits, and what does not fit is told with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import wholebatch as wb
+from tests.memory.models import CASES, GPT, loss, mlp, tokens, vectors
+from wholebatch.errors import OptionError
+from wholebatch.memory.batches import resize_batch
+from wholebatch.memory.budget import bytes_said, device_memory, free_memory, parse_memory
+from wholebatch.memory.calibrate import Correction, calibrate, measure_step
+from wholebatch.memory.checkpointing import is_checkpointed
+from wholebatch.memory.choose import (
+    CLOSE_ENOUGH,
+    choose_micro_batch,
+    choose_tokens,
+    largest_fitting,
+    spare,
+)
+from wholebatch.memory.fit import fit, ladder
+from wholebatch.memory.predict import Prediction, predict_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+# --- budgets ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "memory, expected",
+    [
+        ("20GiB", 20 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("512MB", 512_000_000),
+        ("64 KiB", 65536),
+        ("4096", 4096),
+        (4096, 4096),
+        ("25%", 250),
+        (0.5, 500),
+        (1.0, 1000),
+    ],
+)
+def test_budgets_as_users_write_them(memory: int | float | str, expected: int) -> None:
+    assert parse_memory(memory, total=1000) == expected
+
+
+@pytest.mark.parametrize(
+    "memory", ["", "lots", "20 Gallons", "-1GiB", "0", 0, -5, 0.0, 1.5, True, "1.5"]
+)
+def test_budgets_that_mean_nothing(memory: int | float | str) -> None:
+    with pytest.raises(OptionError, match=r"memory=.*: must be a size such as \"20GiB\""):
+        parse_memory(memory, total=1000)
+
+
+def test_what_is_free_and_what_is_there() -> None:
+    assert 0 < free_memory() <= device_memory()
+    assert parse_memory("free", held=7) > 7
+    assert parse_memory("100%") == device_memory()
+    assert bytes_said(1536) == "1.50 KiB"
+
+
+# --- the search ------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, 10**6), st.integers(1, 10**4)), min_size=1, max_size=4
+    ),
+    budget=st.integers(1, 10**7),
+    most=st.integers(1, 3000),
+)
+def test_finds_the_largest_of_any_bend(
+    pieces: list[tuple[int, int]], budget: int, most: int
+) -> None:
+    tried: dict[int, int] = {}
+
+    def peak(size: int) -> int:
+        return max(constant + slope * size for constant, slope in pieces)
+
+    found = largest_fitting(peak, budget=budget, most=most, tried=tried)
+    true = max((size for size in range(1, most + 1) if peak(size) <= budget), default=0)
+    if true == 0:
+        assert found == 1
+    else:
+        assert peak(found) <= budget
+        assert found >= min(true - 1, true * (1 - CLOSE_ENOUGH) - 1)
+        assert len(tried) <= 20
+    assert all(1 <= size <= most for size in tried)
+
+
+def true_largest(predict: Callable[[int], int], budget: int, most: int) -> int:
+    return max((size for size in range(1, most + 1) if predict(size) <= budget), default=0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
+def test_chooses_at_least_nine_tenths_of_the_largest(name: str) -> None:
+    case = CASES[name]
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = case.batch(4)
+
+    def peak(size: int) -> int:
+        micro = resize_batch(batch, size)
+        return predict_peak(model, loss, micro, optimizer=optimizer).peak
+
+    budget = int(peak(24) * 1.01)
+    choice = choose_micro_batch(model, loss, batch, budget=budget, optimizer=optimizer, most=64)
+    largest = max(size for size in range(20, 30) if peak(size) <= budget)
+    assert choice.fits
+    assert not choice.is_whole_batch
+    assert largest >= choice.micro_batch >= min(largest - 1, 0.9 * largest)
+    assert choice.prediction.peak == peak(choice.micro_batch) <= budget
+    first, second = choice.said().split("\n")
+    assert first.startswith(f"micro-batch {choice.micro_batch}: the largest that fits; ")
+    assert second.startswith("predicted peak ")
+
+
+def test_the_whole_batch_where_it_fits() -> None:
+    choice = choose_micro_batch(mlp(), loss, vectors(32), budget=10**9)
+    assert (choice.micro_batch, choice.is_whole_batch) == (32, True)
+    assert "the whole batch fits" in choice.said()
+
+
+def test_says_that_one_sample_does_not_fit() -> None:
+    choice = choose_micro_batch(mlp(), loss, vectors(32), budget=1000)
+    assert (choice.micro_batch, choice.fits) == (1, False)
+    with pytest.raises(OptionError, match="most=0: must be at least 1 sample"):
+        choose_micro_batch(mlp(), loss, vectors(4), budget=1000, most=0)
+
+
+def test_a_correction_makes_the_choice_smaller() -> None:
+    model, batch = mlp(), vectors(8)
+    budget = predict_peak(model, loss, vectors(512)).peak
+    plain = choose_micro_batch(model, loss, batch, budget=budget, most=1024)
+    more = Correction(constant=1000, per_sample=500, measured={})
+    corrected = choose_micro_batch(model, loss, batch, budget=budget, most=1024, correct=more)
+    assert corrected.micro_batch < plain.micro_batch
+    without = predict_peak(model, loss, resize_batch(batch, corrected.micro_batch)).peak
+    assert corrected.prediction.peak == without + 1000 + 500 * corrected.micro_batch
+    assert sum(corrected.prediction.by_category.values()) == corrected.prediction.peak
+
+
+def test_room_for_one_more_piece_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    prediction = Prediction(peak=1000, by_category={}, seconds=0.0, largest=300)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert spare(prediction, torch.device("cpu")) == 0
+    assert spare(prediction, torch.device("cuda")) == 300
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert spare(prediction, torch.device("cuda")) == 20
+
+
+# --- tokens ----------------------------------------------------------------------------------
+
+
+def padded(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    return {
+        "x": torch.randint(0, 96, (len(lengths), width)) * mask,
+        "y": torch.where(mask, 1, -100),
+        "attention_mask": mask.long(),
+    }
+
+
+def test_token_budgets_take_the_worst_of_the_data() -> None:
+    model = GPT(length=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    first = padded([4] * 32, 8)
+    later = padded([64, 5, 6, 3] + [4] * 28, 64)
+
+    def peak(samples: int, length: int) -> int:
+        micro = padded([length] * samples, length)
+        return predict_peak(model, loss, micro, optimizer=optimizer).peak
+
+    budget = max(peak(8, 64), peak(32, 3))
+    by = wb.tokens(1)
+    choice = choose_tokens(model, loss, [first, later], by=by, budget=budget, optimizer=optimizer)
+    assert choice.fits
+    assert 0.9 * 8 * 64 <= choice.micro_batch < 9 * 64
+    # What was chosen fits for every batch, split as it will be.
+    for batch in (first, later):
+        for micro in wb.split(batch, wb.tokens(choice.micro_batch)):
+            assert predict_peak(model, loss, micro, optimizer=optimizer).peak <= budget
+    with pytest.raises(OptionError, match=r"batches=\[\]"):
+        choose_tokens(model, loss, [], by=by, budget=budget)
+
+
+# --- what was measured -----------------------------------------------------------------------
+
+
+def test_on_the_cpu_a_measured_step_is_what_was_predicted() -> None:
+    correction = calibrate(CASES["cnn"].make(), loss, CASES["cnn"].batch(4))
+    assert correction.measured == {1: 0, 2: 0} or set(correction.measured) == {1, 2}
+    correction = calibrate(mlp(), loss, vectors(4), samples=(2, 4))
+    assert correction.measured == {2: 0, 4: 0}
+    assert correction(100, 5000) == 5000
+
+
+def test_measuring_leaves_nothing_behind() -> None:
+    model = CASES["cnn"].make()
+    loss(model, CASES["cnn"].batch(2)).total.backward()
+    before = [t.clone() for t in (*model.parameters(), *model.buffers())]
+    gradients = [p.grad for p in model.parameters()]
+    random = torch.get_rng_state()
+    assert measure_step(model, loss, CASES["cnn"].batch(4)) > 0
+    after = [*model.parameters(), *model.buffers()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+# --- the ladder ------------------------------------------------------------------------------
+
+
+def gpt() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = GPT(layers=6, width=32, vocabulary=16)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_the_ladder_says_what_each_rung_gives() -> None:
+    model, optimizer = gpt()
+    sample = {name: value % 16 for name, value in tokens(1).items()}
+    rungs = ladder(model, loss, sample, budget=1, optimizer=optimizer)
+    assert [rung.what for rung in rungs[:3]] == [
+        "as it is",
+        "bf16 autocast",
+        "bf16 autocast and checkpointing of 6 blocks",
+    ]
+    assert not any(rung.fits for rung in rungs)
+    enough = rungs[2].peak - rungs[2].peak // 10
+    last = ladder(model, loss, sample, budget=enough, optimizer=optimizer)[-1]
+    assert (last.fits, last.devices) == (True, 2)
+    assert last.what == "and sharding over 2 devices"
+    assert not any(is_checkpointed(module) for module in model.modules())
+
+
+def test_fit_applies_no_more_than_is_needed() -> None:
+    model, optimizer = gpt()
+    batch = {name: value % 16 for name, value in tokens(32).items()}
+
+    def peak(precision: str) -> int:
+        micro = resize_batch(batch, 1)
+        return predict_peak(model, loss, micro, optimizer=optimizer, precision=precision).peak
+
+    full, half = peak("full"), peak("bf16")
+    as_is = fit(model, loss, batch, budget=max(full, half), optimizer=optimizer)
+    assert (as_is.precision, as_is.blocks, as_is.choice.fits) == ("full", [], True)
+    assert not any(is_checkpointed(module) for module in model.modules())
+    least = ladder(model, loss, resize_batch(batch, 1), budget=1, optimizer=optimizer)[2].peak
+    found = fit(model, loss, batch, budget=least, optimizer=optimizer)
+    assert (found.precision, len(found.blocks)) == ("bf16", 6)
+    assert found.choice.micro_batch >= 1
+    assert all(is_checkpointed(model.get_submodule(name)) for name in found.blocks)
+
+
+def test_fit_says_what_would_help_where_nothing_here_does() -> None:
+    model, optimizer = gpt()
+    batch = {name: value % 16 for name, value in tokens(4).items()}
+    with pytest.raises(
+        OptionError,
+        match=r"memory=.* one sample needs .*; with bf16 autocast .*, bf16 autocast and "
+        r"checkpointing of 6 blocks .*use a smaller model",
+    ):
+        fit(model, loss, batch, budget=1000, optimizer=optimizer)
+    with pytest.raises(OptionError, match="one sample needs"):
+        fit(mlp(), loss, vectors(4), budget=1000)

@@ -1,0 +1,289 @@
+"""Out of memory anywhere in a window ends in the numbers of the split that went through."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.memory.inject import OutOfMemoryAt
+from tests.memory.models import loss, mlp, vectors
+from wholebatch.errors import OptionError
+from wholebatch.memory import MemoryMeter
+from wholebatch.memory.recover import Recovered, Recovery, within
+from wholebatch.memory.sizing import Sizing
+from wholebatch.precision import LossScale
+from wholebatch.splitting import batch_size_of, split
+
+
+@pytest.fixture(autouse=True)
+def _collected_quickly() -> Iterator[None]:
+    """A recovery collects garbage; in a sweep of hundreds, the test session's own is in the way."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def model_with_everything() -> nn.Module:
+    """Dropout draws random numbers, BatchNorm moves buffers: both must be put back."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(20, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 5)
+    ).double()
+
+
+def doubles(n: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(n, 20).double(), "y": torch.randint(0, 5, (n,))}
+
+
+def forwards_and_backwards(model: nn.Module) -> Callable[..., list[float]]:
+    def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> list[float]:
+        totals = []
+        for index, micro in enumerate(micros):
+            at(index)
+            total = loss(model, micro).total
+            total.backward()
+            totals.append(float(total.detach()))
+        return totals
+
+    return attempt
+
+
+def everything(model: nn.Module) -> list[torch.Tensor]:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 6
+    return [*gradients, *model.buffers(), torch.get_rng_state()]
+
+
+def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def recovered_run(n: int | None) -> tuple[list[torch.Tensor], list[int], OutOfMemoryAt, Recovery]:
+    model = model_with_everything()
+    recovery = Recovery(model)
+    micros = split(doubles(12), 4)
+    injected = OutOfMemoryAt(n)
+    attempt = forwards_and_backwards(model)
+
+    def failing(micros: Sequence[Any], at: Callable[[int], None]) -> list[float]:
+        with injected:
+            return attempt(micros, at)
+
+    torch.manual_seed(2)
+    _, parts = recovery.run(micros, failing, discard=model.zero_grad)
+    return everything(model), [batch_size_of(part) for part in parts], injected, recovery
+
+
+def split_so_from_the_start(sizes: list[int]) -> list[torch.Tensor]:
+    model = model_with_everything()
+    batch = doubles(12)
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    micros = [
+        {name: value[start : start + size] for name, value in batch.items()}
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    torch.manual_seed(2)
+    forwards_and_backwards(model)(micros, lambda index: None)
+    return everything(model)
+
+
+def test_a_failure_at_every_operation_ends_in_the_exact_window() -> None:
+    _, sizes, counted, _ = recovered_run(None)
+    assert sizes == [4, 4, 4]
+    assert counted.seen > 60
+    references: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    places = set()
+    for n in range(counted.seen):
+        got, sizes, injected, recovery = recovered_run(n)
+        assert injected.failed_at is not None
+        (once,) = recovery.recovered
+        places.add(once.micro_batch)
+        assert len(sizes) == 4
+        reference = references.setdefault(tuple(sizes), split_so_from_the_start(sizes))
+        assert all_equal(got, reference), f"operation {n}, {injected.failed_at}"
+    assert places == {0, 1, 2}
+    assert set(references) == {(2, 2, 4, 4), (4, 2, 2, 4), (4, 4, 2, 2)}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_failure_at_every_operation_of_whole_batch(phase: str) -> None:
+    """The same through WholeBatch with exact BatchNorm: every split is the whole batch's update."""
+
+    def step(n: int | None) -> tuple[list[torch.Tensor], OutOfMemoryAt]:
+        model = model_with_everything()
+        optimizer = torch.optim.AdamW(model.parameters())
+        injected = OutOfMemoryAt(n, phase=phase)
+        batch = doubles(8)
+
+        def failing(model: nn.Module, micro: Any) -> wb.Loss:
+            # The operations of the library itself (its snapshot, its sums) do not fail.
+            with injected if phase == "forward" else nullcontext():
+                return loss(model, micro)
+
+        train = wb.WholeBatch(model, optimizer, loss=failing, micro_batch="auto")
+        torch.manual_seed(2)
+        with injected if phase == "backward" else nullcontext():
+            train.step(batch)
+        return [*model.parameters(), *model.buffers()], injected
+
+    halved_model = model_with_everything()
+    halved = wb.WholeBatch(
+        halved_model, torch.optim.AdamW(halved_model.parameters()), loss=loss, micro_batch=4
+    )
+    batch = doubles(8)
+    torch.manual_seed(2)
+    halved.step(batch)
+    expected = [*halved_model.parameters(), *halved_model.buffers()]
+    _, counted = step(None)
+    for n in range(counted.seen):
+        got, injected = step(n)
+        assert injected.failed_at is not None
+        assert all_equal(got, expected), f"operation {n} of {phase}, {injected.failed_at}"
+
+
+def test_only_the_typed_error_is_recovered_from() -> None:
+    model = mlp()
+
+    def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> None:
+        raise RuntimeError("CUDA out of memory")  # the text alone says nothing
+
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        Recovery(model).run([vectors(4)], attempt, discard=model.zero_grad)
+
+
+def test_the_loss_scale_is_put_back() -> None:
+    model = mlp()
+    scale = LossScale(torch.amp.GradScaler("cpu", init_scale=1024.0), torch.device("cpu"))
+    scale.scaler.scale(torch.zeros(()))
+    seen = []
+
+    def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> int:
+        seen.append(scale.value())
+        scale.update(finite=False)  # halves it
+        if len(micros) == 1:
+            raise torch.OutOfMemoryError("full")
+        return len(micros)
+
+    recovery = Recovery(model, scale=scale)
+    assert recovery.run([vectors(4)], attempt, discard=model.zero_grad)[0] == 2
+    assert seen == [1024.0, 1024.0]
+
+
+def test_one_sample_that_does_not_fit_says_what_would_help() -> None:
+    model = mlp()
+
+    def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> None:
+        at(len(micros) - 1)
+        raise torch.OutOfMemoryError("full at 3 bytes")
+
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"micro-batch 2 of 2 has one sample .*full at 3 bytes.*bf16"
+    ):
+        Recovery(model).run([vectors(2)], attempt, discard=model.zero_grad)
+
+
+def test_a_bound_stops_endless_loops() -> None:
+    model = mlp()
+
+    def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> None:
+        raise torch.OutOfMemoryError("always")
+
+    recovery = Recovery(model, most=3)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory 4 times in one window"):
+        recovery.run([vectors(4096)], attempt, discard=model.zero_grad)
+    assert recovery.recovered[0] == Recovered(0, 4096, 2048)
+    with pytest.raises(OptionError, match="most=-1"):
+        Recovery(model, most=-1)
+
+
+def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
+    model = mlp(128)
+    seen = []
+
+    def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> None:
+        seen.append(meter.current)
+        for index, micro in enumerate(micros):
+            at(index)
+            total = loss(model, micro).total
+            if len(micros) == 1:
+                raise torch.OutOfMemoryError("now")
+            total.backward()
+
+    batch = vectors(512)
+    with MemoryMeter(model=model) as meter:
+        Recovery(model).run([batch], attempt, discard=model.zero_grad)
+    assert seen[1] <= seen[0] + batch["x"].nbytes + batch["y"].nbytes
+
+
+def test_a_run_on_the_cpu_within_a_budget() -> None:
+    """The meter raises what a device of that size would; micro-batches shrink until they fit."""
+    model = mlp(64).double()
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in vectors(256).items()}
+    whole = copy.deepcopy(model)
+    loss(whole, batch).total.backward()
+    recovery = Recovery(model)
+    with within(600_000, model=model) as meter:
+        _, parts = recovery.run([batch], forwards_and_backwards(model), discard=model.zero_grad)
+    assert isinstance(meter, MemoryMeter)
+    assert 1 < len(parts) < 16
+    assert len(recovery.recovered) == len(parts) - 1
+    for a, b in zip(whole.parameters(), model.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert (a.grad - b.grad).norm() <= 1e-12 * a.grad.norm()
+    with within(None, model=model) as nothing:
+        assert nothing is None
+
+
+def test_whole_batch_within_a_budget_is_the_same_update() -> None:
+    def updated(budget: int | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = mlp(64).double()
+        train = wb.WholeBatch(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, micro_batch="auto"
+        )
+        batch = {k: v.double() if v.is_floating_point() else v for k, v in vectors(256).items()}
+        with within(budget, model=model):
+            step = train.step(batch)
+        return list(model.parameters()), step.micro_batches
+
+    whole, one = updated(None)
+    parts, many = updated(600_000)
+    assert (one, many > 1) == (1, True)
+    for a, b in zip(whole, parts, strict=True):
+        assert (a - b).norm() <= 1e-12 * a.norm()
+
+
+def test_sizes_go_down_at_once_and_up_with_patience() -> None:
+    sizing = Sizing(64, most=64, patience=3)
+    sizing.went_well(peak=10, budget=10)
+    assert sizing.size == 64
+    sizing.failed(64, into=32)
+    assert sizing.size == 32
+    for _ in range(6):
+        assert sizing.size == 32
+        sizing.went_well(peak=990, budget=1000)
+    assert sizing.size == 32, "no room was measured"
+    for _ in range(6):
+        sizing.went_well(peak=500, budget=1000)
+    assert sizing.size == 40
+    again = Sizing(64, most=64)
+    again.load_state_dict(sizing.state_dict())
+    assert again.size == 40
+    for _ in range(6):
+        again.went_well()
+    assert again.size == 50, "the patience is remembered too"
+    sizing.failed(41, into=21)
+    assert sizing.size == 40, "a micro-batch larger than the size in force says nothing about it"
+    with pytest.raises(OptionError, match="size=0: must be from 1 to most=4"):
+        Sizing(0, most=4)
