@@ -7,6 +7,7 @@ stuck inside an engine's collective is ended with it after a grace period.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -42,12 +43,13 @@ class Alarm:
         """Tell all ranks that this one has failed; the first message stands."""
         if self._posted or isinstance(error, RankError):
             return
+        if self._message is not None:  # this failure is only the consequence of another
+            sys.stderr.write(f"wholebatch: before this, another rank failed: {self._message}\n")
+            return
         self._posted = True
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        try:
-            self._store.set(_KEY, f"rank {self._rank}: {text}")
-        except Exception:  # the store's own host is gone: the others notice that by themselves
-            return
+        with contextlib.suppress(Exception):  # the store's own host is gone: they will notice
+            self._store.compare_set(_KEY, "", f"rank {self._rank}: {text}")
 
     def check(self) -> None:
         """Raise if another rank has failed."""
@@ -88,7 +90,7 @@ class Alarm:
         self._previous_hook(kind, error, trace)
         self.post(error)
         if self._posted:
-            time.sleep(2 * _LOOK_EVERY)  # the store may live in this process: let them read it
+            time.sleep(3 * _LOOK_EVERY)  # the store may live in this process: let them read it
 
 
 _alarms: dict[int, Alarm] = {}  # one for each job's store that this process is part of

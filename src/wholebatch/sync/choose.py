@@ -15,8 +15,8 @@ from wholebatch.sync.strategy import Sync
 __all__ = ["choose"]
 
 _SUPPORTED = (
-    "supported are plain modules, DistributedDataParallel and FSDP2's fully_shard; wrap the model "
-    "in one of these"
+    "supported are plain modules, DistributedDataParallel, FSDP2's fully_shard and the engine that "
+    "deepspeed.initialize returns; wrap the model in one of these"
 )
 
 
@@ -46,12 +46,22 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
                 "several fully_shard models in one accumulator: put them into one nn.ModuleDict"
             )
         return Sharded(models[0], sync=sync)
+    if kind == "deepspeed":
+        from wholebatch.sync.deepspeed import DeepSpeed
+
+        if len(models) > 1:
+            raise UnsupportedError(
+                "several DeepSpeed engines in one accumulator: give each one of its own"
+            )
+        return DeepSpeed(models[0], sync=sync)
     raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
 
 
 def _kind(model: nn.Module) -> str:
     if isinstance(model, DistributedDataParallel):
         return "ddp"
+    if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+        return "deepspeed"
     for module in model.modules():
         kind = type(module)
         names = {base.__name__ for base in kind.__mro__}

@@ -48,6 +48,7 @@ class Replicated(Sync):
         self._layout: list[int] = []
         for model in models:  # what model.no_sync() sets, for as long as this window is used
             model.require_backward_grad_sync = False
+            model.require_forward_param_sync = False  # buffers: once, in `after_update`
 
     def backward(
         self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True

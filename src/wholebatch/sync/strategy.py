@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,30 @@ class Sync(ABC):
     grows_own_graph: bool = False
     """Whether graphs lead to the engine's own tensors instead of the parameters themselves."""
 
+    owns_hooks: bool = False
+    """Whether the engine has put its own post-accumulate-grad hooks on the parameters."""
+
+    clip_norm: float | None = None
+    """A clipping set on the engine itself; the window does it in the engine's place."""
+
     policy: str = "one process: nothing to reduce"
     """What is done when, and why, in a sentence."""
+
+    def optimizer(self, optimizer: Any) -> Any:
+        """What steps the parameters, given what the user passed as `optimizer`."""
+        return optimizer
+
+    def check(self, **options: Any) -> None:
+        """Refuse options that this engine cannot keep exactly, at construction."""
+        return
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A window opens."""
+        return
+
+    def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        """The backward of an engine that `grows_own_graph`."""
+        torch.autograd.backward(totals, seeds)
 
     @abstractmethod
     def backward(
@@ -66,8 +89,16 @@ class Sync(ABC):
         """The norm over all gradients; every rank gets the same number."""
         return torch.nn.utils.get_total_norm(gradients)
 
+    def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
+        """What holds the reduced gradients in `.grad` at the close, by parameter group."""
+        return groups
+
     def after_update(self) -> None:
         """The window is closed: bring into line what is not a parameter (buffers)."""
+        return
+
+    def discard(self) -> None:
+        """Drop what the engine itself holds of a window that is over."""
         return
 
     def restore(self) -> None:

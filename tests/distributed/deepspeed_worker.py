@@ -1,0 +1,292 @@
+"""Run under torchrun: DeepSpeed's ZeRO stages against one process on the global batch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.distributed.exact_worker import joined, micros_of
+from tests.distributed.problem import (
+    Micro,
+    everyones,
+    fresh,
+    global_mean,
+    loss,
+    micro,
+    undivided,
+)
+from tests.support import Whole, adamw, distance, sgd
+
+
+def initialized(stage: int, make: Any, **config: Any) -> Any:
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    model = fresh().float()
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": 300,  # several buckets, also for a model this small
+        "stage3_param_persistence_threshold": 0,
+        **config.pop("zero_optimization", {}),
+    }
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 5,  # not what the windows have: it must not matter
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,
+        **config,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make(model), config=settings)
+    return engine
+
+
+class SeenWhole:
+    """The gradients at each step, gathered by DeepSpeed's own means."""
+
+    def __init__(self, engine: Any, trainer: Any) -> None:
+        from deepspeed.utils import safe_get_full_grad
+
+        self.steps: list[list[Tensor | None]] = []
+        stage = engine.zero_optimization_stage()
+
+        def look(*_: Any) -> None:
+            found = [p.grad if stage == 0 else safe_get_full_grad(p) for p in engine.parameters()]
+            self.steps.append([None if g is None else g.detach().clone() for g in found])
+
+        trainer._window.target.optimizers[0].register_step_pre_hook(look)
+
+
+def parameters_of(engine: Any) -> list[Tensor]:
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return [p.detach().clone() for p in parameters]
+
+
+def errors(
+    engine: Any, seen: SeenWhole, mine: list[list[Micro]], clip: float | None, make: Any
+) -> dict[str, float]:
+    windows = everyones(mine)
+    whole = undivided(windows, clip, make)
+    right = whole.seen.gradients
+    assert len(seen.steps) == len(right), f"{len(seen.steps)} updates instead of {len(right)}"
+    worst = 0.0
+    for ours, theirs in zip(seen.steps, right, strict=True):
+        filled = [
+            torch.zeros_like(t) if o is None else o for o, t in zip(ours, theirs, strict=True)
+        ]
+        worst = max(worst, distance(filled, theirs))
+    start = [p.detach().float() for p in whole.start.parameters()]
+    final = [p.detach() for p in whole.model.parameters()]
+    ours = [a.double() - b.double() for a, b in zip(parameters_of(engine), start, strict=True)]
+    theirs = [a - b.double() for a, b in zip(final, start, strict=True)]
+    # float32 parameters round every update: one process on the undivided batch in float32 does too
+    rounded = Whole(fresh().float(), make, loss=global_mean, clip_norm=clip)
+    for window in windows:
+        rounded.step(window)
+    floor = [
+        p.detach().double() - b.double()
+        for p, b in zip(rounded.model.parameters(), start, strict=True)
+    ]
+    return {
+        "gradients": worst,
+        "parameters": distance(parameters_of(engine), final),
+        "update": distance(ours, theirs),
+        "floor": distance(floor, theirs),
+    }
+
+
+def by_accumulator(
+    stage: int, case: str, make: Any, clip: float | None, own_clip: bool = False, **config: Any
+) -> Any:
+    config["gradient_clipping"] = clip if own_clip else 0.0
+    engine = initialized(stage, make, **config)
+    acc = wb.Accumulator(engine, engine.optimizer, steps=3, clip_norm=None if own_clip else clip)
+    seen = SeenWhole(engine, acc)
+    mine = micros_of(case, dist.get_rank())
+    if case == "counts":
+        for window in mine:
+            for m in acc.over(window):
+                acc.backward(loss(engine, m))
+    else:
+        for m in acc.over([m for window in mine for m in window]):
+            acc.backward(loss(engine, m))
+    assert acc.last_step is not None
+    clipped = (acc.last_step.clip < 1.0) == (clip is not None)
+    assert clipped, acc.last_step
+    found = errors(engine, seen, mine, clip, make)
+    engine.destroy()
+    return found
+
+
+def by_whole_batch(stage: int, case: str, make: Any, clip: float | None, known: bool) -> Any:
+    engine = initialized(stage, make)
+    train = wb.WholeBatch(
+        engine,
+        engine.optimizer,
+        loss=loss,
+        micro_batch=2,
+        clip_norm=clip,
+        units=(lambda m: (m["labels"] != -100).sum()) if known else None,
+    )
+    seen = SeenWhole(engine, train)
+    mine = micros_of(case, dist.get_rank())
+    for batch in train.over([joined(window) for window in mine]):
+        train.step(batch)
+    found = errors(engine, seen, mine, clip, make)
+    engine.destroy()
+    return found
+
+
+def after_discard(stage: int) -> Any:
+    """A window that is given up, and one that is skipped, leave nothing behind."""
+    engine = initialized(stage, sgd)
+    acc = wb.Accumulator(engine, engine.optimizer, steps=3, nonfinite="skip")
+    seen = SeenWhole(engine, acc)
+    rank = dist.get_rank()
+    acc.backward(loss(engine, micro(77 + rank, 2, branch=True)))
+    acc.discard()
+    poison = micro(78 + rank, 2)
+    for i, m in enumerate(acc.over([poison] * 3)):
+        factor = float("nan") if i == 1 and rank == 0 else 1.0
+        value = loss(engine, m)
+        acc.backward(value.total * factor, units=value.units)
+    assert acc.skipped == 1
+    assert acc.updates == 0
+    mine = micros_of("tokens", rank)
+    for m in acc.over([m for window in mine for m in window]):
+        acc.backward(loss(engine, m))
+    found = errors(engine, seen, mine, None, sgd)
+    engine.destroy()
+    return found
+
+
+def used_late(stage: int) -> Any:
+    """A parameter that only the second micro-batch of each window uses, on all ranks."""
+    engine = initialized(stage, sgd)
+    acc = wb.Accumulator(engine, engine.optimizer, steps=3)
+    seen = SeenWhole(engine, acc)
+    rank = dist.get_rank()
+    mine: list[list[Micro]] = [
+        [micro(1000 * rank + 10 * w + i, 1 + i, branch=i == 1) for i in range(3)] for w in range(2)
+    ]
+    for m in acc.over([m for window in mine for m in window]):
+        acc.backward(loss(engine, m))
+    found = errors(engine, seen, mine, None, sgd)
+    engine.destroy()
+    return found
+
+
+def refused() -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            said[name] = "accepted"
+        except wb.errors.WholebatchError as error:
+            said[name] = str(error)
+
+    for name, config in {
+        "bf16": {"bf16": {"enabled": True}},
+        "communication": {"communication_data_type": "bf16"},
+        "offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    }.items():
+        engine = initialized(2, sgd, **config)
+        attempt(name, lambda e=engine: wb.Accumulator(e, e.optimizer, steps=2))
+        engine.destroy()
+    engine = initialized(1, sgd, gradient_clipping=1.0)
+    attempt("clip", lambda: wb.Accumulator(engine, engine.optimizer, steps=2, clip_norm=1.0))
+    attempt("every", lambda: wb.Accumulator(engine, engine.optimizer, steps=2, sync="every"))
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    attempt("optimizer", lambda: wb.Accumulator(engine, other, steps=2))
+    attempt(
+        "precision",
+        lambda: wb.WholeBatch(engine, engine.optimizer, loss=loss, micro_batch=1, precision="bf16"),
+    )
+    next(engine.module.parameters()).register_hook(lambda g: g.clamp(-1, 1))
+    acc = wb.Accumulator(engine, engine, steps=2)
+    attempt("hook", lambda: acc.backward(loss(engine, micro(1, 2))))
+    engine.destroy()
+    three = initialized(3, sgd)
+    attempt("hold", lambda: wb.Accumulator(three, three.optimizer, steps=2, sync="hold"))
+    acc = wb.Accumulator(three, three.optimizer, steps=4)
+    acc.backward(loss(three, micro(1, 2)))
+    attempt("state", acc.state_dict)
+    attempt("flush", acc.flush)
+    return said
+
+
+def cases_of() -> dict[str, Callable[[], Any]]:
+    cases: dict[str, Callable[[], Any]] = {}
+    for stage in (0, 1, 2, 3):
+        for case, make, clip in (
+            ("tokens", sgd, None),
+            ("counts", sgd, 0.05),
+            ("tail", adamw, 0.05),
+            ("exhausted", sgd, None),
+        ):
+            cases[f"zero {stage} {case} {make.__name__} clip={clip}"] = (
+                lambda s=stage, c=case, m=make, k=clip: by_accumulator(s, c, m, k)
+            )
+        for known in (False, True):
+            cases[f"zero {stage} whole batch known={known}"] = lambda s=stage, u=known: (
+                by_whole_batch(s, "counts", sgd, 0.05, u)
+            )
+        cases[f"zero {stage} own clipping"] = lambda s=stage: by_accumulator(
+            s, "tokens", sgd, 0.05, own_clip=True
+        )
+        cases[f"zero {stage} discarded and skipped"] = lambda s=stage: after_discard(s)
+        cases[f"zero {stage} used late"] = lambda s=stage: used_late(s)
+    for stage in (0, 1):
+        cases[f"zero {stage} unused on a rank"] = lambda s=stage: by_accumulator(
+            s, "unused", sgd, None
+        )
+        cases[f"zero {stage} prescaled"] = lambda s=stage: by_accumulator(
+            s, "tokens", sgd, None, prescale_gradients=True
+        )
+    return cases
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # DeepSpeed's own
+    import deepspeed
+
+    # A faster all-reduce on one machine that would be compiled at the first start: gloo will do.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    only = sys.argv[2] if len(sys.argv) > 2 else ""
+    for name, run in cases_of().items():
+        if only in name:
+            started = time.perf_counter()
+            results[name] = {**run(), "seconds": time.perf_counter() - started}
+    said = refused() if not only else {}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
+    if dist.get_rank() == 0:
+        worst = {
+            name: {key: max(r[name][key] for r in gathered) for key in results[name]}
+            for name in results
+        }
+        with open(sys.argv[1], "w", encoding="utf-8") as file:
+            json.dump({"errors": worst, "refused": said}, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
