@@ -20,9 +20,8 @@ BLOCKLESS = ("inputs", "reused")
 def held(model: nn.Module, hold: Hold) -> LockStep:
     return LockStep(
         batchnorms(model),
+        model=model,
         hold=hold,
-        blocks=blocks_of(model),
-        parameters=model.parameters(),
         least_page=512,  # more than a channel's statistics, less than any activation
     )
 
@@ -159,5 +158,5 @@ def test_pool_uses_its_memory_again() -> None:
 def test_options() -> None:
     with pytest.raises(OptionError, match='hold="disk": must be "graphs", "inputs" or "host"'):
         LockStep([], hold="disk")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="needs the blocks"):
+    with pytest.raises(OptionError, match="found no blocks"):
         LockStep([], hold="inputs")

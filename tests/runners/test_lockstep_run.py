@@ -249,6 +249,77 @@ def test_operations_with_a_state_per_thread_run_on_the_callers(
     assert error(got[0], reference) <= 1.25 * error(own, reference)
 
 
+class Mixed(nn.Module):
+    """Every kind of layer that is handed over, and some that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3, padding=1, groups=1)
+        self.b = nn.Conv2d(4, 4, 3, padding="same")
+        self.c = nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
+        self.d = nn.ConvTranspose2d(4, 4, 3, stride=2, output_padding=1)
+        self.e = nn.Conv1d(4, 4, 3, groups=2, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(4))
+        self.last = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip((self.a, self.b, self.c, self.d), self.norms, strict=True):
+            x = torch.tanh(norm(layer(x)))
+        x = self.last(self.e(x.flatten(2)))
+        return self.head(x.transpose(1, 2)).mean(1)
+
+
+@pytest.mark.parametrize("hold", ["graphs", "inputs"])
+def test_layers_have_their_kernels_run_on_the_callers_thread(
+    monkeypatch: pytest.MonkeyPatch, hold: Any
+) -> None:
+    monkeypatch.setattr(LockStep, "_has_thread_state", lambda self: True)
+    model = Mixed().double()
+    model.a.weight.requires_grad_(False)
+    data = batch(7)
+    want = whole(model, data)
+    blocks = [("d", model.d), ("last", model.last)]
+    step = LockStep(batchnorms(model), model=model, hold=hold, blocks=blocks)
+    threads: set[str] = set()
+    convolution = torch.ops.aten.convolution_backward
+
+    def spied(*args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return convolution(*args)
+
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", spied)
+    step.run(
+        split(data, [3, 3, 1]),
+        forward=lambda micro: total(model, micro),
+        backward=lambda value: value.backward(),
+    )
+    assert threads == {"MainThread"}
+    assert error(result(model)[0], want[0]) <= 1e-12
+    assert error(result(model)[1], want[1]) <= 1e-12
+    assert "forward" not in model.a.__dict__
+
+
+def test_handed_over_layers_cast_as_autocast_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LockStep, "_has_thread_state", lambda self: True)
+    exact = Mixed().double()
+    data = batch(8)
+    reference = whole(exact, data)[0]
+    model = copy.deepcopy(exact).float()
+    low = (data[0].float(), data[1])
+    types: list[torch.dtype] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own = error(whole(model, low)[0], reference)
+        model.d.register_forward_hook(lambda m, args, out: types.append(out.dtype))
+        LockStep(batchnorms(model), model=model).run(
+            split(low, [5, 3]),
+            forward=lambda micro: total(model, micro),
+            backward=lambda value: value.backward(),
+        )
+    assert types == [torch.bfloat16] * 2
+    assert 1e-4 < error(result(model)[0], reference) <= 1.25 * own
+
+
 def test_failure_on_the_callers_thread_is_the_party_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LockStep, "_has_thread_state", lambda self: True)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(7, 5))

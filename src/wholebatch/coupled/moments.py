@@ -1,9 +1,9 @@
 """The mathematics of a BatchNorm over a batch that is held in parts.
 
-Forward: every part gives its count, mean and M2 (the sum of squared distances from its own mean);
-`merge` makes those of the whole batch by Chan's formula, written for K parts at once:
+Forward: every part gives its count, mean and variance; `merge` makes mean and M2 (the sum of
+squared distances from the mean) of the whole batch by Chan's formula, for K parts at once:
 
-    mean = Σ n_k mean_k / N            M2 = Σ M2_k + Σ n_k (mean_k - mean)²
+    mean = Σ n_k mean_k / N            M2 = Σ n_k var_k + Σ n_k (mean_k - mean)²
 
 No difference of large numbers occurs, so a mean far from zero costs no digits.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,22 +47,24 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and M2 per channel of one part of a batch."""
+    """Count, mean and (biased) variance per channel of one part of a batch."""
 
     count: int
     mean: Tensor
-    m2: Tensor
+    var: Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class Merged:
-    """Count, mean and M2 per channel of the whole batch."""
+    """Count, mean and M2 per channel of the whole batch, and what follows from them, made once."""
 
-    count: int | Tensor
-    mean: Tensor
-    m2: Tensor
+    def __init__(self, count: int | Tensor, mean: Tensor, m2: Tensor, marks: Tensor) -> None:
+        self.count = count
+        self.mean = mean
+        self.m2 = m2
+        self.marks = marks  # the sum of each part's mean: which of several calls was this?
+        self._invstd: dict[float, Tensor] = {}
 
-    @property
+    @cached_property
     def var(self) -> Tensor:
         """The biased variance: what the batch is normalised with."""
         return self.m2 / self.count
@@ -71,6 +74,15 @@ class Merged:
         """The unbiased variance: what the running variance moves towards."""
         return self.m2 / (self.count - 1)
 
+    @cached_property
+    def one(self) -> Tensor:
+        return torch.ones(1, dtype=torch.int32, device=self.mean.device)
+
+    def invstd(self, eps: float) -> Tensor:
+        if eps not in self._invstd:
+            self._invstd[eps] = torch.rsqrt(self.var + eps)
+        return self._invstd[eps]
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type that statistics of `dtype` are kept in."""
@@ -78,7 +90,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def moments(x: Tensor) -> Moments:
-    """Count, mean and M2 of every channel (dimension 1) of `x`."""
+    """Count, mean and variance of every channel (dimension 1) of `x`."""
     count = x.numel() // x.shape[1]
     if x.device.type == "cuda":
         # The kernel accumulates 16-bit input in float32 by itself: no copy of x.
@@ -90,13 +102,13 @@ def moments(x: Tensor) -> Moments:
         wide = x.to(accumulation_dtype(x.dtype))
         dims = [d for d in range(x.dim()) if d != 1]
         var, mean = torch.var_mean(wide, dims, correction=0)
-    return Moments(count, mean, var * count)
+    return Moments(count, mean, var)
 
 
 def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
     """The moments of all parts together and, with `reduce`, of all ranks' parts together."""
     means = torch.stack([part.mean for part in parts])
-    m2s = torch.stack([part.m2 for part in parts])
+    variances = torch.stack([part.var for part in parts])
     counts = [part.count for part in parts]
     weights: Tensor | float = float(counts[0])
     if len(set(counts)) > 1:
@@ -108,44 +120,52 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
         of_all = reduce(torch.cat([sums, sums.new_full((1,), float(count))]))
         sums, count = of_all[:-1], of_all[-1]
     mean = sums / count
-    m2 = (m2s + weights * (means - mean).square_()).sum(0)
-    return Merged(count, mean, m2 if reduce is None else reduce(m2))
+    m2 = (variances.add_((means - mean).square_()) * weights).sum(0)
+    return Merged(count, mean, m2 if reduce is None else reduce(m2), means.sum(1))
 
 
 def normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: Merged, eps: float
 ) -> Tensor:
     """`x` normalised with the whole batch's moments, in the type and memory format of `x`."""
-    # In evaluation mode the native kernel normalises with the moments it is given.
-    return F.batch_norm(x, whole.mean, whole.var, _like(weight, whole), _like(bias, whole), eps=eps)
-
-
-def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> Tensor:
-    """S1 = Σ dy and S2 = Σ dy (x - mean) of one part, as the rows of one tensor."""
+    wide = _like(weight, whole), _like(bias, whole)
     if x.device.type == "cuda":
-        invstd = torch.rsqrt(whole.var + eps)
+        return torch.batch_norm_elemt(x, *wide, whole.mean, whole.invstd(eps), eps)
+    # In evaluation mode the native kernel normalises with the moments it is given.
+    return F.batch_norm(x, whole.mean, whole.var, *wide, eps=eps)
+
+
+def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> tuple[Tensor, Tensor]:
+    """S1 = Σ dy and S2 = Σ dy (x - mean) of one part."""
+    if x.device.type == "cuda":
         s1, s2, _, _ = torch.batch_norm_backward_reduce(
-            _dense(dy), x, whole.mean, invstd, None, True, False, False
+            _dense(dy), x, whole.mean, whole.invstd(eps), None, True, False, False
         )
-        return torch.stack([s1, s2])
+        return s1, s2
     # As the backward of an evaluation-mode BatchNorm this kernel gives S1 and S2 · invstd.
     _, s2_invstd, s1 = torch.ops.aten.native_batch_norm_backward(
         dy, x, None, whole.mean, whole.var, None, None, False, eps, [False, True, True]
     )
-    return torch.stack([s1, s2_invstd * torch.sqrt(whole.var + eps)])
+    return s1, s2_invstd / whole.invstd(eps)
 
 
 def input_gradient(
-    dy: Tensor, x: Tensor, weight: Tensor | None, whole: Merged, sums: Tensor, eps: float
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    whole: Merged,
+    means: tuple[Tensor, Tensor],
+    eps: float,
 ) -> Tensor:
-    """dx of one part from the whole batch's S1 and S2 (the rows of `sums`)."""
-    invstd = torch.rsqrt(whole.var + eps)
-    s1, s2 = (sums / whole.count).unbind()
+    """dx of one part from S1/N and S2/N of the whole batch."""
+    s1, s2 = means
+    invstd = whole.invstd(eps)
     wide = _like(weight, whole)
     if x.device.type == "cuda":
-        # The sums are means already, so the kernel's own division is by one.
-        one = torch.ones(1, dtype=torch.int32, device=x.device)
-        return torch.batch_norm_backward_elemt(_dense(dy), x, whole.mean, invstd, wide, s1, s2, one)
+        # The sums are divided already, so the kernel's own division is by one.
+        return torch.batch_norm_backward_elemt(
+            _dense(dy), x, whole.mean, invstd, wide, s1, s2, whole.one
+        )
     slope = invstd if wide is None else wide * invstd
     shape = (1, -1) + (1,) * (x.dim() - 2)
     dx = x - whole.mean.view(shape)

@@ -59,7 +59,7 @@ class Statistics:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            name: [(part.count, part.mean.clone(), part.m2.clone()) for part in parts]
+            name: [(part.count, part.mean.clone(), part.var.clone()) for part in parts]
             for name, parts in self._pending.items()
         }
 
@@ -74,7 +74,7 @@ class Statistics:
         for name, parts in state.items():
             device = next(iter(self._norms[name].buffers())).device
             self._pending[name] = [
-                Moments(n, mean.to(device), m2.to(device)) for n, mean, m2 in parts
+                Moments(n, mean.to(device), var.to(device)) for n, mean, var in parts
             ]
 
     def detach(self) -> None:
@@ -102,7 +102,7 @@ class Statistics:
             parts.append(part)
         elif isinstance(self._norms[name], _BatchNorm):
             both = merge([parts[call], part])
-            parts[call] = Moments(parts[call].count + part.count, both.mean, both.m2)
+            parts[call] = Moments(parts[call].count + part.count, both.mean, both.var)
         else:
             parts[call] = _mean_over_samples(parts[call], part)
 
@@ -135,7 +135,7 @@ def _moments(module: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Moments
     mean, var = mean.to(wide), var.to(wide)
     if isinstance(module, _BatchNorm):
         count = x.numel() // x.shape[1]
-        return Moments(count, mean, var * (count - 1))  # the running variance is the unbiased one
+        return Moments(count, mean, var * ((count - 1) / count))  # it remembers the unbiased one
     return Moments(instances(module, x), mean, var)
 
 
@@ -149,7 +149,7 @@ def _mean_over_samples(a: Moments, b: Moments) -> Moments:
     """An InstanceNorm remembers the mean, over samples, of each one's statistics."""
     count = a.count + b.count
     mean = (a.mean * a.count + b.mean * b.count) / count
-    return Moments(count, mean, (a.m2 * a.count + b.m2 * b.count) / count)
+    return Moments(count, mean, (a.var * a.count + b.var * b.count) / count)
 
 
 def _move(module: nn.Module, part: Moments, reduce: Reduce | None) -> None:
@@ -157,7 +157,7 @@ def _move(module: nn.Module, part: Moments, reduce: Reduce | None) -> None:
         move(module, merge([part], reduce))
         return
     count: int | Tensor = part.count
-    mean, var = part.mean, part.m2
+    mean, var = part.mean, part.var
     if reduce is not None:
         mean, var = reduce(mean * count), reduce(var * count)
         count = reduce(mean.new_full((), float(part.count)))

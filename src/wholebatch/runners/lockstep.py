@@ -18,7 +18,7 @@ losses = step.run(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar, get_args
 
@@ -30,7 +30,8 @@ from wholebatch.coupled.moments import Reduce
 from wholebatch.coupled.rng import Streams
 from wholebatch.errors import OptionError
 from wholebatch.runners.baton import Baton
-from wholebatch.runners.blocks import Recomputed
+from wholebatch.runners.blocks import Recomputed, blocks_of
+from wholebatch.runners.elsewhere import Elsewhere
 from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.inherit import Inherited
 from wholebatch.runners.meeting import Meetings
@@ -58,32 +59,36 @@ class LockStep:
     All micro-batches are alive at once. `hold` says what of them is kept on the device:
 
     - `"graphs"`: everything, as the undivided batch would. The fastest way, if it fits.
-    - `"inputs"`: what goes into each of `blocks` (see `blocks_of`), which are computed again in the
-      backward pass. Nothing travels to the host.
+    - `"inputs"`: what goes into each of `blocks` (those that `blocks_of(model)` finds, if none are
+      given), which are computed again in the backward pass. Nothing travels to the host.
     - `"host"`: what the micro-batch that is awake works with. The rest waits in host memory, so the
       device needs the same for any number of micro-batches, and the link to the host is busy.
-      `parameters` are those whose gradients are made here: they stay on the device.
+
+    Give the `model`: on CUDA its convolutions then cost least, and the gradients of its parameters
+    are known to stay on the device.
     """
 
     def __init__(
         self,
         norms: Sequence[tuple[str, nn.Module]],
         *,
+        model: nn.Module | None = None,
         reduce: Reduce | None = None,
         hold: Hold = "graphs",
         blocks: Sequence[tuple[str, nn.Module]] = (),
-        parameters: Iterable[nn.Parameter] = (),
         least_page: int = 1 << 16,
     ) -> None:
         if hold not in get_args(Hold):
             raise OptionError(f'hold="{hold}": must be "graphs", "inputs" or "host"')
+        if hold == "inputs" and model is not None:
+            blocks = blocks or blocks_of(model)
         if hold == "inputs" and not blocks:
-            raise OptionError('hold="inputs": needs the blocks to compute again; see blocks_of')
+            raise OptionError('hold="inputs": found no blocks to compute again; give blocks=')
         self._norms = tuple(norms)
         self._reduce = reduce
         self._hold = hold
         self._blocks = tuple(blocks)
-        self._parameters = tuple(parameters)
+        self._model = model
         self._least_page = least_page
         self._pool: HostPool | None = None
         self._learnt: dict[int, set[int]] = {}
@@ -120,8 +125,10 @@ class LockStep:
             leave=lambda party: [part.leave(party) for part in parts],
             around=below_autograd,
         )
+        elsewhere = parties > 1 and self._has_thread_state()
+        by_layers = elsewhere and pages is None and self._model is not None
         execute: Execute | None = None
-        if parties > 1 and self._has_thread_state():
+        if elsewhere and not by_layers:
             execute = executor(baton.call)
         if pages is not None:
             execute = pages.watch(execute or _here)
@@ -146,6 +153,7 @@ class LockStep:
             with (
                 Meetings(self._norms, baton, reduce=self._reduce),
                 Recomputed(self._blocks if self._hold == "inputs" else ()),
+                Elsewhere(self._model.modules() if by_layers and self._model else (), baton.call),
             ):
                 results = baton.run([threaded(party) for party in range(parties)])
         except BaseException:
@@ -169,7 +177,7 @@ class LockStep:
         return Pages(
             parties,
             pool=self._pool,
-            parameters=self._parameters,
+            parameters=() if self._model is None else self._model.parameters(),
             learnt=self._learnt,
             least=self._least_page,
         )

@@ -58,7 +58,7 @@ class Meetings:
         self._open = False
         # What each party met in each layer, so that a checkpointed block that is computed again in
         # the backward pass gets the same moments without a meeting.
-        self._met: dict[tuple[int | None, str], list[tuple[Tensor, Merged]]] = {}
+        self._met: dict[tuple[int | None, str], list[Merged]] = {}
 
     def __enter__(self) -> Meetings:
         self._open = True
@@ -94,12 +94,12 @@ class Meetings:
         met = self._met.setdefault((self._baton.party, name), [])
         with torch.no_grad():
             if recomputing():
-                return met[0][1] if len(met) == 1 else _same(name, moments(x), met)
+                return met[0] if len(met) == 1 else self._same(name, moments(x), met)
             mine = moments(x)
             whole = self._baton.meet(
                 f"BatchNorm {name!r}", mine, lambda parts: self._merge(name, parts, running)
             )
-            met.append((mine.mean.sum(), whole))
+        met.append(whole)
         return whole
 
     def _merge(
@@ -114,17 +114,34 @@ class Meetings:
         running(whole)
         return whole
 
-    def sums(self, name: str, mine: Tensor) -> Tensor:
-        """The whole batch's backward sums of a layer."""
+    def _same(self, name: str, mine: Moments, met: list[Merged]) -> Merged:
+        """Which of a layer's calls is computed again: the one with these moments."""
+        if not met:
+            raise UnsupportedError(
+                f"BatchNorm {name!r} was called in the backward pass and never before, in the "
+                "forward: exact BatchNorm does not know its statistics"
+            )
+        mark = mine.mean.sum()
+        gaps = torch.stack([(then.marks[self._baton.party or 0] - mark).abs() for then in met])
+        return met[int(gaps.argmin())]
+
+    def sums(
+        self, name: str, mine: tuple[Tensor, Tensor], count: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The whole batch's backward sums of a layer, over its count."""
         if not self._open:
             raise WindowError(
                 f"backward through BatchNorm {name!r} outside of the run that its forward was in: "
                 "call backward inside it"
             )
 
-        def total(parts: list[Tensor]) -> Tensor:
-            whole = torch.stack(parts).sum(0)
-            return whole if self._reduce is None else self._reduce(whole)
+        def total(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+            whole = torch.stack([each for part in parts for each in part])
+            whole = whole.view(len(parts), 2, -1).sum(0)
+            if self._reduce is not None:
+                whole = self._reduce(whole)
+            s1, s2 = (whole / count).unbind()
+            return s1, s2
 
         return self._baton.meet(f"the backward of BatchNorm {name!r}", mine, total)
 
@@ -174,11 +191,12 @@ class _Normalise(torch.autograd.Function):
         mine = backward_sums(dy, x, whole, eps)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[1]:
-            dweight = (mine[1] * torch.rsqrt(whole.var + eps)).to(weight.dtype)
+            dweight = (mine[1] * whole.invstd(eps)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             dbias = mine[0].to(ctx.bias_dtype)
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, x, weight, whole, ctx.meetings.sums(ctx.name, mine), eps)
+            means = ctx.meetings.sums(ctx.name, mine, whole.count)
+            dx = input_gradient(dy, x, weight, whole, means, eps)
         return dx, dweight, dbias, None, None, None, None
 
 
@@ -284,14 +302,3 @@ class _Inside(TorchFunctionMode):
             eps,
             lambda whole: move_buffers(running_mean, running_var, momentum, whole),
         )
-
-
-def _same(name: str, mine: Moments, met: list[tuple[Tensor, Merged]]) -> Merged:
-    """Which of a layer's calls is computed again: the one with these moments."""
-    gaps = [float((mine.mean.sum() - then).abs()) for then, _ in met]
-    if not gaps:
-        raise UnsupportedError(
-            f"BatchNorm {name!r} was called in the backward pass and never before, in the forward: "
-            "exact BatchNorm does not know its statistics"
-        )
-    return met[gaps.index(min(gaps))][1]

@@ -1,0 +1,166 @@
+"""Convolution and linear layers whose kernels run on the caller's thread.
+
+The same as `onethread`, without watching every operation: for the layers that nearly all of the
+kernels with a state per thread come from. What is not such a layer runs on its own thread, with a
+plan of its own: slower, and just as right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from wholebatch.coupled.replaced import ReplacedForwards
+
+__all__ = ["Elsewhere"]
+
+Call = Callable[[Callable[[], Any]], Any]
+
+_CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+_TRANSPOSED = (
+    nn.ConvTranspose1d.forward,
+    nn.ConvTranspose2d.forward,
+    nn.ConvTranspose3d.forward,
+)
+
+
+class Elsewhere:
+    """While this is entered, the layers among `modules` have their kernels run by `call`."""
+
+    def __init__(self, modules: Iterable[nn.Module], call: Call) -> None:
+        self._modules = modules
+        self._call = call
+        self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}
+        self._replaced = ReplacedForwards()
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            if "forward" in module.__dict__:
+                continue  # somebody else's
+            kind = type(module).forward
+            if kind in _CONVOLUTIONS and isinstance(module, _ConvNd):
+                if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+                    self._replaced.replace(module, self._convolution(module))
+            elif kind in _TRANSPOSED and isinstance(module, _ConvTransposeNd):
+                self._replaced.replace(module, self._transposed(module))
+            elif kind is nn.Linear.forward and isinstance(module, nn.Linear):
+                self._replaced.replace(module, self._linear(module))
+
+    def __exit__(self, *error: object) -> None:
+        self._replaced.restore()
+        self._casts.clear()
+
+    def _convolution(self, module: _ConvNd) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = module.forward
+        options = (module.stride, module.padding, module.dilation, False)
+        zeros = (0,) * len(module.stride)
+
+        def forward(x: Tensor) -> Tensor:
+            if x.dim() != len(zeros) + 2:
+                return found(x)  # a single sample
+            x, weight, bias = self._cast(x, module.weight, module.bias)
+            return _convolve(x, weight, bias, (*options, zeros, module.groups), self._call)
+
+        return forward
+
+    def _transposed(self, module: _ConvTransposeNd) -> Callable[..., Tensor]:
+        found: Callable[..., Tensor] = module.forward
+        dimensions = len(module.stride)
+        stride, kernel = list(module.stride), list(module.kernel_size)
+        padding = [int(size) for size in module.padding]
+
+        def forward(x: Tensor, output_size: list[int] | None = None) -> Tensor:
+            if x.dim() != dimensions + 2:
+                return found(x, output_size)
+            extra = module._output_padding(
+                x, output_size, stride, padding, kernel, dimensions, list(module.dilation)
+            )
+            x, weight, bias = self._cast(x, module.weight, module.bias)
+            options = (module.stride, module.padding, module.dilation, True, extra, module.groups)
+            return _convolve(x, weight, bias, options, self._call)
+
+        return forward
+
+    def _linear(self, module: nn.Linear) -> Callable[..., Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            return _apply_linear(*self._cast(x, module.weight, module.bias), self._call)
+
+        return forward
+
+    def _cast(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What autocast does to the inputs of such a layer."""
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
+            return x, weight, bias
+        dtype = torch.get_autocast_dtype(kind)
+        if x.dtype == torch.float64:
+            return x, weight, bias
+        return x.to(dtype), self._kept(weight, dtype), self._kept(bias, dtype)
+
+    def _kept(self, parameter: Any, dtype: torch.dtype) -> Any:
+        """One copy of a weight for all micro-batches, as autocast's cache has."""
+        if parameter is None or parameter.dtype in (dtype, torch.float64):
+            return parameter
+        key = (id(parameter), dtype, torch.is_grad_enabled())
+        if key not in self._casts:
+            self._casts[key] = parameter.to(dtype)
+        return self._casts[key]
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any, call: Call
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options, ctx.call = options, call
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        out: Tensor = call(lambda: torch.ops.aten.convolution(x, weight, bias, *options))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        mask = list(ctx.needs_input_grad[:3])
+        dx, dweight, dbias = ctx.call(
+            lambda: torch.ops.aten.convolution_backward(
+                dy, x, weight, ctx.bias_sizes, *ctx.options, mask
+            )
+        )
+        return dx, dweight, dbias, None, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        out: Tensor = call(lambda: F.linear(x, weight, bias))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+
+        def gradients() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            rows = dy.reshape(-1, dy.shape[-1])
+            dx = dy @ weight if needs[0] else None
+            dweight = rows.T @ x.reshape(-1, x.shape[-1]) if needs[1] else None
+            return dx, dweight, rows.sum(0) if needs[2] else None
+
+        return *ctx.call(gradients), None
+
+
+_convolve: Callable[..., Tensor] = _Convolve.apply
+_apply_linear: Callable[..., Tensor] = _Linear.apply
