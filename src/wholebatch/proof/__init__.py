@@ -3,8 +3,8 @@
 from wholebatch.proof.loop import verify_loop
 from wholebatch.proof.loop_verdict import LoopVerdict, Trial
 from wholebatch.proof.mistakes import MISTAKES
+from wholebatch.proof.prove import verify
 from wholebatch.proof.verdict import Cause, Verdict
-from wholebatch.proof.verify import verify
 from wholebatch.proof.zoo import ZOO, Case
 
 __all__ = [

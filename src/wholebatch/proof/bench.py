@@ -63,6 +63,7 @@ class Bench:
         self.batchnorm = batchnorm
         self.options = dict(options or {})
         self.start = Start(model, optimizer)
+        self.is_sharded = sharded(model)  # now: a forward leaves the root's parameters whole
         self.silences: list[Callable[[nn.Module], None]] = []
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = [(n, p) for n, p in model.named_parameters() if id(p) in trained]
@@ -97,7 +98,7 @@ class Bench:
 
     def backward(self, batch: Any) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
-        model = self.model if sharded(self.model) else self.inner
+        model = self.model if self.is_sharded else self.inner
         everyone = self._global_batch(batch)
         found = objective(model, self.loss, everyone or batch, self.numbers)
         scale = self.numbers.loss_scale
@@ -110,8 +111,8 @@ class Bench:
             add_over_ranks([units])
             mean = found.mean(units.tolist())
             # Shards are averaged over the ranks by their own backward; that is undone here.
-            (mean * (scale * ranks() if sharded(model) else scale)).backward()
-            if ranks() > 1 and not sharded(model):
+            (mean * (scale * ranks() if self.is_sharded else scale)).backward()
+            if ranks() > 1 and not self.is_sharded:
                 for parameter in self.parameters:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)

@@ -63,7 +63,10 @@ class Evidence:
 
 def diagnose(evidence: Evidence) -> list[Cause]:
     """The causes that were found, the one to begin with first."""
-    for question in (_repeats, _order, _state, _coupling, _weights):
+    questions = [_repeats, _order, _state, _coupling, _weights]
+    if evidence.bench.is_sharded:  # a forward alone is a collective that all must join
+        questions = [_repeats, _order]
+    for question in questions:
         causes = question(evidence)
         if causes:
             return causes

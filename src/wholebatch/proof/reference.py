@@ -6,7 +6,6 @@ the gradients of the sums are added over the ranks and divided by the units of a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -110,20 +109,17 @@ def add_over_ranks(tensors: Sequence[Tensor]) -> None:
 def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: float | None) -> None:
     """Clip the gradients as torch's own functions do."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
+    together = [parameter for group in groups for parameter in group]
     if clip_value is not None:
-        nn.utils.clip_grad_value_([p for group in groups for p in group], clip_value)
+        nn.utils.clip_grad_value_(together, clip_value)
     if clip_norm is None:
         return
-    if not isinstance(clip_norm, Sequence):
-        nn.utils.clip_grad_norm_([p for group in groups for p in group], clip_norm)
-        return
-    for group, limit in zip(groups, clip_norm, strict=True):
+    limits = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
+    for group, limit in zip(
+        groups if isinstance(clip_norm, Sequence) else [together], limits, strict=True
+    ):
         if limit is not None:
-            nn.utils.clip_grad_norm_(group, limit)
-
-
-def finite(values: Sequence[Tensor | None]) -> bool:
-    """Whether every number of every tensor is finite."""
-    return all(
-        value is None or math.isfinite(float(value.double().abs().sum())) for value in values
-    )
+            norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+            # The norm of shards is a partial one, to which torch would add its 1e-6 on each rank.
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            nn.utils.clip_grads_with_norm_(group, limit, norm)

@@ -50,6 +50,10 @@ class Start:
     @torch.no_grad()
     def restore(self) -> None:
         """Everything as it was, but without gradients: the next run begins."""
+        for module, _ in self._modules:
+            reshard: Any = getattr(module, "reshard", None)
+            if callable(reshard):  # FSDP2, after a forward alone
+                reshard()
         for module, attributes in self._modules:
             _put_back(vars(module), attributes)
         for tensor, kept in self._tensors:
@@ -92,8 +96,12 @@ class Start:
         return id(tensor) in self._kept
 
     def before(self, tensor: Tensor) -> Tensor:
-        """The values that a parameter or buffer had at the start, on the host."""
-        return self._kept[id(tensor)]
+        """The values that a parameter or buffer had at the start; of a shard, the whole of it."""
+        kept = self._kept[id(tensor)]
+        if hasattr(kept, "full_tensor"):
+            whole: Tensor = kept.full_tensor()
+            return whole
+        return kept
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from wholebatch.proof.bench import Bench, in_other_orders, wide_batch
 from wholebatch.proof.compare import Comparison, Vectors, roundoff
 from wholebatch.proof.judge import gradients
 from wholebatch.proof.reading import Reading
-from wholebatch.proof.reference import ranks, sharded
+from wholebatch.proof.reference import ranks
 
 __all__ = ["Wide", "free_memory", "in_float64", "uneven"]
 
@@ -34,7 +34,7 @@ def in_float64(
         torch.float64
     ):
         return None, None  # it is float64 already
-    if sharded(bench.model) or ranks() > 1:
+    if bench.is_sharded or ranks() > 1:
         return None, "not run in float64: a model on several ranks is not copied"
     try:
         return _runs(bench, wide_batch(batch), micro_batch, reading)
