@@ -1,0 +1,278 @@
+"""Recorded and compiled micro-steps on a CUDA device make the update of eager code."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+
+Micro = dict[str, Tensor]
+VOCABULARY = 96
+
+
+class Tagger(nn.Module):
+    """Tied embedding with a padding row, attention, LayerNorm, dropout, checkpointing."""
+
+    def __init__(self, *, dropout: float = 0.0, recompute: bool = False, width: int = 64) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed = nn.Embedding(VOCABULARY, width, padding_idx=0)
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.drop = nn.Dropout(dropout)
+        self.read = nn.Linear(width, VOCABULARY, bias=False)
+        self.read.weight = self.embed.weight
+
+    def mixed(self, x: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        return x + self.drop(functional.scaled_dot_product_attention(q, k, v)[:, 0])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = checkpoint(self.mixed, x, use_reentrant=False) if self.recompute else self.mixed(x)
+        logits: Tensor = self.read(x)
+        return logits
+
+
+def batch(samples: int = 19, length: int = 32) -> Micro:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (samples, length), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (samples, length), generator=generator)
+    counted = torch.randint(1, length, (samples, 1), generator=generator)
+    return {"x": tokens, "y": labels.masked_fill(torch.arange(length) >= counted, -100)}
+
+
+def loss(model: nn.Module, micro: Micro) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def fresh(dtype: torch.dtype = torch.float32, **options: Any) -> Tagger:
+    torch.manual_seed(0)
+    return Tagger(**options).to("cuda", dtype)
+
+
+def trained(
+    model: nn.Module, execute: str, *, windows: int = 4, as_traced: bool = False, **options: Any
+) -> tuple[Tensor, wb.WholeBatch]:
+    """The whole update of a few windows, and the WholeBatch that made it."""
+    before = parameters_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"loss": loss, "micro_batch": 4, "clip_norm": 1.0, **options}
+    train = wb.WholeBatch(model, optimizer, execute=execute, **options)
+    if as_traced:
+        train._executor._plan.compiles = False
+    for _ in range(windows):
+        train.step(batch())
+    return parameters_of(model) - before, train
+
+
+def parameters_of(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().double()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def modes(train: wb.WholeBatch) -> list[str]:
+    return [step.mode for step in train._executor._steps.values()]
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def warnings_of_the_compiler() -> Iterator[None]:
+    """Inductor warns about itself (TF32, for one), and is not what is tested."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
+
+
+def test_recorded_micro_steps_in_float64() -> None:
+    wanted, _ = trained(fresh(torch.float64), "eager")
+    found, train = trained(fresh(torch.float64), "graph", as_traced=True)
+    assert modes(train) == ["graph of operations"] * 2  # of 4 samples, and of the last 3
+    assert error(found, wanted) <= 1e-12
+
+
+def test_compiled_and_recorded_micro_steps_in_float64() -> None:
+    wanted, _ = trained(fresh(torch.float64), "eager")
+    with warnings_of_the_compiler():
+        found, train = trained(fresh(torch.float64), "graph")
+    assert modes(train) == ["graph of compile"] * 2
+    assert error(found, wanted) <= 1e-12
+
+
+def test_bf16_is_as_near_to_the_truth_as_eager_code() -> None:
+    """With weight gradients that add themselves, also of the tied weight."""
+    truth, _ = trained(fresh(torch.float64), "eager")
+    allowed = 1.25 * error(trained(fresh(), "eager", precision="bf16")[0], truth)
+    found, train = trained(fresh(), "graph", precision="bf16", as_traced=True)
+    assert modes(train)[0] == "graph of operations"
+    assert next(iter(train._executor._steps.values())).joint.fused == (2, 1)
+    assert error(found, truth) <= allowed
+    with warnings_of_the_compiler():
+        found, train = trained(fresh(), "graph", precision="bf16")
+    assert modes(train)[0] == "graph of compile"
+    assert error(found, truth) <= allowed
+
+
+def test_fp16_scales_its_losses() -> None:
+    truth, _ = trained(fresh(torch.float64), "eager")
+    allowed = 1.25 * error(trained(fresh(), "eager", precision="fp16")[0], truth)
+    found, train = trained(fresh(), "graph", precision="fp16", as_traced=True)
+    assert train.updates == 4
+    assert train.last_step is not None
+    assert train.last_step.loss_scale == 65536.0
+    assert error(found, truth) <= allowed
+
+
+def test_dropout_is_drawn_anew_at_every_replay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(256, 1, bias=False)).cuda()
+
+    def total(model: nn.Module, micro: Tensor) -> wb.Loss:
+        return wb.Loss(model(micro).sum(), len(micro))
+
+    for compiled in (False, True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        train = wb.WholeBatch(model, optimizer, loss=total, micro_batch=1, execute="graph")
+        train._executor._plan.compiles = compiled
+        seen: list[Tensor] = []
+        optimizer.register_step_pre_hook(
+            lambda *_, seen=seen: seen.append(model[1].weight.grad.clone())
+        )
+        with warnings_of_the_compiler():
+            for _ in range(4):
+                train.step(torch.ones(8, 256))
+        assert train._executor.mode.startswith("graph of")
+        # The mean of 8 masks of 0 and 2; one mask for all replays would give 0 and 2 alone.
+        assert len(seen[-1].unique()) > 5
+        assert not torch.equal(seen[-1], seen[-2])
+        assert abs(float(seen[-1].mean()) - 1.0) < 0.15
+
+
+def test_checkpointing_is_in_the_graph_and_with_dropout_it_is_not() -> None:
+    wanted, _ = trained(fresh(torch.float64), "eager")
+    found, train = trained(fresh(torch.float64, recompute=True), "graph", as_traced=True)
+    assert modes(train)[0] == "graph of operations"
+    assert error(found, wanted) <= 1e-12
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, train = trained(fresh(dropout=0.1, recompute=True), "graph", as_traced=True)
+    assert any("would not be those of the forward" in str(warning.message) for warning in said)
+    assert train._executor.mode == "eager"
+
+
+def test_no_replay_waits_for_the_host() -> None:
+    train = wb.WholeBatch(
+        model := fresh(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=loss,
+        micro_batch=4,
+        execute="graph",
+    )
+    train._executor._plan.compiles = False
+    whole = {name: leaf.cuda() for name, leaf in batch(20).items()}
+    for _ in range(3):
+        train.step(whole)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+
+        def watch(done: int, of: int) -> None:
+            # From after the first micro-batch, which looks at the window, to the last one.
+            torch.cuda.set_sync_debug_mode("error" if done < of else "default")
+
+        try:
+            train.step(whole, after_micro=watch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert train._executor.mode == "graph of operations"
+
+
+def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
+    model = fresh()
+    train = wb.WholeBatch(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, micro_batch=4
+    )
+    logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
+    whole = batch(16)
+    train.step(whole)
+    assert train._executor.mode == "eager"
+    train._executor._plan.started -= 3.0  # as if it had run for three seconds
+    train.step(whole)
+    train.step(whole)
+    assert train._executor.mode == "graph of operations"
+    train._executor._plan.started -= 300.0
+    with warnings_of_the_compiler():
+        train.step(whole)
+        train.step(whole)
+    assert train._executor.mode == "graph of compile"
+
+
+def test_a_tensor_that_moved_is_recorded_anew() -> None:
+    reference, model = fresh(torch.float64), fresh(torch.float64)
+    trains = [
+        wb.WholeBatch(
+            one,
+            torch.optim.SGD(one.parameters(), lr=0.1),
+            loss=loss,
+            micro_batch=4,
+            execute=execute,
+        )
+        for one, execute in ((reference, "eager"), (model, "graph"))
+    ]
+    trains[1]._executor._plan.compiles = False
+    for window in range(6):
+        if window == 3:
+            model.qkv.weight.data = model.qkv.weight.data.clone()
+        for train in trains:
+            train.step(batch(16))
+    assert trains[1]._executor.mode == "graph of operations"
+    assert error(parameters_of(model), parameters_of(reference)) <= 1e-12
+
+
+def test_losses_of_a_hundred_updates_agree_with_eager_code() -> None:
+    losses: dict[str, list[float]] = {}
+    for execute in ("eager", "graph"):
+        model = fresh()
+        train = wb.WholeBatch(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+            loss=loss,
+            micro_batch=4,
+            execute=execute,  # type: ignore[arg-type]
+        )
+        with warnings_of_the_compiler():
+            losses[execute] = [train.step(batch(16)).loss for _ in range(100)]
+    pairs = zip(losses["eager"], losses["graph"], strict=True)
+    assert all(abs(a - b) <= 1e-5 * abs(a) for a, b in pairs)
+
+
+def test_a_copy_of_the_model_is_not_touched() -> None:
+    """The buffers that stay are the executor's: after a window no gradient is left behind."""
+    model = fresh()
+    before = copy.deepcopy(model)
+    _, train = trained(model, "graph", as_traced=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert parameters_of(before).equal(parameters_of(fresh()))
+    assert train.updates == 4
