@@ -1,0 +1,142 @@
+"""Dropout that does not depend on how a batch is split.
+
+Every mask is a function of a seed, of which dropout it is, of the sample and of the position within
+the sample, and of nothing else. So the update is the same for any micro-batch size, in any order of
+the samples, and with padding trimmed or not. The masks are not those that PyTorch would draw.
+
+```python
+drop = PerSample()
+drop.begin_window()                        # a seed for this window, from the global generator
+for micro, samples in zip(micros, numbers):    # each sample's number within the whole batch
+    with drop.micro(samples):
+        loss(model, micro).total.backward()
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholebatch.errors import UnsupportedError, WindowError
+
+__all__ = ["PerSample"]
+
+_aten = torch.ops.aten
+_FUSED = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+_BITS = 24
+
+
+@final
+class PerSample:
+    """Masks that follow their samples, one window at a time."""
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+
+    def begin_window(self) -> None:
+        """Draw this window's seed: all of its micro-batches share it."""
+        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+
+    @contextmanager
+    def micro(self, samples: Sequence[int] | Tensor) -> Iterator[None]:
+        """Forward and backward of the micro-batch that holds `samples` of the whole batch.
+
+        Tensors that are dropped from must have the samples as their first dimension, or the samples
+        times something (heads) as PyTorch's attention has it.
+        """
+        if self._seed is None:
+            raise WindowError("PerSample.micro before begin_window: the window has no seed yet")
+        # Which dropout it is comes from the global generator, so that a checkpointed block, which
+        # puts its state back, gets the same masks when it is computed again.
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)
+        try:
+            with _Masks(torch.as_tensor(samples, dtype=torch.int64)):
+                yield
+        finally:
+            torch.set_rng_state(before)
+
+
+class _Masks(TorchDispatchMode):
+    """Replaces the masks of dropout, and refuses randomness that it cannot split."""
+
+    def __init__(self, samples: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._samples = samples
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.native_dropout.default:
+            return self._dropout(*args, **kwargs)
+        if func is _aten.bernoulli_.float:
+            chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return args[0].copy_(self._keep(args[0], chance))
+        if func in _FUSED:
+            if _dropout_of(func, args, kwargs) == 0.0:
+                return func(*args, **kwargs)
+            raise UnsupportedError(
+                f"{func}: the masks of fused attention cannot be made per sample; use "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout in attention"
+            )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnsupportedError(
+                f'{func}: dropout="per-sample" knows dropout only, and this draws other random '
+                'numbers in the forward; use dropout="fresh"'
+            )
+        return func(*args, **kwargs)
+
+    def _dropout(self, x: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+        if train is False:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        keep = self._keep(x, 1.0 - p)
+        return x * keep * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), keep
+
+    def _keep(self, x: Tensor, chance: float) -> Tensor:
+        """True where `x` is kept: hashed from seed and call, sample, and position."""
+        count = len(self._samples)
+        if x.dim() == 0 or not count or x.shape[0] % count:
+            raise UnsupportedError(
+                f"dropout on a tensor of shape {tuple(x.shape)} in a micro-batch of {count} "
+                'samples: dropout="per-sample" needs the samples as its first dimension'
+            )
+        call = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        bits = _mix(self._samples.to(x.device, non_blocking=True) + call)
+        # One coordinate after the other, so that a longer padding does not move the rest.
+        for size in (x.shape[0] // count, *x.shape[1:]):
+            bits = _mix(bits[..., None] + torch.arange(1, size + 1, device=x.device) * _GOLDEN)
+        keep: Tensor = bits.bitwise_and_(2**_BITS - 1) < round(chance * 2**_BITS)
+        return keep.view(x.shape)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """SplitMix64's finalizer, in place; shifts are made logical by a mask."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(factor))
+    return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))
+
+
+def _dropout_of(func: Any, args: Any, kwargs: Any) -> float:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(given)
+    return 0.0
