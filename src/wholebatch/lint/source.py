@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import re
+import textwrap
 import tokenize
 import warnings
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 __all__ = ["Problem", "Source", "notebook_source", "read_source"]
 
 _MAGIC = re.compile(r"^(\s*)([%!?]|\w[\w, ]*=\s*[!%]).*$")
+_PICTURES = 25
 _HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
 
 
@@ -47,16 +49,23 @@ class Source:
 def read_source(path: str, *, max_bytes: int) -> Source:
     """Reads a file; what cannot be read becomes a problem, never an exception."""
     try:
+        is_notebook = path.endswith(".ipynb")
+        # Most of a notebook is pictures; what counts is its code.
         size = Path(path).stat().st_size
-        if size > max_bytes:
-            words = f"file is {size:,} bytes, over the limit of {max_bytes:,}: not read"
-            return Source(path, "", problems=[Problem(words)])
+        if size > (max_bytes * _PICTURES if is_notebook else max_bytes):
+            return _too_large(path, size, max_bytes)
         data = Path(path).read_bytes()
-        if path.endswith(".ipynb"):
-            return notebook_source(path, data)
-        return Source(path, _decode(data))
+        source = notebook_source(path, data) if is_notebook else Source(path, _decode(data))
+        if len(source.text) > max_bytes:
+            return _too_large(path, len(source.text), max_bytes)
+        return source
     except (OSError, UnicodeDecodeError, SyntaxError, LookupError) as error:
         return Source(path, "", problems=[Problem(f"cannot be read: {error}")])
+
+
+def _too_large(path: str, size: int, limit: int) -> Source:
+    words = f"file is {size:,} bytes, over the limit of {limit:,}: not read"
+    return Source(path, "", problems=[Problem(words)])
 
 
 def _decode(data: bytes) -> str:
@@ -106,13 +115,19 @@ def _without_magics(body: str) -> str:
     if _syntax_error(body) is None:
         return body
     cleaned = []
+    continued = False
     for line in body.split("\n"):
         magic = _MAGIC.match(line)
         if magic is not None:
             cleaned.append(f"{magic.group(1)}pass")
+        elif continued:
+            cleaned.append("")
         else:
             cleaned.append("pass" if _HELP.match(line) else line)
-    return "\n".join(cleaned)
+        continued = (continued or magic is not None) and line.rstrip().endswith("\\")
+    joined = "\n".join(cleaned)
+    # IPython takes away an indentation that the whole cell has.
+    return joined if _syntax_error(joined) is None else textwrap.dedent(joined)
 
 
 def _syntax_error(body: str) -> SyntaxError | None:

@@ -111,6 +111,11 @@ def _compound(expr: ast.BoolOp, loop: Loop, resolver: Resolver) -> Boundary | No
 
 
 def _is_tail(expr: ast.expr, loop: Loop, resolver: Resolver) -> bool:
+    """`i == max_iters`, `last`, `step + 1 == len(loader)`: a certain iteration."""
+    if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
+        sides = (expr.left, expr.comparators[0])
+        if any(_linear(side, loop, resolver) is not None for side in sides):
+            return True
     return bool(_LAST_NAME.search(text(expr))) and (
         resolver.varies(expr, loop) or bool(re.search(r"last|final|end", text(expr), re.I))
     )

@@ -28,8 +28,8 @@ _OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|
 _SCALER_NAME = re.compile(r"scaler", re.I)
 _ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
 _MODEL_NAME = re.compile(
-    r"^(ddp_|self\.)?(\w*model\w*|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder"
-    r"|dit|backbone|net[A-Z]\w*|gpt|vae|controlnet)$",
+    r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
+    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|generator|discriminator|policy|actor|critic)$",
     re.I,
 )
 _CLIPS = {
@@ -138,7 +138,7 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return Act("scaler_update", owner)
     if name == "set_requires_gradient_sync":
         return Act("fsdp_sync", owner, positional(call, 0))
-    if _is_model(dotted(func) or ""):
+    if _is_model(name):
         return Act("forward", func)
     return _native_scaler(call, func)
 
@@ -206,6 +206,6 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
         return Act("step", owner, detail="closure" if closure is not None else "")
-    if kind == "engine" or (not call.args and _is_model(dotted(owner) or "")):
+    if kind == "engine" or (not call.args and _is_model(last_part(owner))):
         return Act("engine_step", owner)
     return None

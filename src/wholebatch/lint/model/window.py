@@ -152,7 +152,7 @@ class Window:
         spelled = text(inner)
         if re.search(r"cycle|infinite|repeat|islice|count\(|forever|yield_|inf_", spelled, re.I):
             return False
-        if isinstance(inner, ast.Call) and last_part(inner.func) in {"range", "trange"}:
+        if re.search(r"\bt?range\(", spelled):
             return bool(re.search(r"len\(|num_batches|batches_per_epoch|steps_per_epoch", spelled))
         name = dotted(inner)
         for definition in self.loop.entry.get(name or "", ()):

@@ -70,6 +70,9 @@ def check(file: File) -> Iterator[Report]:
             continue
         if window.boundary is not None and window.boundary.kind in {"dynamic", "accelerate"}:
             continue
+        # A window that changes its size while training normalises by something else.
+        if window.every is not None and window.resolver.varies(window.every, window.loop):
+            continue
         if scaled_by_count(window) or not all(_plain(e, file) for e in window.backwards):
             continue
         if _divides_by_count(window):

@@ -172,14 +172,18 @@ def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
             continue
         if not any(_is_divided(c, window) for c in chains):
             continue
-        for node in walk(_function_of(window, file)):
-            if _divides_by_micro_batches(node, name, counters):
-                yield Report(
-                    node,
-                    f"`{name}` adds up losses that were divided by `{window.every_name}`, and is "
-                    "divided by the number of micro-batches: it is that many times too small",
-                )
-                return
+        means = [
+            node
+            for node in walk(_function_of(window, file))
+            if _divides_by_micro_batches(node, name, counters)
+        ]
+        if means:
+            yield Report(
+                min(means, key=lambda node: int(getattr(node, "lineno", 0))),
+                f"`{name}` adds up losses that were divided by `{window.every_name}`, and is "
+                "divided by the number of micro-batches: it is that many times too small",
+            )
+            return
 
 
 def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> bool:
