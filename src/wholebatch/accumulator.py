@@ -79,6 +79,7 @@ class Accumulator:
             ema=ema,
             scaler=scaler,
             allow_untested_device=allow_untested_device,
+            sync=engine,
         )
         self._window = Window(target, options, engine)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]

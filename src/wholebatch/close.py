@@ -19,10 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import Literal, Protocol, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.errors import LossError, OptionError
 
@@ -38,6 +38,12 @@ __all__ = [
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
+
+
+class Holder(Protocol):
+    """What holds a gradient: a parameter, or an engine's slice of some."""
+
+    grad: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Closed:
 
 
 def close_gradients(
-    groups: Sequence[Sequence[nn.Parameter]],
+    groups: Sequence[Sequence[Holder]],
     optimizers: Sequence[torch.optim.Optimizer],
     options: CloseOptions,
     normalise: float,
@@ -196,7 +202,7 @@ def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> N
             )
 
 
-def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def _dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
     """The gradients as dense real tensors that share memory with `.grad`."""
     dense = []
     for parameter in parameters:
@@ -232,10 +238,10 @@ def _norms(
 ) -> list[float]:
     """One norm over all, or one per group where groups are clipped on their own."""
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
-    norms = read_scalars([norm_of(group) if group else 0.0 for group in sets])
+    raw = [norm_of(group) for group in sets]
     return [
-        norm if math.isfinite(norm) else _wide_norm(group, norm_of)
-        for norm, group in zip(norms, sets, strict=True)
+        norm if math.isfinite(norm) or was.dtype is torch.float64 else _wide_norm(group, norm_of)
+        for norm, was, group in zip(read_scalars(raw), raw, sets, strict=True)
     ]
 
 

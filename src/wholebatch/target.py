@@ -13,6 +13,7 @@ from torch import nn
 from wholebatch.close import CloseOptions
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.precision import LossScale, SixteenBit
+from wholebatch.sync import Single, Sync
 
 __all__ = ["Ema", "Scheduler", "Target", "build_target", "check_device", "step_scheduler"]
 
@@ -73,13 +74,20 @@ def build_target(
     precision: str = "full",
     scaler: torch.amp.GradScaler | None = None,
     allow_untested_device: bool = False,
+    sync: Sync | None = None,
 ) -> Target:
     """Everything that a window updates, or the error that says why it cannot."""
+    sync = Single() if sync is None else sync
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
     optimizers = tuple(
-        _as_list(optimizer, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
+        _as_list(
+            sync.optimizer(optimizer),
+            torch.optim.Optimizer,
+            "optimizer",
+            "a torch.optim.Optimizer",
+        )
     )
-    parameters = _check_parameters(optimizers, models)
+    parameters = _check_parameters(optimizers, models, hooks_allowed=sync.owns_hooks)
     for one in optimizers:
         _check_optimizer(one)
     options.check(optimizers)
@@ -94,6 +102,13 @@ def build_target(
             f"ema={type(ema).__name__}: must have update_parameters(model), as "
             "torch.optim.swa_utils.AveragedModel has"
         )
+    sync.check(
+        precision=precision,
+        scaler=scaler,
+        ema=ema,
+        schedulers=schedulers,
+        clips=options.clip_norm is not None or options.clip_value is not None,
+    )
     device = parameters[0].device
     for parameter in parameters:
         check_device(parameter.device, allow_untested_device=allow_untested_device)
@@ -141,7 +156,10 @@ def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:
 
 
 def _check_parameters(
-    optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
+    optimizers: Iterable[torch.optim.Optimizer],
+    models: Sequence[nn.Module],
+    *,
+    hooks_allowed: bool,
 ) -> list[nn.Parameter]:
     seen: dict[int, nn.Parameter] = {}
     for optimizer in optimizers:
@@ -153,7 +171,7 @@ def _check_parameters(
                         "it; leave it in one"
                     )
                 seen[id(parameter)] = parameter
-                if parameter._post_accumulate_grad_hooks:
+                if parameter._post_accumulate_grad_hooks and not hooks_allowed:
                     raise UnsupportedError(
                         f"{_name_of(parameter, models)} has a post-accumulate-grad hook: it fires "
                         "at every micro-batch, before the window's gradient is complete "
@@ -181,13 +199,14 @@ def _schedulers(
     scheduler: Scheduler | Sequence[Scheduler], optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[Scheduler, ...]:
     schedulers = tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
+    ours = [one for o in optimizers for one in (o, *getattr(o, "stands_for", ()))]
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
             raise OptionError(
                 f"scheduler={type(one).__name__}: must have step(), called once per update"
             )
         theirs = getattr(one, "optimizer", None)
-        if theirs is not None and not any(theirs is optimizer for optimizer in optimizers):
+        if theirs is not None and not any(theirs is optimizer for optimizer in ours):
             raise OptionError(
                 f"scheduler={type(one).__name__}: belongs to an optimizer that is not among "
                 "those given; pass the scheduler of this optimizer"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ class Window:
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         self.target = target
-        self.options = options
+        clips = sync.clip_norm is not None
+        self.options = replace(options, clip_norm=sync.clip_norm) if clips else options
         self.sync = sync
         self.updates = 0
         self.skipped = 0
@@ -84,6 +86,7 @@ class Window:
         self.inputs = [parameter for group in self.groups for parameter in group]
         if not self.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        self.sync.begin(self.inputs)
         self._hooks.take(self.inputs)
         self.known = known
         if known is None:
@@ -173,11 +176,10 @@ class Window:
             )
         seeds = [self.seed_of(name, total, weights[name]) for name, total in totals.items()]
         if not self.owners:
-            self._backward_into = backward_into(
-                self.inputs,
-                self.target.models,
-                totals.values(),
-                in_graph=not self.sync.grows_own_graph,
+            self._backward_into = (
+                Backward(self.sync.run_backward)
+                if self.sync.grows_own_graph
+                else backward_into(self.inputs, self.target.models, totals.values())
             )
         try:
             with self.sync.backward(
@@ -257,7 +259,7 @@ class Window:
             check_counts(self.known, units_of)
             normalise = 1.0
         closed = close_gradients(
-            self.groups,
+            self.sync.holders(self.groups),
             self.target.optimizers,
             self.options,
             normalise / self.loss_scale,
@@ -381,6 +383,7 @@ class Window:
         """Drop what the window holds. Parameters and optimizer state stay as they are."""
         for parameter in self.inputs:
             parameter.grad = None
+        self.sync.discard()
         self.target.sixteen_bit.end()
         self._hooks.give_back()
         self._clear()

@@ -23,9 +23,31 @@ from tests.distributed.problem import (
     global_mean,
     loss,
     micro,
-    undivided,
 )
-from tests.support import Whole, adamw, distance, sgd
+from tests.support import Whole, distance, sgd
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Without decay: a parameter that nothing uses gets a gradient of zeros from DeepSpeed."""
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:4], "lr": 0.2}, {"params": parameters[4:]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+class ClippedByGroup(Whole):
+    """The reference for a clipping of the first group only."""
+
+    def step(self, batch: Any) -> float:
+        loss = self.loss(self.model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], 0.02)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
 
 
 def initialized(stage: int, make: Any, **config: Any) -> Any:
@@ -77,10 +99,17 @@ def parameters_of(engine: Any) -> list[Tensor]:
 
 
 def errors(
-    engine: Any, seen: SeenWhole, mine: list[list[Micro]], clip: float | None, make: Any
+    engine: Any,
+    seen: SeenWhole,
+    mine: list[list[Micro]],
+    clip: float | None,
+    make: Any,
+    reference: type[Whole] = Whole,
 ) -> dict[str, float]:
     windows = everyones(mine)
-    whole = undivided(windows, clip, make)
+    whole = reference(fresh(), make, loss=global_mean, clip_norm=clip)
+    for window in windows:
+        whole.step(window)
     right = whole.seen.gradients
     assert len(seen.steps) == len(right), f"{len(seen.steps)} updates instead of {len(right)}"
     worst = 0.0
@@ -94,7 +123,7 @@ def errors(
     ours = [a.double() - b.double() for a, b in zip(parameters_of(engine), start, strict=True)]
     theirs = [a - b.double() for a, b in zip(final, start, strict=True)]
     # float32 parameters round every update: one process on the undivided batch in float32 does too
-    rounded = Whole(fresh().float(), make, loss=global_mean, clip_norm=clip)
+    rounded = reference(fresh().float(), make, loss=global_mean, clip_norm=clip)
     for window in windows:
         rounded.step(window)
     floor = [
@@ -190,6 +219,20 @@ def used_late(stage: int) -> Any:
     return found
 
 
+def clipped_by_group(stage: int) -> Any:
+    engine = initialized(stage, in_groups)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer, factor=1.0)
+    acc = wb.Accumulator(engine, engine, steps=3, clip_norm=[0.02, None], scheduler=scheduler)
+    seen = SeenWhole(engine, acc)
+    mine = micros_of("tokens", dist.get_rank())
+    for m in acc.over([m for window in mine for m in window]):
+        acc.backward(loss(engine, m))
+    assert scheduler.last_epoch == 2
+    found = errors(engine, seen, mine, None, in_groups, ClippedByGroup)
+    engine.destroy()
+    return found
+
+
 def refused() -> dict[str, str]:
     said: dict[str, str] = {}
 
@@ -236,7 +279,7 @@ def cases_of() -> dict[str, Callable[[], Any]]:
         for case, make, clip in (
             ("tokens", sgd, None),
             ("counts", sgd, 0.05),
-            ("tail", adamw, 0.05),
+            ("tail", adam, 0.05),
             ("exhausted", sgd, None),
         ):
             cases[f"zero {stage} {case} {make.__name__} clip={clip}"] = (
@@ -250,6 +293,7 @@ def cases_of() -> dict[str, Callable[[], Any]]:
             s, "tokens", sgd, 0.05, own_clip=True
         )
         cases[f"zero {stage} discarded and skipped"] = lambda s=stage: after_discard(s)
+        cases[f"zero {stage} clipped by group"] = lambda s=stage: clipped_by_group(s)
         cases[f"zero {stage} used late"] = lambda s=stage: used_late(s)
     for stage in (0, 1):
         cases[f"zero {stage} unused on a rank"] = lambda s=stage: by_accumulator(

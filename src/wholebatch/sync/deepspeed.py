@@ -61,8 +61,8 @@ class DeepSpeed(Sync):
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
         self._choose(sync)
-        device = next(engine.module.parameters()).device
-        self._group = Group([dist.group.WORLD], device, rank=dist.get_rank())
+        self._device = next(engine.module.parameters()).device
+        self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
         self.ranks = self._group.size
         self.rank = self._group.rank
         averages = engine.gradient_average or self._stage == 3
@@ -102,7 +102,10 @@ class DeepSpeed(Sync):
 
     def check(self, **options: Any) -> None:
         if options["clips"]:
-            if self.clip_norm is not None and "gradient_clipping" in self._engine.config:
+            if (
+                self.clip_norm is not None
+                and "gradient_clipping" in self._engine._config._param_dict
+            ):
                 raise OptionError(
                     f"gradient_clipping={self.clip_norm:g} in DeepSpeed's configuration beside "
                     "clip_norm= or clip_value=: give one"
@@ -175,10 +178,13 @@ class DeepSpeed(Sync):
         return slices
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        norm = torch.nn.utils.get_total_norm(gradients)
         if self._stage == 0:
-            return norm
-        return self._group.sum_tensor(norm.double().square()).sqrt()
+            return torch.nn.utils.get_total_norm(gradients)
+        # In float64 at once: ranks hold different numbers of slices and call this equally often.
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for gradient in gradients:
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        return self._group.sum_tensor(square).sqrt()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return self._group.sum(values)
