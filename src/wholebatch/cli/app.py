@@ -11,6 +11,7 @@ import typer
 from wholebatch import __version__
 from wholebatch.cli.recipes import recipes
 from wholebatch.cli.train import train
+from wholebatch.cli.verify import verify
 from wholebatch.errors import WholebatchError
 
 __all__ = ["app", "run"]
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(recipes)
+app.command()(verify)
 
 
 def _print_version(asked: bool) -> None:

@@ -70,9 +70,12 @@ def fits_of(
     like = bench.parameters
     moved = math.hypot(*(float(u.double().norm()) for u in run.update)) > 0
     tolerance = TIMES_THE_FLOOR * floor
-    if not run.steps and not any_rank(moved):
-        right = Fit(RIGHT, "the undivided batch", 1.0, False)
-        return [Fit("no-update", "no optimizer step", 0.0, True), right], "steps", tolerance
+    missed = Fit(RIGHT, "the undivided batch", 1.0, False)
+    if not any_rank(bool(run.steps)) and not any_rank(moved):
+        return [Fit("no-update", "no optimizer step", 0.0, True), missed], "steps", tolerance
+    if largest(len(run.steps)) != -largest(-len(run.steps)):
+        alone = Fit("unsynchronised-ranks", "another number of steps on each rank", 0.0, True)
+        return [alone, missed], "steps", tolerance
     candidates: Iterable[Guess] = guesses(parts)
     if len(run.steps) > 1:
         simulate = _simulation(bench, micros, parts, run.steps)
@@ -89,7 +92,11 @@ def fits_of(
         size = float(observed[0].norm())
         tolerance += TIMES_THE_FLOOR * 6e-8 * math.hypot(*before) / size if size else 0.0
     best: dict[str, Fit] = {}
+    right: tuple[Tensor, ...] = ()
     for guess in candidates:
+        right = right or guess.steps
+        if guess.key != RIGHT and largest(_steps_apart(guess.steps, right)) <= tolerance:
+            continue  # cannot be told from the right one in this window
         far = largest(_steps_apart(observed, guess.steps))
         if guess.key not in best or far < best[guess.key].distance:
             best[guess.key] = Fit(guess.key, guess.variant, far, far <= tolerance)

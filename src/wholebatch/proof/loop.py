@@ -115,10 +115,16 @@ def _case(case: Case | str) -> Case:
 
 @dataclass(frozen=True)
 class _Window:
-    name: str
     even: bool
     count: int
     clipped: bool = False
+
+    def said(self, units: Sequence[float], steps: int) -> str:
+        """What kind of window it is, by the units that its micro-batches turned out to have."""
+        kind = "equal" if len(set(units)) == 1 else "uneven"
+        short = f" (short: {self.count} of {steps})" if self.count < steps else ""
+        clipped = ", clipped" if self.clipped else ""
+        return f"{self.count} {kind} micro-batches{short}{clipped}"
 
 
 class _Trials:
@@ -159,23 +165,16 @@ class _Trials:
 
     def all(self, *, uneven: bool) -> list[Trial]:
         full, short = self.steps, self.steps - 1
-        windows = [
-            _Window(f"{full} equal micro-batches", True, full),
-            _Window(f"a short window of {short}", True, short),
-        ]
+        windows = [_Window(True, full), _Window(True, short)]
         if uneven:
-            windows += [
-                _Window(f"{full} uneven micro-batches", False, full),
-                _Window(f"a short window of {short} uneven", False, short),
-            ]
+            windows += [_Window(False, full), _Window(False, short)]
         trials, clips = [], False
         for window in windows:
             trial, watch = self._trial(window)
             trials.append(trial)
             clips = clips or bool(watch.clip_norms)
         if clips:
-            clipped = _Window(f"{full} equal micro-batches, clipped", True, full, clipped=True)
-            trials.append(self._trial(clipped)[0])
+            trials.append(self._trial(_Window(True, full, clipped=True))[0])
         return trials
 
     # ---------------------------------------------------------------- one window
@@ -200,12 +199,17 @@ class _Trials:
         found = _found(fits)
         if found is not None and observed_by == "gradients":
             notes += moved_otherwise(bench, run)
+        if not window.even and len(set(parts.units)) == 1 and len(micros) > 1:
+            notes.append(
+                f"{self.case.name}: all micro-batches have equally many units, so a mean of means "
+                "cannot be told from the mean here"
+            )
         if watch.scaler_steps and not run.steps:
             notes.append("the loss scaler skipped the step: its gradients were not finite")
         return (
             Trial(
                 case=self.case.name,
-                name=window.name,
+                name=window.said(parts.units, self.steps),
                 micro_batches=len(micros),
                 units=tuple(parts.units),
                 optimizer_steps=len(run.steps),
