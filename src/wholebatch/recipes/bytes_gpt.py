@@ -7,6 +7,7 @@ recipe of your own: `wholebatch recipes bytes-gpt > mine.py`, then `wholebatch t
 from __future__ import annotations
 
 import math
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -89,11 +90,11 @@ class GPT(nn.Module):
 class Corpus:
     """Sequences of CONTEXT bytes, each with the byte that follows every one of them."""
 
-    def __init__(self, text: bytes) -> None:
-        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def __init__(self, text: bytearray) -> None:
+        self._text = torch.frombuffer(text, dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return (len(self._text) - 1) // CONTEXT
+        return max(0, len(self._text) - 1) // CONTEXT
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         piece = self._text[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
@@ -106,16 +107,14 @@ def model() -> nn.Module:
 
 def data() -> Corpus:
     """The standard library, file by file in the order of names, up to CORPUS_BYTES."""
-    root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    parts, size = [], 0
-    for path in sorted(root.rglob("*.py")):
-        if left_out.isdisjoint(path.relative_to(root).parts):
-            parts.append(path.read_bytes())
-            size += len(parts[-1])
-            if size >= CORPUS_BYTES:
-                break
-    return Corpus(b"\n".join(parts)[:CORPUS_BYTES])
+    text = bytearray()
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = sorted(set(folders) - left_out)  # in place: these are not walked
+        for name in sorted(files):
+            if name.endswith(".py") and len(text) < CORPUS_BYTES:
+                text += Path(folder, name).read_bytes() + b"\n"
+    return Corpus(text[:CORPUS_BYTES])
 
 
 def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
