@@ -23,9 +23,9 @@ __all__ = [
 
 # How people spell "micro-batches per update". Kept strict: a bare "steps" or "freq" says nothing.
 ACCUMULATION_NAME = re.compile(
-    r"accum|grad_?acc|\bgas\b|acc_?steps?|acc_?iter|iter_?size|update_?freq|micro_?(steps|batches)"
+    r"accum|accu_|grad_?acc|\bgas\b|acc_?steps?|acc_(grad|batch|num)|batch_acc|subdivisions?|acc_?iter|iter_?size|update_?freq|micro_?(steps|batches)"
     r"|num_?micro|n_?micro|virtual_?batch|batch_?multiplier|batch_?split|batches?_per_(step|update)"
-    r"|steps?_per_update|backward_passes_per_step|\bacu\b|step_?interval|optim(izer)?_freq",
+    r"|steps?_per_update|(update|optimi[sz]e|step)_(every|interval)|backward_passes_per_step|\bacu\b|step_?interval|optim(izer)?_freq",
     re.IGNORECASE,
 )
 

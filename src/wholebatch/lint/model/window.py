@@ -153,7 +153,11 @@ class Window:
         if re.search(r"cycle|infinite|repeat|islice|count\(|forever|yield_|inf_", spelled, re.I):
             return False
         if re.search(r"\bt?range\(", spelled):
-            return bool(re.search(r"len\(|num_batches|batches_per_epoch|steps_per_epoch", spelled))
+            return bool(
+                re.search(
+                    r"len\(|num_batches|batches_per_epoch|(steps|iters|it)_per_epoch", spelled
+                )
+            )
         name = dotted(inner)
         for definition in self.loop.entry.get(name or "", ()):
             if re.search(r"cycle|infinite|repeat|islice", text(definition.expr)[:400]):

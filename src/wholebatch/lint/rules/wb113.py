@@ -88,6 +88,12 @@ def _batchnorm(call: ast.Call, file: File) -> str:
         known = first.value if isinstance(first, ast.Constant) else None
         if isinstance(known, str) and _KNOWN_MODEL.match(known):
             return f"`{known}` has BatchNorm, which"
+    if full.endswith("hub.load") and len(call.args) > 1:
+        known = getattr(call.args[1], "value", None)
+        if isinstance(known, str) and _KNOWN_MODEL.match(known):
+            return f"`{known}` has BatchNorm, which"
+    if full in {"EfficientNet.from_pretrained", "EfficientNet.from_name"}:
+        return "`EfficientNet` has BatchNorm, which"
     if full.startswith(("smp.", "segmentation_models_pytorch.")) and name in _SEGMENTERS:
         return f"`{name}` has BatchNorm, which"
     return ""

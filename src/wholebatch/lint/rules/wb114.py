@@ -75,11 +75,21 @@ def _named(window: Window) -> ast.AST | None:
         if asked and re.search(r"CLIP|SigLip|Clap", window.facts.source):
             return call
         for definition in event.env.get(text(call.func), ()):
-            if isinstance(definition.expr, ast.Call) and _COUPLED_NAME.search(
-                last_part(definition.expr.func)
-            ):
-                return call
+            if isinstance(definition.expr, ast.Call):
+                made = last_part(definition.expr.func)
+                if _COUPLED_NAME.search(made) or _is_coupled_class(made, window):
+                    return call
     return None
+
+
+def _is_coupled_class(name: str, window: Window) -> bool:
+    """Whether a loss class of this file compares all samples of its batch with each other."""
+    for owner in window.facts.classes:
+        if owner.node.name == name and "Loss" in name:
+            body = text(owner.node)
+            has_labels = "arange(" in body and re.search(r"cross_entropy|CrossEntropy", body)
+            return bool(has_labels and _SIMILARITY.search(body))
+    return False
 
 
 def _true(expr: ast.expr | None) -> bool:
