@@ -35,9 +35,9 @@ import ast
 from collections.abc import Iterator
 
 from ..findings import Edit, Report
-from ..model import Event, File, Window
+from ..model import Event, File, Guard, Window
 from ..model.names import text
-from .ask import is_optimizer_of, stepped
+from .ask import is_optimizer_of, same_receiver, stepped
 from .base import Rule
 
 __all__ = ["RULE"]
@@ -51,9 +51,7 @@ def check(file: File) -> Iterator[Report]:
         steps = stepped(window)
         zeros = window.of("zero")
         for zero in zeros:
-            if window.when(zero) != "always" or not is_optimizer_of(zero, steps):
-                continue
-            if not any(b.order < zero.order or b.order > zero.order for b in window.backwards):
+            if not is_optimizer_of(zero, steps) or not _every_micro_batch(zero, window, steps):
                 continue
             yield Report(
                 zero.node,
@@ -61,6 +59,20 @@ def check(file: File) -> Iterator[Report]:
                 f"`{window.every_name}`: only the last micro-batch counts",
                 _fix(window, zero, zeros, steps),
             )
+
+
+def _every_micro_batch(zero: Event, window: Window, steps: list[Event]) -> bool:
+    """Unconditional, or under no other condition than its step, but for the boundary."""
+    if window.when(zero) == "always":
+        return True
+    if window.when(zero) != "sometimes":
+        return False
+    mine = _conditions(zero, window)
+    return any(same_receiver(zero, s) and mine <= _conditions(s, window) for s in steps)
+
+
+def _conditions(event: Event, window: Window) -> set[tuple[str, bool]]:
+    return {(text(g.expr), g.positive) for g in event.inside(window.loop) if isinstance(g, Guard)}
 
 
 def _fix(window: Window, zero: Event, zeros: list[Event], steps: list[Event]) -> tuple[Edit, ...]:
