@@ -36,7 +36,7 @@ from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.inherit import Inherited
 from wholebatch.runners.meeting import Meetings
 from wholebatch.runners.onethread import Execute, OneThread, below_autograd, executor
-from wholebatch.runners.paging import Paged, Pages
+from wholebatch.runners.paging import Paged, Pages, Place
 
 __all__ = ["LockStep"]
 
@@ -46,6 +46,7 @@ R = TypeVar("R")
 
 
 Hold = Literal["graphs", "inputs", "host"]
+_LESS: dict[Hold, Hold] = {"graphs": "inputs", "inputs": "host"}
 
 
 class LockStep:
@@ -63,6 +64,9 @@ class LockStep:
       given), which are computed again in the backward pass. Nothing travels to the host.
     - `"host"`: what the micro-batch that is awake works with. The rest waits in host memory, so the
       device needs the same for any number of micro-batches, and the link to the host is busy.
+    - `"auto"`: the first of these that fits. If memory runs out, less is held from then on: at once
+      if no backward had begun, else the error is raised and the next run holds less. `holding` says
+      where it got to.
 
     Give the `model`: on CUDA its convolutions then cost least, and the gradients of its parameters
     are known to stay on the device.
@@ -74,24 +78,25 @@ class LockStep:
         *,
         model: nn.Module | None = None,
         reduce: Reduce | None = None,
-        hold: Hold = "graphs",
+        hold: Hold | Literal["auto"] = "graphs",
         blocks: Sequence[tuple[str, nn.Module]] = (),
         least_page: int = 1 << 16,
     ) -> None:
-        if hold not in get_args(Hold):
-            raise OptionError(f'hold="{hold}": must be "graphs", "inputs" or "host"')
-        if hold == "inputs" and model is not None:
+        if hold != "auto" and hold not in get_args(Hold):
+            raise OptionError(f'hold="{hold}": must be "graphs", "inputs", "host" or "auto"')
+        if hold in ("inputs", "auto") and model is not None:
             blocks = blocks or blocks_of(model)
         if hold == "inputs" and not blocks:
             raise OptionError('hold="inputs": found no blocks to compute again; give blocks=')
         self._norms = tuple(norms)
         self._reduce = reduce
-        self._hold = hold
+        self._auto = hold == "auto"
+        self.holding: Hold = "graphs" if hold == "auto" else hold
         self._blocks = tuple(blocks)
         self._model = model
         self._least_page = least_page
         self._pool: HostPool | None = None
-        self._learnt: dict[int, set[int]] = {}
+        self._learnt: dict[int, set[Place]] = {}
         self.paged: Paged | None = None
 
     def run(
@@ -115,9 +120,41 @@ class LockStep:
         """
         if not micros:
             return []
+        begun: list[bool] = []
+
+        def noted(result: T) -> R:
+            begun.append(True)
+            return backward(result)
+
+        while True:
+            try:
+                return self._run(micros, forward, noted, moved)
+            except torch.OutOfMemoryError:
+                if not self._hold_less() or begun:
+                    raise
+            # Out of the handler: the traceback that held every tensor is gone.
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    def _hold_less(self) -> bool:
+        """Go on to the next way of holding, if there is one."""
+        if not self._auto or self.holding == "host":
+            return False
+        self.holding = _LESS[self.holding]
+        if self.holding == "inputs" and not self._blocks:
+            self.holding = "host"
+        return True
+
+    def _run(
+        self,
+        micros: Sequence[M],
+        forward: Callable[[M], T],
+        backward: Callable[[T], R],
+        moved: Callable[[M], M] | None,
+    ) -> list[R]:
         parties = len(micros)
         streams = Streams(parties, self._devices()) if parties > 1 else None
-        pages = self._pages(parties) if self._hold == "host" and parties > 1 else None
+        pages = self._pages(parties) if self.holding == "host" and parties > 1 else None
         parts = [part for part in (streams, pages) if part is not None]
         baton: Baton[R] = Baton(
             parties,
@@ -152,7 +189,7 @@ class LockStep:
         try:
             with (
                 Meetings(self._norms, baton, reduce=self._reduce),
-                Recomputed(self._blocks if self._hold == "inputs" else ()),
+                Recomputed(self._blocks if self.holding == "inputs" else ()),
                 Elsewhere(self._model.modules() if by_layers and self._model else (), baton.call),
             ):
                 results = baton.run([threaded(party) for party in range(parties)])

@@ -3,7 +3,7 @@
 Every storage that a micro-batch creates is a page. When the micro-batch goes to sleep its pages are
 copied to (pinned) host memory and their device memory is given back; whoever touches one later, in
 the forward or in the backward pass, finds it restored. What a stretch between two meetings touched
-is learnt from the first micro-batch that goes through it, and fetched ahead for the others while
+is learnt from the micro-batch that went through it last, and fetched ahead for the next while
 another one computes.
 
 All memory is taken and given back in the order of the caller's stream, which waits for the copies
@@ -41,6 +41,10 @@ class Paged:
     bytes_in: int
 
 
+Place = tuple[int, int]
+"""Which storage of a micro-batch: the stretch that it was made in, and its number there."""
+
+
 @dataclass(eq=False, slots=True)
 class _Page:
     """One storage: where its bytes are."""
@@ -49,7 +53,8 @@ class _Page:
     nbytes: int
     device: torch.device
     owner: int
-    ordinal: int
+    place: Place
+    seen: int  # the stretch in which it was last touched
     span: Span | None = None
     resident: bool = True
     shared: bool = False  # touched by several micro-batches: it stays on the device
@@ -77,7 +82,7 @@ class Pages:
         *,
         pool: HostPool,
         parameters: Iterable[nn.Parameter] = (),
-        learnt: dict[int, set[int]] | None = None,
+        learnt: dict[int, set[Place]] | None = None,
         least: int = 1 << 16,
     ) -> None:
         self._parties = parties
@@ -85,8 +90,9 @@ class Pages:
         self._least = least
         self._pages: dict[int, _Page] = {}
         self._awake: list[dict[int, _Page]] = [{} for _ in range(parties)]
-        self._by_ordinal: list[dict[int, _Page]] = [{} for _ in range(parties)]
-        self._created = [0] * parties
+        self._by_place: list[dict[Place, _Page]] = [{} for _ in range(parties)]
+        self._created = 0
+        self._used: set[Place] = set()
         self._stretch = [-1] * parties
         self._party = 0
         self._learnt = {} if learnt is None else learnt
@@ -123,12 +129,16 @@ class Pages:
     def enter(self, party: int) -> None:
         self._party = party
         self._stretch[party] += 1
+        self._created = 0
+        self._used = set()
         following = (party + 1) % self._parties
         if following != party:
             self._fetch_ahead(following, self._stretch[following] + 1)
 
     def leave(self, party: int) -> None:
         """Send to the host what `party` has on the device."""
+        # Of the last one that went this way: the first may have made what others find made.
+        self._learnt[self._stretch[party]] = self._used
         self._give_back_left()
         going: list[tuple[_Page, torch.UntypedStorage]] = []
         for key, page in list(self._awake[party].items()):
@@ -175,9 +185,10 @@ class Pages:
             return
         if page.owner != self._party:
             page.shared = True
+        elif page.seen != (stretch := self._stretch[page.owner]):
+            page.seen = stretch
+            self._used.add(page.place)
         if not page.resident or page.leaving or page.arriving:
-            if not page.shared:
-                self._learn(page)
             self._restore(page, tensor.untyped_storage())
             self._awake[page.owner][key] = page
 
@@ -192,14 +203,15 @@ class Pages:
         """A new storage of the micro-batch that is awake."""
         storage = tensor.untyped_storage()
         key, party = storage._cdata, self._party
-        ordinal = self._created[party]
-        self._created[party] += 1
+        stretch = self._stretch[party]
+        place = (stretch, self._created)
+        self._created += 1
         nbytes = storage.nbytes()
         if nbytes < self._least:
             return
         weak = cast(int, storage._weak_ref())
-        page = _Page(weak, nbytes, storage.device, party, ordinal)
-        self._pages[key] = self._awake[party][key] = self._by_ordinal[party][ordinal] = page
+        page = _Page(weak, nbytes, storage.device, party, place, stretch)
+        self._pages[key] = self._awake[party][key] = self._by_place[party][place] = page
         self._count(nbytes)
 
     def known(self, tensor: Tensor) -> bool:
@@ -222,11 +234,11 @@ class Pages:
             self._count(page.nbytes)
 
     def _fetch_ahead(self, party: int, stretch: int) -> None:
-        pages = self._by_ordinal[party]
+        pages = self._by_place[party]
         coming: list[tuple[Span, torch.UntypedStorage]] = []
-        for ordinal in sorted(self._learnt.get(stretch, ())):
-            page = pages.get(ordinal)
-            if page is None or page.arriving or (page.resident and not page.leaving):
+        for place in sorted(self._learnt.get(stretch, ())):
+            page = pages.get(place)
+            if page is None or page.shared or page.arriving or (page.resident and not page.leaving):
                 continue
             storage = page.storage()
             if storage is None:
@@ -262,9 +274,6 @@ class Pages:
         page.resident = False
         self.resident -= page.nbytes
 
-    def _learn(self, page: _Page) -> None:
-        self._learnt.setdefault(self._stretch[self._party], set()).add(page.ordinal)
-
     def _forget(self, key: int, page: _Page) -> None:
         if page.span is not None:
             self._copies.release(page.span)
@@ -274,7 +283,7 @@ class Pages:
             page.resident = False
         self._pages.pop(key, None)
         self._awake[page.owner].pop(key, None)
-        self._by_ordinal[page.owner].pop(page.ordinal, None)
+        self._by_place[page.owner].pop(page.place, None)
         torch.UntypedStorage._free_weak_ref(page.weak)
 
     def _is_gradient(self, key: int, page: _Page) -> bool:
