@@ -119,7 +119,7 @@ def _state(evidence: Evidence) -> list[Cause]:
         randomness.restore(bench.start.random)
         second = _mean(bench, micro, device)
     unit = bench.numbers.unit(bench.model)
-    if not moved or abs(second - first) <= 100 * unit * max(abs(first), 1e-30):
+    if abs(second - first) <= 100 * unit * max(abs(first), 1e-30):
         return []
     return [
         Cause(

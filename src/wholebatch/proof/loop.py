@@ -262,6 +262,9 @@ def _found(fits: Sequence[Fit]) -> str | None:
     right = next((fit for fit in fits if fit.key == RIGHT), None)
     if right is not None and right.fits:
         return RIGHT
+    # The loop weighs its micro-batches rightly: what is wrong lies in the model.
+    if any(fit.key == "coupled" and fit.fits for fit in fits):
+        return "coupled"
     return fits[0].key if fits[0].fits else None
 
 
@@ -274,7 +277,7 @@ def _consistent(trials: Sequence[Trial]) -> list[Trial]:
                 votes[fit.key] = votes.get(fit.key, 0) + 1
     result = []
     for trial in trials:
-        if trial.found not in (RIGHT, None):
+        if trial.found not in (RIGHT, "coupled", None):
             fitting = [fit for fit in trial.fits if fit.fits and fit.key != RIGHT]
             best = max(fitting, key=lambda fit: (votes[fit.key], -fit.distance))
             trial = replace(trial, found=best.key)

@@ -136,6 +136,11 @@ class Parts:
 def guesses(parts: Parts) -> Iterator[Guess]:
     """The right gradient first, then every mistake that has exactly one step."""
     yield Guess(RIGHT, "the undivided batch", (parts.clip(parts.right),))
+    if parts.clip_norm is not None:
+        by_hand = min(1.0, parts.clip_norm / max(float(parts.right.norm()), 1e-30))
+        yield Guess(
+            RIGHT, "the undivided batch, clipped without torch's 1e-6", (parts.right * by_hand,)
+        )
     local = dict(_locals(parts))
     added = _weighted(parts, [u / sum(parts.units) for u in parts.units])
     for (key, variant), gradient in local.items():

@@ -82,12 +82,10 @@ class Start:
         names = {id(module): name for name, module in self.model.named_modules()}
         changed = []
         for module, attributes in self._modules:
-            for name, before in attributes.items():
-                now = vars(module).get(name)
-                is_plain = isinstance(before, int | float | str) and name != "training"
-                if (is_plain and now != before) or (
-                    isinstance(before, Tensor) and now is not before
-                ):
+            for name, now in vars(module).items():
+                before = attributes.get(name)
+                is_plain = isinstance(now, int | float | str) and name != "training"
+                if (is_plain and now != before) or (isinstance(now, Tensor) and now is not before):
                     changed.append(f"{names.get(id(module), '')}.{name}".lstrip("."))
         return changed
 
