@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from .names import children, dotted, keyword, last_part, walk
+from .names import children, dotted, keyword, last_part, number, walk
 from .parts import Def, Env
 from .targets import assigned_names
 from .walk import FunctionNode
@@ -71,8 +71,9 @@ class Facts:
         call = self.accelerator
         if call is None:
             return None
-        if keyword(call, "gradient_accumulation_steps") is not None:
-            return True
+        given = keyword(call, "gradient_accumulation_steps")
+        if given is not None:
+            return number(given) != 1
         if keyword(call, "gradient_accumulation_plugin") is not None:
             return True
         if keyword(call, "deepspeed_plugin") is not None or any(

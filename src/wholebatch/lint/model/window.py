@@ -210,6 +210,9 @@ def _accelerate(window: Window, inner: list[Event]) -> bool:
 
     if not any(accumulating(e) for e in inner):
         return False
+    if window.facts.accelerator_divides is False:
+        # `accumulate()` of an Accelerator that was not given a number of steps does nothing.
+        return all(window.when(e) == "always" for e in window.of("step"))
     window.shape = "accelerate"
     call = window.facts.accelerator
     given = keyword(call, "gradient_accumulation_steps") if call is not None else None

@@ -6,10 +6,11 @@ import ast
 import re
 
 from ..model import Event, File, Guard, Window
-from ..model.names import dotted, text
+from ..model.names import dotted, keyword, last_part, number, text
 
 __all__ = [
     "exclusive",
+    "framework_accumulates",
     "gradients_rescaled",
     "is_optimizer_of",
     "own_events",
@@ -18,6 +19,8 @@ __all__ = [
     "scaled_by_count",
     "stepped",
 ]
+
+_ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
 
 
 def stepped(window: Window) -> list[Event]:
@@ -67,6 +70,17 @@ def gradients_rescaled(file: File) -> bool:
 def scaled_by_count(window: Window) -> bool:
     """Whether some path divides the loss by the number of micro-batches of a window."""
     return any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
+
+
+def framework_accumulates(file: File) -> bool:
+    """Whether a Trainer of Lightning or transformers that is made here accumulates by itself."""
+    for call in file.facts.calls:
+        given = keyword(call, "accumulate_grad_batches")
+        if given is None and last_part(call.func) in _ARGUMENTS:
+            given = keyword(call, "gradient_accumulation_steps")
+        if given is not None and number(given) != 1 and text(given) != "None":
+            return True
+    return False
 
 
 def root_name(expr: ast.expr) -> str:

@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from ..findings import Report
 from ..model import File, Window
 from ..model.loss import Chain
-from ..model.names import keyword, last_part, number, text
+from ..model.names import keyword, last_part, number, text, walk
 from .ask import gradients_rescaled
 from .base import Rule
 
@@ -53,6 +53,10 @@ _MASKED_DATA = re.compile(
 _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
 )
+_MESSAGE = (
+    "mean over the valid tokens of each micro-batch is averaged over micro-batches with equal "
+    "weight: add up sums and divide once by the window's tokens"
+)
 _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
 )
@@ -60,7 +64,8 @@ _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "L
 
 
 def check(file: File) -> Iterator[Report]:
-    """At most one report per window."""
+    """At most one report per window, and per `compute_loss` of a Trainer that accumulates."""
+    yield from _in_trainers(file)
     if (
         not file.accumulating
         or gradients_rescaled(file)
@@ -72,11 +77,23 @@ def check(file: File) -> Iterator[Report]:
             place = _masked_mean(chain, window, file)
             if place is not None:
                 node = place if hasattr(place, "lineno") else event.node
-                yield Report(
-                    node,
-                    "mean over the valid tokens of each micro-batch is averaged over micro-batches "
-                    "with equal weight: add up sums and divide once by the window's tokens",
-                )
+                yield Report(node, _MESSAGE)
+                break
+
+
+def _in_trainers(file: File) -> Iterator[Report]:
+    """transformers gives `compute_loss` the tokens of the window; a plain mean does not use it."""
+    if "gradient_accumulation_steps" not in file.facts.source:
+        return
+    for owner in file.facts.classes:
+        method = owner.methods.get("compute_loss")
+        if method is None or not any(base.endswith("Trainer") for base in owner.bases):
+            continue
+        if "num_items_in_batch" in text(method):
+            continue
+        for node in walk(method):
+            if isinstance(node, ast.Call) and _masks_mean(node):
+                yield Report(node, _MESSAGE)
                 break
 
 

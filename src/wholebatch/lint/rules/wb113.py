@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from ..findings import Report
 from ..model import File
 from ..model.names import dotted, last_part
+from .ask import framework_accumulates
 from .base import Rule
 
 __all__ = ["RULE"]
@@ -57,9 +58,11 @@ _FROZEN = re.compile(
 
 def check(file: File) -> Iterator[Report]:
     """One report per file, where the layers are made."""
-    if not file.accumulating or _FROZEN.search(file.facts.source):
+    if _FROZEN.search(file.facts.source):
         return
-    if all(w.shape == "deepspeed" for w in file.accumulating):
+    if not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
+        file
+    ):
         return
     for call in file.facts.calls:
         what = _batchnorm(call, file)

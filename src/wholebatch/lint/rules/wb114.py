@@ -31,7 +31,8 @@ from collections.abc import Iterator
 
 from ..findings import Report
 from ..model import Event, File, Window
-from ..model.names import keyword, last_part, text
+from ..model.names import keyword, last_part, text, walk
+from .ask import framework_accumulates
 from .base import Rule
 
 __all__ = ["RULE"]
@@ -39,6 +40,10 @@ __all__ = ["RULE"]
 _COUPLED_NAME = re.compile(
     r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
     r"|SupConLoss|SigLipLoss|BiEncoderNllLoss|in_batch_neg|SimCLRLoss|ContrastiveLossWithInBatch"
+)
+_MESSAGE = (
+    "loss uses the other samples of the micro-batch as negatives: accumulation does not give the "
+    "negatives of the whole batch"
 )
 _CACHED = re.compile(
     r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I
@@ -48,16 +53,30 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 
 def check(file: File) -> Iterator[Report]:
     """At most one report per window."""
-    if not file.accumulating or _CACHED.search(file.facts.source):
+    if _CACHED.search(file.facts.source):
         return
+    yield from _in_training_steps(file)
     for window in file.accumulating:
         node = _named(window) or _by_arange(window)
         if node is not None:
-            yield Report(
-                node,
-                "loss uses the other samples of the micro-batch as negatives: accumulation does "
-                "not give the negatives of the whole batch",
-            )
+            yield Report(node, _MESSAGE)
+
+
+def _in_training_steps(file: File) -> Iterator[Report]:
+    """Lightning's own accumulation: the loss is in `training_step`, the loop is not here."""
+    if not framework_accumulates(file):
+        return
+    for owner in file.facts.classes:
+        method = owner.methods.get("training_step")
+        if method is None:
+            continue
+        for node in walk(method):
+            if isinstance(node, ast.Call):
+                made = owner.attributes.get(text(node.func))
+                name = last_part(made.func) if isinstance(made, ast.Call) else ""
+                if _COUPLED_NAME.search(last_part(node.func)) or _COUPLED_NAME.search(name):
+                    yield Report(node, _MESSAGE)
+                    break
 
 
 def _calls(window: Window) -> Iterator[tuple[Event, ast.Call]]:
