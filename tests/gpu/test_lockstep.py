@@ -136,4 +136,4 @@ def test_host_memory_does_not_depend_on_the_batch() -> None:
         before = torch.cuda.memory_allocated()
         lockstep(model, (x, torch.zeros(parts * 16, dtype=torch.long)), [16] * parts, "host")
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[2] <= 1.02 * peaks[1], peaks
+    assert peaks[2] <= 1.05 * peaks[1], peaks

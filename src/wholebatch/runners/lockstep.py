@@ -63,7 +63,9 @@ class LockStep:
     - `"inputs"`: what goes into each of `blocks` (those that `blocks_of(model)` finds, if none are
       given), which are computed again in the backward pass. Nothing travels to the host.
     - `"host"`: what the micro-batch that is awake works with. The rest waits in host memory, so the
-      device needs the same for any number of micro-batches, and the link to the host is busy.
+      device needs the same for any number of micro-batches, and the link to the host is busy. All
+      that touches a tensor must be an operation that PyTorch dispatches: a kernel that is launched
+      on a bare pointer finds nothing there.
     - `"auto"`: the first of these that fits. If memory runs out, less is held from then on: at once
       if no backward had begun, else the error is raised and the next run holds less. `holding` says
       where it got to.
@@ -214,6 +216,7 @@ class LockStep:
         return Pages(
             parties,
             pool=self._pool,
+            kind="cuda" if self._has_thread_state() else "cpu",
             parameters=() if self._model is None else self._model.parameters(),
             learnt=self._learnt,
             least=self._least_page,

@@ -71,9 +71,9 @@ class Pages:
     """The pages of all micro-batches of one run.
 
     `enter` and `leave` are called when a micro-batch wakes and when it goes to sleep, `finish` when
-    it is done; all that it computes goes through `watch`. Storages below `least` bytes stay on
-    the device, as do gradients of `parameters`. `peak` is the largest number of bytes of pages that
-    were on the device at once.
+    it is done; all that it computes goes through `watch`. Pages are the storages on devices of type
+    `kind`. Those below `least` bytes stay there, as do gradients of `parameters`. `peak` is the
+    largest number of bytes of pages that were on the device at once.
     """
 
     def __init__(
@@ -81,12 +81,14 @@ class Pages:
         parties: int,
         *,
         pool: HostPool,
+        kind: str,
         parameters: Iterable[nn.Parameter] = (),
         learnt: dict[int, set[Place]] | None = None,
         least: int = 1 << 16,
     ) -> None:
         self._parties = parties
         self._copies = Copies(pool)
+        self._kind = kind
         self._least = least
         self._pages: dict[int, _Page] = {}
         self._awake: list[dict[int, _Page]] = [{} for _ in range(parties)]
@@ -207,7 +209,7 @@ class Pages:
         place = (stretch, self._created)
         self._created += 1
         nbytes = storage.nbytes()
-        if nbytes < self._least:
+        if nbytes < self._least or storage.device.type != self._kind:
             return
         weak = cast(int, storage._weak_ref())
         page = _Page(weak, nbytes, storage.device, party, place, stretch)
