@@ -156,6 +156,9 @@ class Bench:
             static=reading.static,
             **options,
         )
+        if options.get("execute") in ("compile", "graph"):
+            train.step(batch)  # the first window makes the graphs, the second runs on them
+            self.begin()
         with Watch(self.model, self.parameters) as watch:
             step = train.step(batch)
             run = watch.run(self.start, step.loss)
