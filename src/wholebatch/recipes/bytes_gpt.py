@@ -22,7 +22,7 @@ import wholebatch as wb
 defaults = {
     "batch_size": 64,
     "micro_batch": 8,
-    "steps": 110,
+    "steps": 100,
     "precision": "full",
     "clip_norm": 1.0,
     "checkpoint_every": 25,
