@@ -33,8 +33,16 @@ def backward_into(
     parameters: Sequence[nn.Parameter],
     models: Iterable[nn.Module],
     totals: Iterable[Tensor],
+    *,
+    in_graph: bool = True,
 ) -> Backward:
-    """A backward for graphs like those of `totals` that adds into `parameters` alone."""
+    """A backward for graphs like those of `totals` that adds into `parameters` alone.
+
+    `in_graph=False` where the graphs lead to tensors of an engine instead of the parameters: a
+    plain backward.
+    """
+    if not in_graph:
+        return Backward(torch.autograd.backward)
     if not _is_reentrant(totals):
 
         def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
