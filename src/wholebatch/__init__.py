@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from wholebatch.engine import WholeBatch
     from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.proof import verify
+    from wholebatch.runners.pipeline import Pipeline
     from wholebatch.splitting import split, tokens, unpadded
     from wholebatch.step import Step
     from wholebatch.steps import by_epoch
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Accumulator",
     "Loss",
+    "Pipeline",
     "Step",
     "WholeBatch",
     "__version__",
@@ -59,6 +61,7 @@ __all__ = [
 _HOMES = {
     "Accumulator": "accumulator",
     "Loss": "loss",
+    "Pipeline": "runners.pipeline",
     "Step": "step",
     "WholeBatch": "engine",
     "by_epoch": "steps",

@@ -306,11 +306,12 @@ class Window:
             self.ranks_with_more = int(self.has_more)
         else:
             absent = self.sync.filled_in()
-            present = [float(id(parameter) not in absent) for parameter in self.inputs]
+            shared = self.inputs if self.sync.same_parameters else []
+            present = [float(id(parameter) not in absent) for parameter in shared]
             values = self.sync.sum([*values, float(self.has_more), *present])
             more, *counts = values[2 * len(names) :]
             self.ranks_with_more = int(more)
-            for parameter, count in zip(self.inputs, counts, strict=True):
+            for parameter, count in zip(shared, counts, strict=True):
                 if count == 0:
                     parameter.grad = None
         return (
@@ -321,6 +322,8 @@ class Window:
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks without a micro-batch of one's own."""
         self.has_more = False
+        if known is not None and known.keys() != self._last_weights.keys():
+            self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
         self.begin(0, known=known)
         return self.close()
 

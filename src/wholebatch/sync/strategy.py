@@ -34,6 +34,9 @@ class Sync(ABC):
     grows_own_graph: bool = False
     """Whether graphs lead to the engine's own tensors instead of the parameters themselves."""
 
+    same_parameters: bool = True
+    """Whether all ranks hold the same parameters, whole or in slices."""
+
     owns_hooks: bool = False
     """Whether the engine has put its own post-accumulate-grad hooks on the parameters."""
 
