@@ -1,6 +1,6 @@
 """Predicted peak memory beside the measured one, and the chosen micro-batch beside the largest.
 
-    python benchmarks/gpu_memory.py [predict] [choose] [--json FILE]
+    python benchmarks/gpu_memory.py [predict] [choose] [--models NAME ...] [--json FILE]
 
 On a machine without CUDA, `predict` prints what is predicted for a GPU that is not there.
 """
@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -213,9 +212,10 @@ def measured(
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def predict_all() -> list[dict[str, Any]]:
+def predict_all(names: list[str]) -> list[dict[str, Any]]:
     rows = []
-    for name, one in MODELS.items():
+    for name in names:
+        one = MODELS[name]
         for checkpointed in (False, True):
             if checkpointed and name in ("vgg-13",):
                 continue
@@ -273,11 +273,12 @@ def said(row: dict[str, Any]) -> str:
     return text
 
 
-def choose_all(limit: int = 16 * GIB) -> list[dict[str, Any]]:
+def choose_all(names: list[str], limit: int = 16 * GIB) -> list[dict[str, Any]]:
     """The chosen micro-batch beside the largest that runs under a real limit of memory."""
     total = torch.cuda.get_device_properties(0).total_memory
     rows = []
-    for name, one in MODELS.items():
+    for name in names:
+        one = MODELS[name]
         for precision in ("bf16",) if one.kind == "cnn" else ("full", "bf16"):
             if name == "gpt-1.1B":
                 continue
@@ -293,7 +294,7 @@ def choose_all(limit: int = 16 * GIB) -> list[dict[str, Any]]:
                 model,
                 loss,
                 one.batch(2),
-                budget=int(limit * 0.97),
+                budget=limit,
                 optimizer=optimizer,
                 precision=precision,
                 most=4096,
@@ -347,15 +348,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="*", default=["predict", "choose"])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     found: dict[str, Any] = {"torch": torch.__version__}
     if "predict" in options.what:
-        found["predict"] = predict_all()
+        found["predict"] = predict_all(options.models)
     if "choose" in options.what and HAS_CUDA:
-        found["choose"] = choose_all()
+        found["choose"] = choose_all(options.models)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

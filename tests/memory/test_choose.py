@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,7 +156,9 @@ def test_room_for_one_more_piece_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     assert spare(prediction, torch.device("cpu")) == 0
     assert spare(prediction, torch.device("cuda")) == 300
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert spare(prediction, torch.device("cuda")) == 20
+    assert spare(prediction, torch.device("cuda")) == 40
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert spare(replace(prediction, largest=10), torch.device("cuda")) == 40
 
 
 # --- tokens ----------------------------------------------------------------------------------
@@ -198,7 +201,7 @@ def test_token_budgets_take_the_worst_of_the_data() -> None:
 
 def test_on_the_cpu_a_measured_step_is_what_was_predicted() -> None:
     correction = calibrate(CASES["cnn"].make(), loss, CASES["cnn"].batch(4))
-    assert correction.measured == {1: 0, 2: 0} or set(correction.measured) == {1, 2}
+    assert correction.measured == {1: 0, 2: 0}
     correction = calibrate(mlp(), loss, vectors(4), samples=(2, 4))
     assert correction.measured == {2: 0, 4: 0}
     assert correction(100, 5000) == 5000
@@ -209,8 +212,9 @@ def test_measuring_leaves_nothing_behind() -> None:
     loss(model, CASES["cnn"].batch(2)).total.backward()
     before = [t.clone() for t in (*model.parameters(), *model.buffers())]
     gradients = [p.grad for p in model.parameters()]
+    micro = CASES["cnn"].batch(4)
     random = torch.get_rng_state()
-    assert measure_step(model, loss, CASES["cnn"].batch(4)) > 0
+    assert measure_step(model, loss, micro) > 0
     after = [*model.parameters(), *model.buffers()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
@@ -221,7 +225,7 @@ def test_measuring_leaves_nothing_behind() -> None:
 
 
 def gpt() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = GPT(layers=6, width=32, vocabulary=16)
+    model = GPT(layers=4, width=32, vocabulary=16)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -232,7 +236,7 @@ def test_the_ladder_says_what_each_rung_gives() -> None:
     assert [rung.what for rung in rungs[:3]] == [
         "as it is",
         "bf16 autocast",
-        "bf16 autocast and checkpointing of 6 blocks",
+        "bf16 autocast and checkpointing of 4 blocks",
     ]
     assert not any(rung.fits for rung in rungs)
     enough = rungs[2].peak - rungs[2].peak // 10
@@ -256,7 +260,7 @@ def test_fit_applies_no_more_than_is_needed() -> None:
     assert not any(is_checkpointed(module) for module in model.modules())
     least = ladder(model, loss, resize_batch(batch, 1), budget=1, optimizer=optimizer)[2].peak
     found = fit(model, loss, batch, budget=least, optimizer=optimizer)
-    assert (found.precision, len(found.blocks)) == ("bf16", 6)
+    assert (found.precision, len(found.blocks)) == ("bf16", 4)
     assert found.choice.micro_batch >= 1
     assert all(is_checkpointed(model.get_submodule(name)) for name in found.blocks)
 
@@ -267,7 +271,7 @@ def test_fit_says_what_would_help_where_nothing_here_does() -> None:
     with pytest.raises(
         OptionError,
         match=r"memory=.* one sample needs .*; with bf16 autocast .*, bf16 autocast and "
-        r"checkpointing of 6 blocks .*use a smaller model",
+        r"checkpointing of 4 blocks .*use a smaller model",
     ):
         fit(model, loss, batch, budget=1000, optimizer=optimizer)
     with pytest.raises(OptionError, match="one sample needs"):

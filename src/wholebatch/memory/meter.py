@@ -101,6 +101,10 @@ class MemoryMeter(TorchDispatchMode):
         self._mark_known()
         self._ledger.reset_peak()
 
+    def note_largest(self, nbytes: int) -> None:
+        """Count a storage that was made before the peak was reset among the largest."""
+        self._ledger.largest = max(self._ledger.largest, nbytes)
+
     def mark(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say what tensors are for that no model or optimizer holds, such as gradient buffers."""
         if category not in CATEGORIES:

@@ -13,6 +13,7 @@ the byte.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -95,40 +96,48 @@ def predict_peak(
     meter = FakeMeter(
         model=copied, optimizer=stepping, device=run_on, granule=CUDA_GRANULE if on_cuda else 1
     )
-    with _untouched(model), fake, meter:
+    with _untouched(model), _quiet(), fake, meter:
         window = PlainWindow(
             copied, loss, optimizer=stepping, precision=precision, around_update=meter.answering
         )
+        micros = [micro] * min(micro_batches, 2)  # the third finds what the second did
         try:
-            if first:
-                window.run([micro] * min(micro_batches, 2))
+            if first or stepping is None:
+                window.run(micros)
+                by_category = meter.peak_by_category
             else:
-                _run_later(window, micro, micro_batches, meter)
+                by_category = _later(window, micros, meter)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,
             UnsupportedOperatorException,
         ) as error:
             raise UnsupportedError(_why_not(error)) from error
-    by_category = meter.peak_by_category
     if on_cuda:
         by_category["temporaries"] += CUDA_WORKSPACES
     peak = sum(by_category.values())
     return Prediction(peak, by_category, time.perf_counter() - began, meter.largest)
 
 
-def _run_later(window: PlainWindow, micro: Any, micro_batches: int, meter: MemoryMeter) -> None:
-    """A window that finds the optimizer's state, with as few forwards and backwards as it takes."""
-    if micro_batches == 1 or not window.is_plain:
-        window.run([micro])
-        meter.reset_peak()
-        window.run([micro] * min(micro_batches, 2))  # the third finds what the second did
-    else:
-        # With the gradients of a window left in place, the next micro-batch is as the second one.
-        window.add(micro)
-        window.update()
-        meter.reset_peak()
-        window.run([micro])
+def _later(window: PlainWindow, micros: Sequence[Any], meter: MemoryMeter) -> dict[str, int]:
+    """The peak of a window that finds the optimizer's state there, from the first one.
+
+    State is made by the first step and lies beside everything from then on. So the forwards and
+    backwards of a later window take what those of the first did, and the state; its step takes
+    what a second step with the same gradients does.
+    """
+    state = "optimizer state"
+    window.add_all(micros)
+    before = meter.peak_by_category
+    held = meter.current_by_category[state]
+    largest = meter.largest
+    window.step()
+    before[state] += meter.current_by_category[state] - held
+    meter.reset_peak()
+    window.step()
+    after = meter.peak_by_category
+    meter.note_largest(largest)
+    return before if sum(before.values()) >= sum(after.values()) else after
 
 
 class PlainWindow:
@@ -153,24 +162,22 @@ class PlainWindow:
         self._casts = precisions.choose(precision, next(model.parameters()).device.type)
         self._sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but gradients is kept from one micro-batch to the next."""
-        return isinstance(self._casts, precisions.Full) and not self._sixteen_bit
-
     def run(self, micros: Sequence[Any]) -> None:
         """Train on these micro-batches once."""
-        self._sixteen_bit.begin()
-        for micro in micros:
-            self.add(micro)
-        self.update()
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
-        self._sixteen_bit.end()
+        self.add_all(micros)
+        self.step()
+        self.clear()
 
-    def add(self, micro: Any) -> None:
-        """Forward and backward of one micro-batch."""
+    def add_all(self, micros: Sequence[Any]) -> None:
+        """Everything before the optimizer's step."""
+        self._sixteen_bit.begin()
         self._casts.begin()
+        for micro in micros:
+            self._add(micro)
+        self._casts.end()
+        self._sixteen_bit.round_once()
+
+    def _add(self, micro: Any) -> None:
         with self._casts.forward():
             result = as_loss(self._loss(self._model, micro))
         totals = (
@@ -180,13 +187,17 @@ class PlainWindow:
         )
         torch.autograd.backward(totals)
 
-    def update(self) -> None:
-        """The end of the window, all but clearing the gradients."""
-        self._casts.end()
+    def step(self) -> None:
+        """The optimizer's step; gradients stay."""
         if self._optimizer is not None:
             with self._around_update():
-                self._sixteen_bit.round_once()
                 self._optimizer.step()
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        self._sixteen_bit.end()
 
 
 def target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
@@ -214,6 +225,14 @@ def _untouched(model: torch.nn.Module) -> Iterator[None]:
             "memory cannot be predicted for this loss: it uses a model from outside instead of the"
             " one it is given; write it as a function of its first argument, loss(model, micro)"
         )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Code that asks where a tensor lies gets a warning for a fake one, and the answer nowhere."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
 
 
 def _why_not(error: Exception) -> str:

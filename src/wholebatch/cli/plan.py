@@ -1,0 +1,332 @@
+"""`wholebatch plan`: what fits where, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from wholebatch.cli.options import check
+from wholebatch.errors import MissingExtraError, OptionError, RecipeError
+
+if TYPE_CHECKING:
+    from wholebatch.memory.plan import Plan
+
+__all__ = ["plan"]
+
+_COLORS = {
+    "parameters": "blue",
+    "gradients": "cyan",
+    "optimizer state": "magenta",
+    "activations": "green",
+    "temporaries": "yellow",
+    "buffers": "white",
+    "inputs": "white",
+    "communication": "red",
+}
+_BAR = 42
+_MOST_SAMPLES = 16  # so many of the data are looked at; larger batches are made by repeating them
+_PRECISIONS = ("full", "fp32", "bf16", "fp16")
+
+
+def plan(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE|hf:CONFIG.json",
+            help="A recipe as for [bold]wholebatch train[/], or a Hugging Face causal language "
+            "model from its configuration alone.",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Samples that make one update, on all GPUs.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of each GPU, such as 24GiB; the GPU need not be here. Default: this machine's "
+            "GPU, else its main memory.",
+        ),
+    ] = None,
+    gpus: Annotated[int, typer.Option(metavar="N", help="Data-parallel GPUs.")] = 1,
+    precision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="full (or fp32), bf16 or fp16.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Sequence length, for hf: only.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out what other settings would change.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Predict the peak memory over micro-batch sizes, and recommend one. Nothing is trained."""
+    check("batch_size", batch_size, "--batch-size")
+    if gpus < 1:
+        raise OptionError(f"--gpus {gpus}: must be a whole number, at least 1")
+    if precision is not None and precision not in _PRECISIONS:
+        raise OptionError(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
+    if seq is not None and seq < 1:
+        raise OptionError(f"--seq {seq}: must be a number of tokens, at least 1")
+
+    # Torch is imported from here on: a wrong option was told at once.
+    from wholebatch.memory.plan import make_plan
+
+    if recipe is not None and recipe.startswith("hf:"):
+        subject = _from_configuration(Path(recipe[3:]), seq)
+    elif seq is not None:
+        raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
+    else:
+        subject = _from_recipe(recipe)
+    device, budget, where = _budget(gpu_memory)
+    size = batch_size or subject.batch_size
+    console = Console()
+    if not as_json:
+        console.print(
+            f"[bold]{subject.name}[/]: {subject.parameters:,} parameters, {subject.sample};"
+            f" {gpus} × {where}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    made = make_plan(
+        subject.model,
+        subject.loss,
+        subject.batch,
+        batch_size=size,
+        budget=budget,
+        ranks=gpus,
+        optimizer=subject.optimizer,
+        precision=_known(precision or subject.precision),
+        device=device,
+        variants=not quick,
+    )
+    if as_json:
+        about = {"subject": subject.name, "parameters": subject.parameters, "device": device}
+        print(json.dumps({**about, **asdict(made)}, indent=2))
+    else:
+        _show(console, made)
+    raise typer.Exit(0 if made.micro_batch is not None else 1)
+
+
+def _known(precision: str) -> str:
+    return "full" if precision == "fp32" else precision
+
+
+# --- what is planned --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model without bytes, with what a step of it needs."""
+
+    name: str
+    sample: str
+    model: Any
+    optimizer: Any
+    loss: Any
+    batch: Any
+    batch_size: int
+    precision: str
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def _from_recipe(name: str | None) -> _Subject:
+    import torch
+
+    from wholebatch.memory.batches import resize_batch
+    from wholebatch.recipes import EMBEDDED, Batches, load_recipe
+    from wholebatch.splitting import batch_size_of
+
+    recipe = load_recipe(name or next(iter(EMBEDDED)))
+    try:
+        with torch.device("meta"):
+            model = recipe.build_model()
+    except Exception:  # a model() that needs numbers (loads weights, checks values) gets them
+        model = recipe.build_model()
+    precision = recipe.defaults.get("precision", "full")
+    if precision == "bf16-pure":
+        model = model.to(torch.bfloat16)
+        precision = "full"
+    batch_size = recipe.defaults.get("batch_size", 32)
+    batches = Batches(
+        recipe.build_data,
+        batch_size=min(batch_size, _MOST_SAMPLES),
+        seed=0,
+        collate=recipe.collate,
+    )
+    batch = batches.peek()
+    batch = resize_batch(batch, min(_MOST_SAMPLES, batch_size_of(batch)))
+    return _Subject(
+        name=recipe.name,
+        sample=f"samples like those of {recipe.path.name}",
+        model=model,
+        optimizer=recipe.build_optimizer(model, lr=None),
+        loss=recipe.loss,
+        batch=batch,
+        batch_size=batch_size,
+        precision=precision,
+    )
+
+
+def _from_configuration(path: Path, seq: int | None) -> _Subject:
+    """A Hugging Face causal language model: its shapes are in the configuration, no weights."""
+    import torch
+
+    from wholebatch.loss import causal_lm
+
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"hf:{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise RecipeError(f"hf:{path}: is not JSON ({error})") from error
+    if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
+        raise RecipeError(f"hf:{path}: has no model_type, so it is no Hugging Face configuration")
+    try:
+        from transformers import (  # type: ignore[import-not-found, unused-ignore]
+            AutoConfig,
+            AutoModelForCausalLM,
+        )
+    except ImportError as error:
+        raise MissingExtraError("transformers", "transformers", "planning hf: models") from error
+    options = {name: value for name, value in stored.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(stored["model_type"], **options)
+        config.use_cache = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise RecipeError(f"hf:{path}: no causal language model can be built: {reason}") from error
+    length = seq or getattr(config, "max_position_embeddings", None)
+    if length is None:
+        raise OptionError("--seq: the configuration does not say how long sequences are")
+    model.train()
+    return _Subject(
+        name=f"{path.stem} ({stored['model_type']})",
+        sample=f"sequences of {length} tokens",
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss=causal_lm,
+        batch={"input_ids": torch.zeros(1, length, dtype=torch.long)},
+        batch_size=64,
+        precision="full" if config.dtype in (torch.bfloat16, torch.float16) else "bf16",
+    )
+
+
+def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
+    """The device to predict for, its bytes, and how it is called."""
+    import torch
+
+    from wholebatch.memory.budget import bytes_said, device_memory, parse_memory
+
+    if gpu_memory is not None:
+        total = device_memory("cuda") if torch.cuda.is_available() else None
+        if total is None and (gpu_memory.strip().endswith("%") or gpu_memory.strip() == "free"):
+            raise OptionError(
+                f"--gpu-memory {gpu_memory}: there is no GPU here to take a share of; give a size"
+            )
+        budget = parse_memory(gpu_memory, device="cuda", total=total)
+        return "cuda", budget, f"{bytes_said(budget)} of GPU memory"
+    if torch.cuda.is_available():
+        budget = device_memory("cuda")
+        return "cuda", budget, f"{torch.cuda.get_device_name()} with {bytes_said(budget)}"
+    budget = device_memory("cpu")
+    return "cpu", budget, f"this machine's {bytes_said(budget)} (no GPU; see --gpu-memory)"
+
+
+# --- how it is shown --------------------------------------------------------------------------
+
+
+def _show(console: Console, plan: Plan) -> None:
+    from wholebatch.memory.budget import bytes_said
+
+    scale = max(plan.budget, *(point.peak for point in plan.points)) / _BAR
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("micro-batch", justify="right", no_wrap=True)
+    table.add_column("peak", justify="right", no_wrap=True)
+    table.add_column("used", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for point in plan.points:
+        chosen = point.micro_batch == plan.micro_batch
+        style = "bold" if chosen else "" if point.fits else "dim"
+        table.add_row(
+            Text(("▶ " if chosen else "") + str(point.micro_batch), style),
+            Text(bytes_said(point.peak), style),
+            Text(f"{100 * point.peak / plan.budget:.0f}%", style if point.fits else "red"),
+            _bar(point.by_category, scale, limit=round(plan.budget / scale)),
+        )
+    console.print(table)
+    console.print(_legend(plan), highlight=False)
+    if plan.micro_batch is None:
+        from wholebatch.memory.fit import refusal
+
+        said = refusal(list(plan.rungs), plan.budget)
+        console.print(f"\n[red]{said}[/]", highlight=False, soft_wrap=True)
+    else:
+        larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
+        console.print(f"\n[bold]{plan.arithmetic()}[/]{larger}", highlight=False, soft_wrap=True)
+    if plan.variants:
+        console.print(_variants(plan))
+
+
+def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
+    """One stacked bar; `│` is where the budget ends."""
+    bar = Text()
+    filled, at = 0, 0.0
+    for name in _COLORS:
+        at += by_category.get(name, 0) / scale
+        bar.append("█" * (round(at) - filled), style=_COLORS[name])
+        filled = round(at)
+    if filled < limit:
+        bar.append(" " * (limit - filled) + "│")
+    elif filled > limit:
+        bar = bar[:limit] + Text("│", "bold red") + bar[limit:]
+    else:
+        bar.append("│")
+    return bar
+
+
+def _legend(plan: Plan) -> Text:
+    legend = Text()
+    for name, color in _COLORS.items():
+        if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points):
+            legend.append("█ ", style=color).append(f"{name}  ")
+    return legend
+
+
+def _variants(plan: Plan) -> Table:
+    from wholebatch.memory.budget import bytes_said
+
+    size = plan.variants[0].micro_batch
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="bold",
+        title="\nWhat other settings would change",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("precision")
+    table.add_column("checkpointing")
+    table.add_column(f"peak at {size}", justify="right")
+    table.add_column("micro-batch that fits, about", justify="right")
+    for variant in plan.variants:
+        table.add_row(
+            variant.precision,
+            "per block" if variant.checkpointing else "no",
+            bytes_said(variant.peak),
+            str(variant.about) if variant.about else "not even 1",
+        )
+    return table

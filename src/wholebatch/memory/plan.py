@@ -1,0 +1,236 @@
+"""How a model and a batch would fit a device: peaks over sizes, the choice, and what would change.
+
+Everything here is predicted; nothing needs the device, nor the bytes of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholebatch.errors import OptionError
+from wholebatch.memory.batches import resize_batch
+from wholebatch.memory.checkpointing import checkpointed, is_checkpointed, repeated_blocks
+from wholebatch.memory.choose import largest_fitting, spare
+from wholebatch.memory.fit import Rung, ladder
+from wholebatch.memory.predict import Prediction, predict_peak, target_device
+from wholebatch.splitting.layout import Static
+
+__all__ = ["Plan", "Point", "Variant", "make_plan"]
+
+COMMUNICATION = "communication"
+"""The category of what data-parallel training needs besides: a second copy of the gradients, in
+the buckets that are reduced."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one micro-batch size needs on every device."""
+
+    micro_batch: int
+    peak: int
+    by_category: dict[str, int]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The same model, run in another way: what it needs at one size, and how far it would go."""
+
+    precision: str
+    checkpointing: bool
+    micro_batch: int
+    peak: int
+    about: int
+    """The micro-batch that would fit, read off a line through two predictions; 0: not even one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch on devices: micro-batch × steps × ranks = global batch."""
+
+    batch_size: int
+    ranks: int
+    budget: int
+    precision: str
+    points: tuple[Point, ...]
+    micro_batch: int | None
+    """The recommended one: of all that need this number of steps, the one that makes them even.
+    None: not even one sample fits; `rungs` says what would help."""
+    largest: int | None
+    """The largest that fits."""
+    steps: int
+    variants: tuple[Variant, ...]
+    rungs: tuple[Rung, ...]
+    seconds: float
+
+    def arithmetic(self) -> str:
+        """One line, as it is printed before a training begins."""
+        if self.micro_batch is None:
+            return "no micro-batch fits"
+        per_rank = -(-self.batch_size // self.ranks)
+        last = per_rank - (self.steps - 1) * self.micro_batch
+        uneven = "" if last == self.micro_batch else f", the last of {last}"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        product = f"micro-batch {self.micro_batch} × {steps} × {ranks}"
+        return f"{product} = {self.batch_size} samples{uneven}"
+
+
+class _Peaks:
+    """Predictions for one way of running, each made once."""
+
+    def __init__(
+        self,
+        predict: Callable[[int], Prediction],
+        device: torch.device,
+        *,
+        ranks: int,
+        budget: int,
+    ) -> None:
+        self._predict = predict
+        self._device = device
+        self._ranks = ranks
+        self._budget = budget
+        self.made: dict[int, Prediction] = {}
+
+    def at(self, size: int) -> Prediction:
+        if size not in self.made:
+            found = self._predict(size)
+            if self._ranks > 1:
+                buckets = found.by_category["gradients"]
+                found = Prediction(
+                    found.peak + buckets,
+                    {**found.by_category, COMMUNICATION: buckets},
+                    found.seconds,
+                    found.largest,
+                )
+            self.made[size] = found
+        return self.made[size]
+
+    def need(self, size: int) -> int:
+        found = self.at(size)
+        return found.peak + spare(found, self._device)
+
+    def point(self, size: int) -> Point:
+        found = self.at(size)
+        return Point(size, found.peak, found.by_category, self.need(size) <= self._budget)
+
+
+def make_plan(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    batch_size: int,
+    budget: int,
+    ranks: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str = "full",
+    device: torch.device | str | None = None,
+    static: Static = (),
+    variants: bool = True,
+) -> Plan:
+    """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each."""
+    for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
+        if value < 1:
+            raise OptionError(f"{name}={value}: must be at least 1")
+    target = target_device(model, device)
+    most = -(-batch_size // ranks)
+
+    def peaks(precision: str) -> _Peaks:
+        def predict(size: int) -> Prediction:
+            return predict_peak(
+                model,
+                loss,
+                resize_batch(batch, size, static=static),
+                optimizer=optimizer,
+                precision=precision,
+                micro_batches=1 if size == most else 2,
+                device=target,
+            )
+
+        return _Peaks(predict, target, ranks=ranks, budget=budget)
+
+    here = peaks(precision)
+    chosen = largest_fitting(here.need, budget=budget, most=most)
+    fits = here.need(chosen) <= budget
+    # Powers of two up to the first that does not fit, for the picture.
+    size = 1
+    while size <= most:
+        if here.need(size) > budget:
+            break
+        size *= 2
+    else:
+        here.need(most)
+    steps = -(-most // chosen)
+    even = -(-most // steps)
+    if fits:
+        here.need(even)
+    shown = tuple(here.point(size) for size in _shown(here.made, even, chosen))
+    others: list[Variant] = []
+    if variants:
+        others = _variants(model, peaks, here, precision, max(2, chosen), budget=budget, most=most)
+    rungs: Sequence[Rung] = ()
+    if not fits:
+        sample = resize_batch(batch, 1, static=static)
+        rungs = ladder(
+            model,
+            loss,
+            sample,
+            budget=budget,
+            optimizer=optimizer,
+            precision=precision,
+            device=target,
+        )
+    return Plan(
+        batch_size=batch_size,
+        ranks=ranks,
+        budget=budget,
+        precision=precision,
+        points=shown,
+        micro_batch=even if fits else None,
+        largest=chosen if fits else None,
+        steps=steps if fits else 0,
+        variants=tuple(others),
+        rungs=tuple(rungs),
+        seconds=sum(found.seconds for found in here.made.values()),
+    )
+
+
+def _shown(made: dict[int, Prediction], even: int, largest: int) -> list[int]:
+    """Powers of two, the choice, the largest, and what lies just beyond it."""
+    beyond = min((size for size in made if size > largest), default=largest)
+    return sorted(s for s in made if s & (s - 1) == 0 or s in (even, largest, beyond))
+
+
+def _variants(
+    model: torch.nn.Module,
+    peaks: Callable[[str], _Peaks],
+    here: _Peaks,
+    precision: str,
+    size: int,
+    *,
+    budget: int,
+    most: int,
+) -> list[Variant]:
+    blocks = repeated_blocks(model)
+    is_on = any(is_checkpointed(module) for module in model.modules())
+    found = []
+    for again in (False, True):
+        if again and (is_on or not blocks):
+            continue
+        around: AbstractContextManager[object] = checkpointed(model) if again else nullcontext()
+        with around:
+            for one in dict.fromkeys((precision, "full", "bf16")):
+                known = here if one == precision and not again else peaks(one)
+                at = min(size, most)
+                low, high = known.need(1), known.need(at)
+                slope = max(1.0, (high - low) / max(1, at - 1))
+                about = 0 if low > budget else min(most, 1 + int((budget - low) / slope))
+                found.append(Variant(one, again or is_on, at, known.at(at).peak, about))
+    return found

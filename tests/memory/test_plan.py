@@ -1,0 +1,183 @@
+"""A plan shows what fits, recommends even micro-batches, and says what would help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from tests.memory.models import GPT, loss, mlp, tokens, vectors
+from wholebatch.cli.plan import plan
+from wholebatch.errors import MissingExtraError, OptionError, RecipeError
+from wholebatch.memory.plan import make_plan
+from wholebatch.memory.predict import predict_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(plan)
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "110"})
+
+
+def refused(*arguments: str) -> BaseException:
+    error = command(*arguments).exception
+    assert error is not None
+    return error
+
+
+def test_recommends_even_micro_batches() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = vectors(4)
+    budget = predict_peak(model, loss, vectors(300), optimizer=optimizer).peak
+    made = make_plan(
+        model,
+        loss,
+        batch,
+        batch_size=2048,
+        budget=budget,
+        ranks=2,
+        optimizer=optimizer,
+        variants=False,
+    )
+    assert made.micro_batch is not None
+    assert made.largest is not None
+    # Two ranks keep a second copy of the gradients, so a little less than 300 fits.
+    assert 0.85 * 300 <= made.largest <= 300
+    assert made.steps == -(-1024 // made.largest)
+    assert made.micro_batch == -(-1024 // made.steps)
+    assert made.arithmetic().startswith(
+        f"micro-batch {made.micro_batch} × {made.steps} steps × 2 ranks = 2048 samples"
+    )
+    by_size = {point.micro_batch: point for point in made.points}
+    assert by_size[made.micro_batch].fits
+    assert by_size[made.largest].peak <= budget
+    assert not max(made.points, key=lambda point: point.micro_batch).fits
+    assert all(sum(point.by_category.values()) == point.peak for point in made.points)
+    gradients = by_size[made.micro_batch].by_category["gradients"]
+    assert by_size[made.micro_batch].by_category["communication"] == gradients
+
+
+def test_shows_what_precision_and_checkpointing_would_change() -> None:
+    model = GPT(layers=3)
+    budget = predict_peak(model, loss, tokens(8)).peak
+    made = make_plan(model, loss, tokens(2), batch_size=32, budget=budget)
+    settings = {(v.precision, v.checkpointing): v for v in made.variants}
+    assert set(settings) == {(p, c) for p in ("full", "bf16") for c in (False, True)}
+    assert settings["full", True].peak < settings["full", False].peak
+    assert settings["full", True].about > settings["full", False].about >= 7
+    assert not made.rungs
+
+
+def test_nothing_fits() -> None:
+    made = make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000, variants=False)
+    assert (made.micro_batch, made.steps) == (None, 0)
+    assert made.arithmetic() == "no micro-batch fits"
+    assert made.rungs[0].what == "as it is"
+    with pytest.raises(OptionError, match="ranks=0: must be at least 1"):
+        make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000, ranks=0)
+
+
+def test_command_shows_a_table_and_a_picture() -> None:
+    result = command(
+        "digits-cnn", "--batch-size", "512", "--gpu-memory", "80MiB", "--gpus", "2", "--quick"
+    )
+    assert result.exit_code == 0, result.exception
+    text = result.output
+    assert "2 × 80.00 MiB of GPU memory" in text
+    assert "█ activations" in text
+    assert "▶" in text
+    assert "steps × 2 ranks = 512 samples" in text
+
+
+def test_command_prints_json() -> None:
+    result = command("digits-cnn", "--gpu-memory", "70MiB", "--batch-size", "64", "--json")
+    found = json.loads(result.output)
+    assert found["subject"] == "digits-cnn"
+    assert found["batch_size"] == 64
+    assert found["micro_batch"] * found["steps"] >= 64
+    assert {"parameters", "activations"} <= found["points"][0]["by_category"].keys()
+    assert len(found["variants"]) >= 2
+
+
+def test_command_says_what_would_help_and_fails() -> None:
+    result = command("digits-cnn", "--gpu-memory", "1MiB", "--quick")
+    assert result.exit_code == 1
+    assert "a micro-batch of one sample needs" in result.output
+
+
+def test_command_plans_for_this_machine() -> None:
+    result = command("digits-cnn", "--batch-size", "8", "--quick")
+    assert result.exit_code == 0
+    assert "micro-batch 8 × 1 step × 1 rank = 8 samples" in result.output
+
+
+def test_command_refuses_bad_options() -> None:
+    assert "--gpus 0: must be" in str(refused("--gpus", "0"))
+    assert "--precision int3: must be one of" in str(refused("--precision", "int3"))
+    assert "--seq 0: must be" in str(refused("--seq", "0"))
+    assert "--seq: is for hf:CONFIG.json" in str(refused("digits-cnn", "--seq", "8"))
+    assert 'must be a size such as "20GiB"' in str(refused("digits-cnn", "--gpu-memory", "much"))
+    if not torch.cuda.is_available():
+        assert "no GPU here" in str(refused("digits-cnn", "--gpu-memory", "50%"))
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+def test_command_reads_hugging_face_configurations(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    result = command(
+        f"hf:{path}",
+        "--seq",
+        "16",
+        "--batch-size",
+        "8",
+        "--gpu-memory",
+        "1GiB",
+        "--quick",
+        "--json",
+    )
+    found = json.loads(result.output)
+    assert found["micro_batch"] == 8
+    assert found["parameters"] > 2 * 128 * 32
+
+
+def test_command_refuses_what_is_no_configuration(tmp_path: Path) -> None:
+    missing = refused(f"hf:{tmp_path / 'none.json'}")
+    assert isinstance(missing, RecipeError)
+    assert "cannot be read" in str(missing)
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    assert "is not JSON" in str(refused(f"hf:{path}"))
+    path.write_text("{}")
+    assert "has no model_type" in str(refused(f"hf:{path}"))
+
+
+def test_command_names_the_extra_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    error = refused(f"hf:{path}")
+    assert isinstance(error, MissingExtraError)
+    assert "wholebatch[transformers]" in str(error)
