@@ -40,8 +40,8 @@ def show_verdict(console: Console, title: str, verdict: Verdict) -> None:
             padding=(1, 2),
         )
     )
+    console.print(_worst(verdict.gradient, 4 if verdict.same else 8))
     if not verdict.same:
-        console.print(_worst(verdict.gradient))
         for cause in verdict.causes:
             where = f" in [bold]{escape(_listed(cause.where))}[/]" if cause.where else ""
             _block(console, f"[red bold]{escape(cause.kind)}[/]{where}", cause.evidence)
@@ -75,9 +75,9 @@ def _distances(verdict: Verdict) -> Table:
     return table
 
 
-def _worst(comparison: Comparison) -> Table:
+def _worst(comparison: Comparison, number: int) -> Table:
     table = Table(
-        title="the gradients that are furthest off",
+        title="the gradients that are furthest off, by what rounding explains",
         title_justify="left",
         title_style="bold",
         header_style="dim",
@@ -88,7 +88,7 @@ def _worst(comparison: Comparison) -> Table:
     table.add_column("numbers", justify="right")
     table.add_column("off by", justify="right")
     table.add_column("rounding alone", justify="right")
-    for line in comparison.worst(8):
+    for line in comparison.worst(number):
         style = "red" if line.differs else "dim"
         table.add_row(
             escape(line.name),

@@ -269,12 +269,15 @@ def _found(fits: Sequence[Fit]) -> str | None:
 
 
 def _consistent(trials: Sequence[Trial]) -> list[Trial]:
-    """Where several mistakes fit one window, the one that fits most of the others."""
+    """Where several mistakes fit one window, the one that agrees most with the others.
+
+    A window that is right speaks against every mistake that would have shown in it.
+    """
     votes: dict[str, int] = {}
     for trial in trials:
         for fit in trial.fits:
-            if trial.found != RIGHT and fit.fits:
-                votes[fit.key] = votes.get(fit.key, 0) + 1
+            agrees = 1 if fit.fits else -1 if trial.found == RIGHT else 0
+            votes[fit.key] = votes.get(fit.key, 0) + agrees
     result = []
     for trial in trials:
         if trial.found not in (RIGHT, "coupled", None):

@@ -6,6 +6,7 @@ the gradients of the sums are added over the ranks and divided by the units of a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,13 +36,34 @@ class Numbers:
         formats = [p.dtype for p in model.parameters() if p.is_floating_point()]
         if self.precision in AUTOCAST:
             formats.append(AUTOCAST[self.precision])
-        return max(torch.finfo(dtype).eps / 2 for dtype in formats)
+        unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)
+        return max(unit, _TF32) if torch.float32 in formats and _uses_tf32(model) else unit
 
     def forward(self, device: torch.device) -> Any:
         """The context of the forward."""
         if self.precision not in AUTOCAST:
             return nullcontext()
         return torch.autocast(device.type, dtype=AUTOCAST[self.precision])
+
+
+_TF32 = 2.0**-11
+"""One rounding to TensorFloat-32, which CUDA devices may multiply float32 in."""
+
+
+def _uses_tf32(model: nn.Module) -> bool:
+    """Whether products of this model may be made in TensorFloat-32, by torch's settings now."""
+    if next(model.parameters()).device.type != "cuda":
+        return False
+    convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is moving these settings to other names
+        try:
+            return bool(
+                torch.backends.cuda.matmul.allow_tf32
+                or (convolves and torch.backends.cudnn.allow_tf32)
+            )
+        except RuntimeError:  # old and new names were mixed: one of them was set
+            return True
 
 
 @dataclass(frozen=True)

@@ -62,22 +62,17 @@ class Verdict:
             size += f" (of {self.of_samples}: more do not fit undivided)"
         if self.ranks > 1:
             size += f" on each of {self.ranks} ranks"
-        wide = f", in float64 {said(self.float64.distance)}" if self.float64 else ""
-        measured = (
-            f"gradient {said(self.gradient.distance)} from the undivided batch{wide}, "
-            f"update {said(self.update.distance)}"
+        measured = ", ".join(
+            f"{one.what} {said(one.distance)} off ({said(one.tolerance)} is rounding)"
+            for one in (self.gradient, self.update, self.float64)
+            if one is not None
         )
         if self.same:
-            return f"same update: {measured}; rounding explains {self._explains()}; {size}"
+            return f"same update: {measured}; {size}"
         because = f"; {self.causes[0].kind}" if self.causes else ""
         if self.causes and self.causes[0].where:
             because += f" in {_listed(self.causes[0].where)}"
-        return (
-            f"DIFFERENT update: {measured}; rounding explains {self._explains()}; {size}{because}"
-        )
-
-    def _explains(self) -> str:
-        return said(self.gradient.tolerance)
+        return f"DIFFERENT update: {measured}; {size}{because}"
 
     def __str__(self) -> str:
         parts = [self.line]
