@@ -282,13 +282,13 @@ def test_layers_have_their_kernels_run_on_the_callers_thread(
     blocks = [("d", model.d), ("last", model.last)]
     step = LockStep(batchnorms(model), model=model, hold=hold, blocks=blocks)
     threads: set[str] = set()
-    convolution = torch.ops.aten.convolution_backward
+    convolution = torch.convolution
 
     def spied(*args: Any) -> Any:
         threads.add(threading.current_thread().name)
         return convolution(*args)
 
-    monkeypatch.setattr(torch.ops.aten, "convolution_backward", spied)
+    monkeypatch.setattr(torch, "convolution", spied)
     step.run(
         split(data, [3, 3, 1]),
         forward=lambda micro: total(model, micro),
@@ -326,3 +326,15 @@ def test_failure_on_the_callers_thread_is_the_party_s(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
         lockstep(model.double(), split(batch(4), [2, 2]))
     assert threading.active_count() == 1
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model = resnet().double()
+
+    def backward(value: Tensor) -> None:
+        torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+
+    with pytest.raises(UnsupportedError, match="a second derivative"):
+        LockStep(batchnorms(model)).run(
+            split(batch(4), [2, 2]), forward=lambda m: total(model, m), backward=backward
+        )

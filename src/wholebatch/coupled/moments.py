@@ -24,15 +24,14 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = [
+    "InputGradient",
     "Merged",
     "Moments",
     "Reduce",
     "backward_sums",
-    "input_gradient",
     "merge",
     "moments",
     "move",
@@ -84,22 +83,20 @@ class Merged:
         return self._invstd[eps]
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that statistics of `dtype` are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+_WIDE = (torch.float32, torch.float64)
 
 
 def moments(x: Tensor) -> Moments:
     """Count, mean and variance of every channel (dimension 1) of `x`."""
     count = x.numel() // x.shape[1]
-    if x.device.type == "cuda":
-        # The kernel accumulates 16-bit input in float32 by itself: no copy of x.
+    kind = x.device.type
+    if kind == "cuda" or (kind == "cpu" and x.dtype in _WIDE):
+        # On CUDA the kernel accumulates 16-bit input in float32 by itself: no copy of x.
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    elif x.device.type == "cpu":
-        wide = x.to(accumulation_dtype(x.dtype))
-        mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
+    elif kind == "cpu":
+        mean, var = torch.batch_norm_update_stats(x.float(), None, None, 0.0)
     else:
-        wide = x.to(accumulation_dtype(x.dtype))
+        wide = x if x.dtype in _WIDE else x.float()
         dims = [d for d in range(x.dim()) if d != 1]
         var, mean = torch.var_mean(wide, dims, correction=0)
     return Moments(count, mean, var)
@@ -132,7 +129,9 @@ def normalise(
     if x.device.type == "cuda":
         return torch.batch_norm_elemt(x, *wide, whole.mean, whole.invstd(eps), eps)
     # In evaluation mode the native kernel normalises with the moments it is given.
-    return F.batch_norm(x, whole.mean, whole.var, *wide, eps=eps)
+    return torch.batch_norm(
+        x, *wide, whole.mean, whole.var, False, 0.0, eps, torch.backends.cudnn.enabled
+    )
 
 
 def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> tuple[Tensor, Tensor]:
@@ -143,39 +142,47 @@ def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> tuple[Ten
         )
         return s1, s2
     # As the backward of an evaluation-mode BatchNorm this kernel gives S1 and S2 · invstd.
-    _, s2_invstd, s1 = torch.ops.aten.native_batch_norm_backward(
+    _, s2_invstd, s1 = torch.ops.aten.native_batch_norm_backward.default(
         dy, x, None, whole.mean, whole.var, None, None, False, eps, [False, True, True]
     )
     return s1, s2_invstd / whole.invstd(eps)
 
 
-def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    whole: Merged,
-    means: tuple[Tensor, Tensor],
-    eps: float,
-) -> Tensor:
-    """dx of one part from S1/N and S2/N of the whole batch."""
-    s1, s2 = means
-    invstd = whole.invstd(eps)
-    wide = _like(weight, whole)
-    if x.device.type == "cuda":
-        # The sums are divided already, so the kernel's own division is by one.
-        return torch.batch_norm_backward_elemt(
-            _dense(dy), x, whole.mean, invstd, wide, s1, s2, whole.one
-        )
-    slope = invstd if wide is None else wide * invstd
-    shape = (1, -1) + (1,) * (x.dim() - 2)
-    dx = x - whole.mean.view(shape)
-    dx.mul_((-slope * invstd.square() * s2).view(shape))
-    dx.addcmul_(dy.to(dx.dtype), slope.view(shape))
-    return dx.sub_((slope * s1).view(shape)).to(x.dtype)
+class InputGradient:
+    """dx of every part, from S1/N and S2/N of the whole batch; what they share is made once."""
+
+    def __init__(
+        self, weight: Tensor | None, whole: Merged, means: Tensor, eps: float, dimensions: int
+    ) -> None:
+        self._whole = whole
+        self._s1, self._s2 = means.unbind()
+        self._invstd = invstd = whole.invstd(eps)
+        self._weight = wide = _like(weight, whole)
+        if means.device.type != "cuda":
+            shape = (1, -1) + (1,) * (dimensions - 2)
+            slope = invstd if wide is None else wide * invstd
+            self._mean = whole.mean.view(shape)
+            self._of_x = (-slope * invstd.square() * self._s2).view(shape)
+            self._of_dy = slope.view(shape)
+            self._of_one = (slope * self._s1).view(shape)
+
+    def of(self, dy: Tensor, x: Tensor) -> Tensor:
+        if x.device.type == "cuda":
+            # The sums are divided already, so the kernel's own division is by one.
+            whole = self._whole
+            return torch.batch_norm_backward_elemt(
+                _dense(dy), x, whole.mean, self._invstd, self._weight, self._s1, self._s2, whole.one
+            )
+        dx = (x - self._mean).mul_(self._of_x)
+        dx.addcmul_(dy if dy.dtype == dx.dtype else dy.to(dx.dtype), self._of_dy)
+        dx.sub_(self._of_one)
+        return dx if dx.dtype == x.dtype else dx.to(x.dtype)
 
 
 def _like(parameter: Tensor | None, whole: Merged) -> Tensor | None:
-    return None if parameter is None else parameter.to(whole.mean.dtype)
+    if parameter is None or parameter.dtype == whole.mean.dtype:
+        return parameter
+    return parameter.to(whole.mean.dtype)
 
 
 def _dense(dy: Tensor) -> Tensor:

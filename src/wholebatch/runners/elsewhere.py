@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from wholebatch.coupled.replaced import ReplacedForwards
+from wholebatch.errors import UnsupportedError
 
 __all__ = ["Elsewhere"]
 
@@ -123,16 +123,16 @@ class _Convolve(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.call = options, call
         ctx.bias_sizes = None if bias is None else list(bias.shape)
-        out: Tensor = call(lambda: torch.ops.aten.convolution(x, weight, bias, *options))
+        out: Tensor = call(lambda: torch.convolution(x, weight, bias, *options))
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
         x, weight = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
         dx, dweight, dbias = ctx.call(
-            lambda: torch.ops.aten.convolution_backward(
+            lambda: torch.ops.aten.convolution_backward.default(
                 dy, x, weight, ctx.bias_sizes, *ctx.options, mask
             )
         )
@@ -148,8 +148,8 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
 
@@ -160,6 +160,13 @@ class _Linear(torch.autograd.Function):
             return dx, dweight, rows.sum(0) if needs[2] else None
 
         return *ctx.call(gradients), None
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "a second derivative (create_graph=True) beside exact BatchNorm is not possible"
+        )
 
 
 _convolve: Callable[..., Tensor] = _Convolve.apply

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from wholebatch.coupled.audit import running_buffers, uses_batch_statistics
 from wholebatch.coupled.moments import (
+    InputGradient,
     Merged,
     Moments,
     Reduce,
     backward_sums,
-    input_gradient,
     merge,
     moments,
     move,
@@ -92,13 +91,11 @@ class Meetings:
 
     def _moments(self, name: str, x: Tensor, running: Callable[[Merged], None]) -> Merged:
         met = self._met.setdefault((self._baton.party, name), [])
-        with torch.no_grad():
-            if recomputing():
-                return met[0] if len(met) == 1 else self._same(name, moments(x), met)
-            mine = moments(x)
-            whole = self._baton.meet(
-                f"BatchNorm {name!r}", mine, lambda parts: self._merge(name, parts, running)
-            )
+        if recomputing():
+            return met[0] if len(met) == 1 else self._same(name, moments(x), met)
+        whole = self._baton.meet(
+            f"BatchNorm {name!r}", moments(x), lambda parts: self._merge(name, parts, running)
+        )
         met.append(whole)
         return whole
 
@@ -125,23 +122,26 @@ class Meetings:
         gaps = torch.stack([(then.marks[self._baton.party or 0] - mark).abs() for then in met])
         return met[int(gaps.argmin())]
 
-    def sums(
-        self, name: str, mine: tuple[Tensor, Tensor], count: int | Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The whole batch's backward sums of a layer, over its count."""
+    def input_gradient(
+        self,
+        name: str,
+        mine: tuple[Tensor, Tensor],
+        make: Callable[[Tensor], InputGradient],
+        count: int | Tensor,
+    ) -> InputGradient:
+        """What `make` makes of the whole batch's backward sums of a layer, over its count."""
         if not self._open:
             raise WindowError(
                 f"backward through BatchNorm {name!r} outside of the run that its forward was in: "
                 "call backward inside it"
             )
 
-        def total(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        def total(parts: list[tuple[Tensor, Tensor]]) -> InputGradient:
             whole = torch.stack([each for part in parts for each in part])
             whole = whole.view(len(parts), 2, -1).sum(0)
             if self._reduce is not None:
                 whole = self._reduce(whole)
-            s1, s2 = (whole / count).unbind()
-            return s1, s2
+            return make(whole / count)
 
         return self._baton.meet(f"the backward of BatchNorm {name!r}", mine, total)
 
@@ -184,19 +184,30 @@ class _Normalise(torch.autograd.Function):
         return normalise(x, weight, bias, whole, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"BatchNorm {ctx.name!r}: a second derivative (create_graph=True) through an exact "
+                "BatchNorm is not possible"
+            )
         x, weight = ctx.saved_tensors
         whole, eps = ctx.whole, ctx.eps
         mine = backward_sums(dy, x, whole, eps)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[1]:
-            dweight = (mine[1] * whole.invstd(eps)).to(weight.dtype)
+            dweight = mine[1] * whole.invstd(eps)
+            if dweight.dtype != weight.dtype:
+                dweight = dweight.to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            dbias = mine[0].to(ctx.bias_dtype)
+            dbias = mine[0] if mine[0].dtype == ctx.bias_dtype else mine[0].to(ctx.bias_dtype)
         if ctx.needs_input_grad[0]:
-            means = ctx.meetings.sums(ctx.name, mine, whole.count)
-            dx = input_gradient(dy, x, weight, whole, means, eps)
+            shared = ctx.meetings.input_gradient(
+                ctx.name,
+                mine,
+                lambda means: InputGradient(weight, whole, means, eps, x.dim()),
+                whole.count,
+            )
+            dx = shared.of(dy, x)
         return dx, dweight, dbias, None, None, None, None
 
 
