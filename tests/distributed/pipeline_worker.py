@@ -103,6 +103,8 @@ def run(
     for number, size in enumerate(sizes_of(case)):
         # Another number of samples, and so of micro-batches, on every replica.
         batches = [micro(100 * number + r, size + 2 * r) for r in range(everyone)]
+        if number == 2:  # shorter sequences
+            batches = [{k: b[k][:, :7] for k in ("tokens", "labels")} for b in batches]
         given = batches[replica]
         first, last = rank == 0, rank == ranks - 1
         step = train.step(

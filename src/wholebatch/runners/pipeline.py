@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch import randomness
 from wholebatch.close import CloseOptions, Policy
-from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.batchnorm import Refuse
+from wholebatch.coupled import batchnorms, tracked_instance_norms
+from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 from wholebatch.runners.stages import LossFunction, PipelineRunner
 from wholebatch.step import Step
@@ -59,7 +59,6 @@ class Pipeline:
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
-        batchnorm: str = "refuse",
         allow_untested_device: bool = False,
     ) -> None:
         stages = _stages(stage)
@@ -72,8 +71,6 @@ class Pipeline:
                 f"clip_norm={clip_norm!r} in a pipeline: stages have parameter groups of their "
                 "own; give one number, for the norm over all stages"
             )
-        if batchnorm == "exact":
-            raise OptionError('batchnorm="exact" in a pipeline: not supported; name another policy')
         modules = [one.submod for one in stages]
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
@@ -86,7 +83,10 @@ class Pipeline:
             sync=sync,
         )
         self._window = Window(target, options, sync)
-        self._batchnorms = [choose_batchnorm(batchnorm, module) for module in modules]
+        self._norms = [
+            pair for m in modules for pair in (*batchnorms(m), *tracked_instance_norms(m))
+        ]
+        self._refuse_batch_statistics()
         self._runner = PipelineRunner(
             stages,
             schedule=schedule,
@@ -114,9 +114,7 @@ class Pipeline:
         """
         window, runner = self._window, self._runner
         samples = runner.prepare(inputs, keywords, target)
-        for policy in self._batchnorms:
-            if isinstance(policy, Refuse):
-                policy.begin_window()
+        self._refuse_batch_statistics()
         window.begin(samples)
         try:
             entries = runner.run(inputs, keywords, self._seed)
@@ -133,6 +131,14 @@ class Pipeline:
 
     def _seed(self, total: Tensor) -> Tensor:
         return self._window.seed_of(SINGLE, total, 1.0)
+
+    def _refuse_batch_statistics(self) -> None:
+        for name, module in self._norms:
+            if uses_batch_statistics(module):
+                raise UnsupportedError(
+                    f"{type(module).__name__} {name!r} in a pipeline: it would normalise with each "
+                    "micro-batch alone; put it into evaluation mode, or use GroupNorm or LayerNorm"
+                )
 
     def _drop_strangers(self) -> None:
         """Backward reached every parameter of the stages, also those that no optimizer steps."""

@@ -118,6 +118,10 @@ class PipelineRunner:
         if self._schedule is not None and places == self._places and not changed:
             return
         self._places = places
+        for stage in self._stages if changed else ():
+            for name in ("inputs_meta", "_outputs_meta"):
+                if hasattr(stage, name):  # torch 2.11 keeps the first shapes that it sees
+                    setattr(stage, name, None)
         stages = self._stages if self._kind == "interleaved" else self._stages[0]
         self._schedule = _SCHEDULES[self._kind](
             stages, n_microbatches=places, loss_fn=self._scaled_loss, scale_grads=False
