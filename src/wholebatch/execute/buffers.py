@@ -87,7 +87,5 @@ class Casts:
     def refresh(self) -> None:
         """The weights have changed: cast all again, into the same memory."""
         if self._copies:
-            torch._foreach_copy_(
-                list(self._copies.values()),
-                [self._parameters[index].detach() for index, _ in self._copies],
-            )
+            sources: list[Tensor] = [self._parameters[index] for index, _ in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), sources)

@@ -8,7 +8,7 @@ the kind then runs on the same micro-batch, and must give the same gradients bef
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -19,7 +19,7 @@ from wholebatch.execute.buffers import Casts, Gradients
 from wholebatch.execute.check import differs
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
-from wholebatch.execute.fingerprint import fingerprint
+from wholebatch.execute.fingerprint import Fingerprint
 from wholebatch.execute.graph import Captured
 from wholebatch.execute.inputs import Inputs, Key, take_apart
 from wholebatch.execute.joint import JointStep, Runnable
@@ -115,7 +115,7 @@ class Executor:
 
     def _reset(self) -> None:
         """Forget every graph: what they were made under has changed."""
-        self._fingerprint: Hashable = None
+        self._fingerprint: Fingerprint | None = None
         self._parameters: list[nn.Parameter] = []
         self._gradients = Gradients([])
         self._casts = Casts([])
@@ -145,6 +145,16 @@ class Executor:
                 self.notes.fell_back(self.execute, "eagerly", f"torch.compile fails ({reason})")
         self.mode = "eager"
         self._eager(micro, self._loss)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Before memory that stays is taken: give back what eager code took for a while.
+
+        The optimizer makes its state at the end of the first window. In the gaps of the freed
+        activations it would hold on to all of their memory for good, beside the recording's own.
+        """
+        if self._device.type == "cuda" and not self._plan.eager and not self._window.updates:
+            torch.cuda.empty_cache()
 
     def _graph_step(self, micro: Any) -> bool:
         """Whether this micro-batch is done; if not, eager code has to do it."""
@@ -185,13 +195,12 @@ class Executor:
             self._next_place += 1
             return False
         self._next_place = window.micro_batches + 1
-        now = fingerprint(self._model, self._loss)
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
-        if now != self._fingerprint or not same:
+        if not same or self._fingerprint is None or not self._fingerprint.holds():
             self._reset()
-            self._fingerprint = now
+            self._fingerprint = Fingerprint(self._model, self._loss)
             self._parameters = list(window.inputs)
             return True
         for key, prepared in list(self._steps.items()):
@@ -259,6 +268,8 @@ class Executor:
     ) -> _Prepared:
         if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what is made from here on stays: not in the gaps of the rest
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
         if not self._gradients.parameters:

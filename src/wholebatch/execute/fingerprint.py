@@ -7,6 +7,7 @@ rate) are looked at again at every window; when one has changed, the graph is ma
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from wholebatch.execute.notes import CannotTrace
 
-__all__ = ["fingerprint", "only_reads", "refuse_hooks"]
+__all__ = ["Fingerprint", "only_reads", "refuse_hooks"]
 
 _PLAIN = (int, float, bool, str, type(None))
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
@@ -30,24 +31,62 @@ _HOOKS = (
 )
 
 
-def fingerprint(model: nn.Module, loss: Callable[..., Any]) -> Hashable:
-    """Everything plain that the forward of `model` under `loss` may read."""
-    parts: list[Hashable] = [torch.are_deterministic_algorithms_enabled()]
-    for module in model.modules():
-        parts.append(id(module))
-        parts.extend(map(id, module._parameters.values()))
-        parts.extend(map(id, module._buffers.values()))
-        parts.extend(
-            value
-            for value in vars(module).values()
-            if isinstance(value, (*_PLAIN, tuple)) and _flat(value)
+class Fingerprint:
+    """Everything plain that the forward of a model under a loss function may read.
+
+    `holds()` is asked at every window, while the device waits, so it must not cost much: what was
+    plain is compared by name, and a module with more or fewer attributes than before has changed.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        self._model = model
+        self._loss = loss
+        self._modules = [_Attributes(module) for module in model.modules()]
+        self._held = tuple(_held_by(loss))
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since it was taken."""
+        return (
+            self._deterministic == torch.are_deterministic_algorithms_enabled()
+            and all(module.hold() for module in self._modules)
+            and tuple(_held_by(self._loss)) == self._held
         )
-    parts.extend(_held_by(loss))
-    return tuple(parts)
 
 
-def _flat(value: object) -> bool:
-    return not isinstance(value, tuple) or all(isinstance(item, _PLAIN) for item in value)
+class _Attributes:
+    """The plain attributes of one module, and which tensors and modules it has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._all = vars(module)
+        self._number = len(self._all)
+        plain = {name: value for name, value in self._all.items() if _is_plain(value)}
+        names = tuple(plain)
+        self._read = operator.itemgetter(*names) if names else _nothing
+        self._values = self._read(self._all)
+        self._parts = (module._parameters, module._buffers, module._modules)
+        self._ids = self._identities()
+
+    def _identities(self) -> list[int]:
+        return [id(value) for part in self._parts for value in part.values()]
+
+    def hold(self) -> bool:
+        if len(self._all) != self._number or self._identities() != self._ids:
+            return False
+        try:
+            return bool(self._read(self._all) == self._values)
+        except KeyError:
+            return False
+
+
+def _nothing(_: object) -> None:
+    return None
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, _PLAIN)
 
 
 def _held_by(function: Any) -> Iterator[Hashable]:

@@ -1,0 +1,1 @@
+"""The models, the peers and the tables of `benchmarks/gpu_speed.py`."""

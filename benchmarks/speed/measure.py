@@ -1,0 +1,114 @@
+"""One row: times one loop on one model, in a process of its own.
+
+The process warms up (it compiles, records, and lets the allocator settle), says READY, and waits
+for a line on its input before it times anything: so several may warm up at once, and one at a time
+is timed while all others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from speed.loops import LOOPS, synchronize
+from speed.models import CASES, DEVICE, Case
+
+__all__ = ["matmul_peak", "row"]
+
+GIB = 2.0**30
+
+
+def matmul_peak(size: int = 8192) -> float:
+    """TFLOP/s of a bf16 matrix product on random data: what the device can do at all."""
+    if DEVICE == "cpu":
+        return 0.0
+    left = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    right = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        left @ right
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(20):
+        left @ right
+    end.record()
+    torch.cuda.synchronize()
+    seconds = float(begin.elapsed_time(end)) / 1e3
+    return 20 * 2 * size**3 / seconds / 1e12
+
+
+def row(model: str, mode: str, micro: int, windows: int, seconds: float) -> None:
+    """Print `ROW {...}` and end at once: nobody needs the memory to be freed tidily."""
+    found: dict[str, Any] = {"model": model, "mode": mode, "micro": micro}
+    try:
+        found.update(_row(model, mode, micro, windows, seconds))
+    except Exception as problem:
+        traceback.print_exc()
+        first = (str(problem).splitlines() or ["no message"])[0]
+        found["error"] = f"{type(problem).__name__}: {first[:300]}"
+    print(f"ROW {json.dumps(found)}", flush=True)
+    sys.stdin.readline()  # what the driver says of this process is read meanwhile
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _row(name: str, mode: str, micro: int, windows: int, seconds: float) -> dict[str, Any]:
+    case = CASES[name]
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = case.build()
+    updates = LOOPS[mode](case, model, micro or case.window)
+    losses = []
+    began = time.perf_counter()
+    for _ in range(4):
+        losses.append(next(updates))
+        synchronize()
+        sys.stderr.write(f"window {len(losses)} after {time.perf_counter() - began:.1f} s\n")
+    warm = time.perf_counter() - began
+    peak_of_warm_up = torch.cuda.max_memory_allocated() / GIB
+    print("READY", flush=True)
+    sys.stdin.readline()
+    losses.append(next(updates))  # the device's clocks come up again
+    return {
+        **_timed(case, updates, losses, windows, seconds),
+        "warm_up_gib": peak_of_warm_up,
+        "warm_up_s": warm,
+        "losses": [loss if math.isfinite(loss) else None for loss in losses[:5]],
+    }
+
+
+def _timed(
+    case: Case, updates: Iterator[float], losses: list[float], windows: int, seconds: float
+) -> dict[str, Any]:
+    """Windows back to back; the time of each, and the mean over all of them together."""
+    synchronize()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    begin = last = time.perf_counter()
+    while len(times) < windows and (len(times) < 3 or last - begin < seconds):
+        losses.append(next(updates))
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    synchronize()
+    each = (time.perf_counter() - begin) / len(times)
+    units = case.window * case.units_per_sample
+    return {
+        "ms": 1e3 * each,
+        "fastest_ms": 1e3 * min(times),
+        "slowest_ms": 1e3 * max(times),
+        "windows": len(times),
+        "units_per_s": units / each,
+        "units": case.units,
+        "tflops": case.flops_per_unit * units / each / 1e12,
+        "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.memory_reserved() / GIB,
+    }

@@ -1,0 +1,164 @@
+"""The results as JSON, as tables for the docs, and as plots where matplotlib is installed."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Results"]
+
+PACKAGES = ["torch", "accelerate", "pytorch-lightning", "lightning", "transformers"]
+WHOLE = "whole batch, compiled"
+
+
+class Results:
+    """All rows so far, by model, mode and micro-batch size."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = folder / "speed.json"
+        self._rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+        self._about: dict[str, Any] = {}
+        if self._file.exists():
+            saved = json.loads(self._file.read_text())
+            self._about = saved["about"]
+            for row in saved["rows"]:
+                self._rows[row["model"], row["mode"], row["micro"]] = row
+        self._about.update(
+            date=date.today().isoformat(),
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device",
+            python=platform.python_version(),
+            packages=_versions(),
+        )
+
+    def peak(self, tflops: float) -> None:
+        """What a bf16 matrix product of 8192³ reached in this run."""
+        self._about["peak_tflops"] = tflops
+        print(f"bf16 matrix product: {tflops:.0f} TFLOP/s", flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One row, printed at once."""
+        key = (row["model"], row["mode"], row["micro"])
+        if "error" in row and "ms" in self._rows.get(key, {}):
+            print(f"{key}: {row['error']} (an earlier result is kept)", flush=True)
+            return
+        self._rows[key] = {**row, "date": date.today().isoformat()}
+        told = row.get("error") or (
+            f"{row['ms']:.1f} ms ({row['fastest_ms']:.1f} to {row['slowest_ms']:.1f}), "
+            f"{row['tflops']:.0f} TFLOP/s, {row['allocated_gib']:.2f} GiB allocated, "
+            f"{row['reserved_gib']:.2f} reserved, {row['driver_gib']} by the driver, "
+            f"warm-up {row['warm_up_s']:.0f} s, losses {row['losses']}"
+        )
+        print(f"{row['model']} {row['mode']} micro {row['micro']}: {told}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Everything so far, so that nothing is lost if the run is stopped."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rows = [self._rows[key] for key in sorted(self._rows)]
+        self._file.write_text(json.dumps({"about": self._about, "rows": rows}, indent=1) + "\n")
+        (self._folder / "speed.md").write_text(self.markdown())
+        self._plot()
+
+    def markdown(self) -> str:
+        """The tables of docs/benchmarks/speed.md."""
+        versions = ", ".join(f"{name} {version}" for name, version in self._about["packages"])
+        lines = [
+            "# Speed",
+            "",
+            f"Written by `benchmarks/gpu_speed.py` on {self._about['date']}: "
+            f"{self._about['device']}, Python {self._about['python']}, {versions}. "
+            f"A bf16 matrix product of 8192³ reached {self._about.get('peak_tflops', 0):.0f} "
+            "TFLOP/s in the same run.",
+            "",
+            "One update from a whole window, bf16 autocast, fused AdamW, without clipping: "
+            "milliseconds per window, the mean over its timed windows back to back. Every loop ran "
+            "in a process of its own, with the data on the host in a DataLoader, and was timed "
+            "while all others waited. Memory is what the process has taken from the driver for "
+            "tensors (the caching allocator's and the recordings' pools), in GiB.",
+        ]
+        for model in dict.fromkeys(key[0] for key in sorted(self._rows)):
+            lines += ["", f"## {model}", "", *self._table(model)]
+        return "\n".join(lines) + "\n"
+
+    def _table(self, model: str) -> list[str]:
+        mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
+        sizes = sorted({size for mode, size in mine if mode != WHOLE})
+        modes = sorted(dict.fromkeys(mode for mode, _ in mine), key=lambda mode: _order(mine, mode))
+        best = {
+            size: min(
+                (
+                    row["ms"]
+                    for (mode, its), row in mine.items()
+                    if its == size and "ms" in row and not mode.startswith("wholebatch")
+                ),
+                default=None,
+            )
+            for size in sizes
+        }
+        head = ["| | " + " | ".join(f"micro-batch {size}" for size in sizes) + " |"]
+        head.append("|---|" + "---:|" * len(sizes))
+        for mode in modes:
+            cells = []
+            for size in sizes:
+                row = mine.get((mode, size)) or (mine.get((mode, 0)) if mode == WHOLE else None)
+                cells.append(self._cell(row, best[size], ours=mode.startswith("wholebatch")))
+            head.append(f"| {mode} | " + " | ".join(cells) + " |")
+        return head
+
+    def _cell(self, row: dict[str, Any] | None, best: float | None, *, ours: bool) -> str:
+        if row is None:
+            return ""
+        if "error" in row:
+            return str(row["error"])[:60].replace("|", "/")
+        peak = self._about.get("peak_tflops")
+        share = f", {row['tflops'] / peak:.0%} of peak" if peak and row["tflops"] else ""
+        ratio = f", {best / row['ms']:.2f}× the best peer" if ours and best else ""
+        bold = "**" if ours and ratio else ""
+        return f"{bold}{row['ms']:.1f} ms{bold}{ratio}{share}; {row['reserved_gib']:.1f} GiB"
+
+    def _plot(self) -> None:
+        try:
+            import matplotlib  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            return
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        for model in dict.fromkeys(key[0] for key in self._rows):
+            figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+            mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
+            for mode in dict.fromkeys(mode for mode, _ in mine):
+                rows = [mine[key] for key in sorted(mine) if key[0] == mode and "ms" in mine[key]]
+                sizes = [row["micro"] for row in rows]
+                for axis, what in zip(axes, ("ms", "reserved_gib"), strict=True):
+                    axis.plot(sizes, [row[what] for row in rows], "o-", label=mode)
+            for axis, label in zip(axes, ("ms per window", "GiB"), strict=True):
+                axis.set(xlabel="micro-batch", ylabel=label, xscale="log", ylim=(0, None))
+            axes[1].legend(fontsize=7)
+            figure.suptitle(model)
+            figure.tight_layout()
+            figure.savefig(self._folder / f"speed-{model}.png", dpi=110)
+            pyplot.close(figure)
+
+
+def _order(mine: dict[tuple[str, int], dict[str, Any]], mode: str) -> float:
+    return min(
+        (row["ms"] for (its, _), row in mine.items() if its == mode and "ms" in row), default=9e9
+    )
+
+
+def _versions() -> list[list[str]]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append([name, metadata.version(name)])
+        except metadata.PackageNotFoundError:
+            continue
+    return found
