@@ -10,6 +10,9 @@ A file is written under another name, flushed to the disk, and only then renamed
 checkpoint's name there is a whole checkpoint or none. The last two are kept. A file is an ordinary
 `torch.save` archive of plain values and tensors, read back with `weights_only=True`, so that
 loading one cannot run code; every byte is checked against the checksums of the archive first.
+
+A sharded model's checkpoint is a folder: the ranks write their slices into it under another name,
+then the first rank adds `rest.pt`, which lists them with their sizes, and renames the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -34,7 +38,8 @@ __all__ = ["Checkpoints", "Found", "check_model", "write_atomically"]
 
 _KIND = "wholebatch checkpoint"
 _FORMAT = 1
-_NAME = re.compile(r"window-(\d+)(?:\+(\d+))?\.pt")
+_NAME = re.compile(r"window-(\d+)(?:\+(\d+))?\.(?:pt|sharded)")
+_REST = "rest.pt"
 _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
@@ -93,9 +98,41 @@ class Checkpoints:
             last = self.paths()
             kept = f"; the last good one is {last[-1]}" if last else ""
             raise StateError(f"cannot write checkpoint {path}: {_one_line(error)}{kept}") from error
-        for old in self.paths()[: -self._keep]:
-            old.unlink(missing_ok=True)
+        self._forget()
         return path
+
+    def sharded(self, windows: int) -> tuple[Path, Path]:
+        """Where the ranks write their slices, and what `publish` renames it to."""
+        name = self.folder / f"window-{windows:08d}"
+        return name.with_suffix(".writing-sharded"), name.with_suffix(".sharded")
+
+    def publish(self, state: Mapping[str, Any], *, windows: int) -> Path:
+        """Add to the ranks' slices what is not in them, and let the folder take its name."""
+        written, path = self.sharded(windows)
+        try:
+            files = {file.name: file.stat().st_size for file in written.iterdir()}
+            content = {"kind": _KIND, "format": _FORMAT, "files": files, **state}
+            with (written / _REST).open("wb") as file:
+                torch.save(_plain(content, ""), file)
+                _to_disk(file.fileno())
+            _folder_to_disk(written)
+            written.replace(path)
+            _folder_to_disk(self.folder)
+        except (OSError, RuntimeError) as error:
+            raise StateError(f"cannot write checkpoint {path}: {_one_line(error)}") from error
+        self._forget()
+        return path
+
+    def _forget(self) -> None:
+        """Remove all but the last two. A folder loses its name first: it is whole or not there."""
+        for old in self.paths()[: -self._keep]:
+            if old.is_dir():
+                old = old.replace(old.with_suffix(".writing-removed"))
+            _remove(old)
+
+    def read(self, path: Path) -> Found:
+        """This one, on the CPU; a StateError where it is damaged."""
+        return Found(path, _read(path))
 
     def load(self) -> Found:
         """The newest good checkpoint, on the CPU; a StateError when there is none."""
@@ -119,7 +156,12 @@ class Checkpoints:
         """Remove what a killed process left half written."""
         if self.folder.is_dir():
             for path in self.folder.glob("window-*.writing-*"):
-                path.unlink(missing_ok=True)
+                _remove(path)
+
+    def clear(self) -> None:
+        """Remove all of them, good and bad."""
+        for path in self.folder.glob("window-*"):
+            _remove(path)
 
 
 def check_model(model: nn.Module, saved: Mapping[str, Any], *, where: str) -> None:
@@ -154,6 +196,18 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        return _read_file(path)
+    state = _read_file(path / _REST)
+    for name, size in state["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            there = "is not there" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise StateError(f"{path} is damaged: {name} {there}")
+    return state
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()  # torch.load does not look at the checksums of tensors
@@ -202,6 +256,13 @@ def _plain(value: Any, where: str) -> Any:
 def _place(path: Path) -> tuple[int, int] | None:
     match = _NAME.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _to_disk(descriptor: int) -> None:

@@ -31,6 +31,7 @@ from wholebatch.runners.replay import find_nonfinite
 from wholebatch.runners.sequential import run_sequential
 from wholebatch.snapshot import Snapshot
 from wholebatch.splitting import Tokens, batch_size_of, split, to_device
+from wholebatch.splitting.budget import check_micro_batch
 from wholebatch.step import Step
 from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
@@ -95,7 +96,7 @@ class WholeBatch:
         for name, function in (("loss", loss), ("units", units)):
             if function is not None and not callable(function):
                 raise OptionError(f"{name}={function!r}: must be a function")
-        _check_micro_batch(micro_batch)
+        check_micro_batch(micro_batch)
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
         engine = choose_sync(model, sync=sync)
         target = build_target(
@@ -269,8 +270,7 @@ class WholeBatch:
             last, batch = batch, following
         while window.ranks_with_more:
             self._all_have_data()
-            window.has_more = False
-            self.last_step = self._join(last)
+            self.join(last)
 
     def _all_have_data(self) -> None:
         window = self._window
@@ -282,11 +282,22 @@ class WholeBatch:
                 "equally many batches"
             )
 
+    def join(self, like: Any) -> Step:
+        """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
+        self._window.has_more = False
+        self.last_step = self._join(like)
+        return self.last_step
+
     def _join(self, last: Any) -> Step:
         window = self._window
-        known = None
-        if self._units is not None:
-            known = self._count([])
+        if self._batchnorm is None and self._is_coupled():
+            raise WindowError(
+                f"rank {window.sync.rank} has no sample of this batch, and "
+                'batchnorm="exact" needs every rank at every BatchNorm: make the batch larger'
+            )
+        if self._units is not None and last is not _NOTHING:
+            self._counted = sorted(count_units(self._units, [last]))
+        known = None if self._units is None else self._count([])
         if not window.sync.counts_must_agree:
             return window.join(known)
         if last is _NOTHING:
@@ -386,13 +397,3 @@ class WholeBatch:
                 "resume with the same batch and the same micro_batch="
             )
         return self._done
-
-
-def _check_micro_batch(micro_batch: object) -> None:
-    if micro_batch == "auto" or isinstance(micro_batch, Tokens):
-        return
-    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
-        raise OptionError(
-            f'micro_batch={micro_batch!r}: must be a positive number of samples, "auto", or '
-            "wb.tokens(4096)"
-        )

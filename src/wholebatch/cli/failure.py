@@ -14,20 +14,23 @@ import torch
 import typer
 
 from wholebatch.checkpoint import Checkpoints
+from wholebatch.cli.crew import Crew
 from wholebatch.cli.folder import RunFolder, resume_command
-from wholebatch.errors import WholebatchError, WindowError
+from wholebatch.errors import RankError, WholebatchError, WindowError
 from wholebatch.recipes import place_of
 
 __all__ = ["short_warnings", "training_failures"]
 
 
 @contextmanager
-def short_warnings() -> Iterator[None]:
+def short_warnings(*, shown: bool = True) -> Iterator[None]:
     """One line for each warning: some of torch's bring sixty lines of C++ frames along."""
 
     def first_line(
         message: Warning | str, category: type[Warning], *_: object, **__: object
     ) -> str:
+        if not shown:  # the first of several ranks has told it
+            return ""
         return f"warning: {str(message).strip().splitlines()[0]} ({category.__name__})\n"
 
     before = warnings.formatwarning
@@ -39,12 +42,16 @@ def short_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def training_failures(recipe: Path, folder: Path) -> Iterator[None]:
+def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
     """Tell an error of the recipe by its file and line; one of wholebatch itself stays whole."""
+    who = f"rank {crew.rank}: " if crew.ranks > 1 else ""
     try:
         yield
-    except (WholebatchError, torch.OutOfMemoryError) as error:
+    except RankError as error:  # the rank that failed says what and where
         print(f"error: {_one_line(error)}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except (WholebatchError, torch.OutOfMemoryError) as error:
+        print(f"error: {who}{_one_line(error)}", file=sys.stderr)
         place = place_of(error, recipe)
         if place and isinstance(error, WholebatchError):
             print(f"  at {place}", file=sys.stderr)
@@ -56,7 +63,7 @@ def training_failures(recipe: Path, folder: Path) -> Iterator[None]:
         place = place_of(error, recipe)
         if place is None:
             raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {who}{_one_line(error)}", file=sys.stderr)
         for frame in traceback.extract_tb(error.__traceback__):
             if Path(frame.filename) == recipe and frame.lineno is not None:
                 print(f"  at {recipe}:{frame.lineno}, in {frame.name}", file=sys.stderr)

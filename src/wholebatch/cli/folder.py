@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -12,9 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from wholebatch.checkpoint import Checkpoints
 from wholebatch.errors import OptionError, StateError
 
-__all__ = ["RunFolder", "find_run", "new_folder", "resume_command", "shown"]
+__all__ = ["RunFolder", "find_run", "launched_folder", "new_folder", "resume_command", "shown"]
 
 _RUNS = Path("runs")
 
@@ -34,12 +36,14 @@ class RunFolder:
         """Whether something would be lost by beginning anew: an update, or part of a window."""
         started = self.metrics.exists() and self.metrics.stat().st_size > 0
         saved = self.checkpoints.is_dir() and any(
-            path.name != "window-00000000.pt" for path in self.checkpoints.glob("window-*.pt")
+            path.stem != "window-00000000"
+            for kind in ("pt", "sharded")
+            for path in self.checkpoints.glob(f"window-*.{kind}")
         )
         return started or saved
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, wait: float = 0.0) -> Iterator[None]:
         """Make it, see that it can be written, and hold it: one process writes to a run.
 
         A folder that was made here and is left by an error before anything was written goes again.
@@ -54,7 +58,11 @@ class RunFolder:
                 f"--out {self.path}: cannot be written: {error.strerror or error}"
             ) from error
         with lock:
-            if not _lock(lock):
+            until = time.monotonic() + wait
+            while not _lock(lock):
+                if time.monotonic() < until:
+                    time.sleep(0.1)
+                    continue
                 raise StateError(
                     f"{self.path} is being written by another process; wait, or stop it"
                 )
@@ -73,8 +81,7 @@ class RunFolder:
 
     def clear_beginning(self) -> None:
         """Remove what a run left that ended before its first update."""
-        for path in self.checkpoints.glob("window-*"):
-            path.unlink(missing_ok=True)
+        Checkpoints(self.checkpoints).clear()
         self.metrics.unlink(missing_ok=True)
         shutil.rmtree(self.events, ignore_errors=True)
 
@@ -100,6 +107,15 @@ def new_folder(recipe: str, out: Path | None) -> RunFolder:
     return folder
 
 
+def launched_folder(recipe: str) -> Path | None:
+    """The folder of a run without --out under torchrun: by its id, so that a restart finds it."""
+    number = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if number == "none":  # torchrun's own word for: nobody gave one
+        return None
+    stem = Path(recipe).stem
+    return _RUNS / f"{stem}-{re.sub(r'[^A-Za-z0-9_.-]', '_', number)}"
+
+
 def find_run(recipe: str | None, out: Path | None) -> RunFolder:
     """The run to resume: in `out`, else the newest of runs/ (of this recipe, if one is named)."""
     if out is not None:
@@ -116,7 +132,7 @@ def find_run(recipe: str | None, out: Path | None) -> RunFolder:
 
 
 def _last_written(run: Path) -> float:
-    written = (run / "config.json", *run.glob("checkpoints/window-*.pt"))
+    written = (run / "config.json", *Checkpoints(run / "checkpoints").paths())
     return max(path.stat().st_mtime for path in written)
 
 
@@ -124,7 +140,9 @@ def resume_command(path: Path, *, steps: int | None = None) -> str:
     """What to type to go on, as this process was called."""
     called = Path(sys.argv[0])
     installed = shutil.which("wholebatch")
-    if called.name == "__main__.py":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        program = _launcher()
+    elif called.name == "__main__.py":
         program = f"{shlex.quote(shown(Path(sys.executable)))} -m wholebatch.cli"
     elif installed is not None and Path(installed).resolve() == called.resolve():
         program = "wholebatch"
@@ -132,6 +150,13 @@ def resume_command(path: Path, *, steps: int | None = None) -> str:
         program = shlex.quote(shown(called))
     more = f" --steps {steps}" if steps is not None else ""
     return f"{program} train --resume --out {shlex.quote(shown(path))}{more}"
+
+
+def _launcher() -> str:
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    where = "--standalone" if machines == 1 else f"--nnodes {machines} --rdzv-endpoint HOST:PORT"
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return f"torchrun {where} --nproc-per-node {ranks} -m wholebatch.cli"
 
 
 def shown(path: Path) -> str:

@@ -13,6 +13,7 @@ from wholebatch.cli.folder import RunFolder
 from wholebatch.cli.session import Session
 from wholebatch.cli.stop import StopRequest
 from wholebatch.errors import WindowError
+from wholebatch.recipes import Nothing
 from wholebatch.report.metrics import Events, MetricsFile, record_of
 from wholebatch.report.terminal import Terminal
 from wholebatch.splitting import batch_size_of
@@ -54,11 +55,14 @@ def run_loop(
 ) -> Outcome:
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
-        metrics = MetricsFile(folder.metrics, windows=session.windows)
-        stack.callback(metrics.close)
-        events = Events(folder.events, windows=session.windows)
-        stack.callback(events.close)
-        stop = stack.enter_context(StopRequest())
+        metrics = events = None
+        if session.crew.is_first:
+            metrics = MetricsFile(folder.metrics, windows=session.windows)
+            stack.callback(metrics.close)
+            events = Events(folder.events, windows=session.windows)
+            stack.callback(events.close)
+        after = "micro-batch" if session.crew.ranks == 1 else "window"
+        stop = stack.enter_context(StopRequest(after=after, told=session.crew.is_first))
         terminal.begin(done=session.train.updates, total=session.config.steps)
         stack.callback(terminal.end)
         return _Loop(session, folder, terminal, metrics, events, stop).run(mid_window)
@@ -70,8 +74,8 @@ class _Loop:
         session: Session,
         folder: RunFolder,
         terminal: Terminal,
-        metrics: MetricsFile,
-        events: Events,
+        metrics: MetricsFile | None,  # of the first rank
+        events: Events | None,
         stop: StopRequest,
     ) -> None:
         self._session = session
@@ -89,14 +93,16 @@ class _Loop:
 
     def run(self, mid_window: bool) -> Outcome:
         session = self._session
-        checkpoint = self._save() if not self._checkpoints.paths() else None
+        is_new = session.crew.first(lambda: not self._checkpoints.paths())
+        checkpoint = self._save() if is_new else None
         while session.train.updates < session.config.steps:
-            if self._stop.requested:
+            if session.crew.any(self._stop.requested):
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
             session.position = session.batches.position
             session.batches.take()
-            self._remember(batch)
+            if session.crew.ranks == 1:
+                self._remember(batch)
             try:
                 self._window(batch, whole=not mid_window)
             except _Stopped as stopped:
@@ -113,7 +119,10 @@ class _Loop:
         metered = not self._memory.settled
         began = time.perf_counter()
         with self._memory.around(whole_window=whole):
-            step = session.train.step(batch, after_micro=self._after_micro)
+            if isinstance(batch, Nothing):
+                step = session.train.join(batch.like)
+            else:
+                step = session.train.step(batch, after_micro=self._after_micro)
         seconds = time.perf_counter() - began
         if self._metered and not metered:
             self._units = self._seconds = 0.0  # the meter is slow: count from here on
@@ -127,8 +136,9 @@ class _Loop:
             lr=rates,
             now=time.time(),
         )
-        self._metrics.write(record)
-        self._events.write(record)
+        if self._metrics is not None and self._events is not None:
+            self._metrics.write(record)
+            self._events.write(record)
         session.position = session.batches.position
         self._terminal.update(
             updates=session.train.updates,
@@ -141,12 +151,14 @@ class _Loop:
 
     def _after_micro(self, done: int, of: int) -> None:
         self._terminal.micro(done, of)
-        if self._stop.requested and done < of:
+        # Several ranks stop together, between windows: see `run`.
+        if self._stop.requested and done < of and self._session.crew.ranks == 1:
             raise _Stopped(self._save(micro_batches=done), done, of)
 
     def _save(self, *, micro_batches: int = 0) -> Path:
-        self._metrics.sync()
-        self._events.sync()
+        if self._metrics is not None and self._events is not None:
+            self._metrics.sync()
+            self._events.sync()
         return self._session.save(self._checkpoints, micro_batches=micro_batches)
 
     def _watch_skipped(self, reason: str | None) -> None:
@@ -173,7 +185,8 @@ class _Loop:
         return self._units / self._seconds if self._seconds else 0.0
 
     def _outcome(self, checkpoint: Path, done: int, of: int, *, finished: bool = False) -> Outcome:
-        first, last = self._metrics.first, self._metrics.last
+        metrics = self._metrics
+        first, last = (metrics.first, metrics.last) if metrics is not None else (None, None)
         return Outcome(
             finished=finished,
             checkpoint=checkpoint,

@@ -71,6 +71,11 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self._device)
         return self._measured
 
+    def measured_said(self) -> str:
+        """What was measured, in words."""
+        measured = self.measured
+        return "not measured here" if measured is None else f"{bytes_said(measured)} measured"
+
     def said(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
         """Both numbers in one line; `batch` is a whole one."""
         measured = self.measured

@@ -15,9 +15,19 @@ from typing import Any
 
 from wholebatch.errors import OptionError, StateError
 
-__all__ = ["PRECISIONS", "Config", "Given", "check", "config_text", "read_config", "resolve"]
+__all__ = [
+    "PARALLEL",
+    "PRECISIONS",
+    "Config",
+    "Given",
+    "check",
+    "config_text",
+    "read_config",
+    "resolve",
+]
 
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
+PARALLEL = ("ddp", "fsdp2")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
 _FALLBACK: dict[str, Any] = {
     "batch_size": 32,
@@ -29,6 +39,8 @@ _FALLBACK: dict[str, Any] = {
     "seed": 0,
     "checkpoint_every": 50,
 }
+# Engines of the library that a script of one's own can use.
+_BY_SCRIPT = ("deepspeed", "pipeline")
 # What a resumed run may change without becoming another run.
 _MAY_CHANGE = ("steps", "checkpoint_every")
 
@@ -111,6 +123,11 @@ def check(name: str, value: Any, label: str) -> Any:
         if value not in PRECISIONS:
             raise OptionError(f"{label} {value}: must be one of {', '.join(PRECISIONS)}")
         return "full" if value == "fp32" else value
+    if name == "parallel":
+        if value not in PARALLEL:
+            why = ", which the command does not launch" if value in _BY_SCRIPT else ""
+            raise OptionError(f"{label} {value}{why}: must be {' or '.join(PARALLEL)}")
+        return value
     if name in ("clip_norm", "lr"):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:

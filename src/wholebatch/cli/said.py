@@ -25,6 +25,8 @@ def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     place = str(session.device)
+    ranks = session.crew.ranks
+    spread = "" if ranks == 1 else ", sharded (FSDP2)" if session.crew.is_sharded else ", DDP"
     if session.device.type == "cpu":
         threads = torch.get_num_threads()
         place += f" ({threads} thread{'' if threads == 1 else 's'})"
@@ -32,9 +34,9 @@ def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
     rate = float(group.get("initial_lr", group["lr"]))
     clip = f"clipped to norm {config.clip_norm:g}" if config.clip_norm else "not clipped"
     rows = [
-        ("model", f"{type(model).__name__}, {parameters:,} parameters, {dtype} on {place}"),
+        ("model", f"{type(model).__name__}, {parameters:,} parameters, {dtype} on {place}{spread}"),
         ("data", _data_said(session)),
-        ("batch", arithmetic(session.micro_batches(), config)),
+        ("batch", batch_said(session.micro_batches(), config, ranks=session.crew.ranks)),
         (
             "update",
             f"{type(session.optimizer).__name__}, learning rate {rate:g}, {clip}, "
@@ -44,7 +46,12 @@ def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
     ]
     if found is not None:
         state = found.state["train"]
-        into = f", {state['done']} micro-batches into the next" if state["window"] else ""
+        into = ""
+        if state["window"]:
+            into = f", {state['done']} micro-batches into the next"
+            into += " (begun again: there were no ranks)" if ranks > 1 else ""
+        then = len(found.state.get("ranks", [0]))
+        into += f", which {then} rank{'' if then == 1 else 's'} made" if then != ranks else ""
         rows.append(("resumed", f"after update {session.train.updates}{into}"))
     return rows
 
@@ -91,6 +98,35 @@ def arithmetic(sizes: Sequence[int] | None, config: Config, *, ranks: int = 1) -
         terms = f"({terms})"
     budget = f", at most {config.micro_batch} each" if config.tokens else ""
     return f"{terms} × {said} = {total} samples an update (micro-batch × steps × ranks{budget})"
+
+
+def batch_said(sizes: Sequence[Sequence[int]] | None, config: Config, *, ranks: int) -> str:
+    """The same, where the batch may not divide by the ranks: micro-batches of each of them.
+
+    >>> from wholebatch.cli.options import Config
+    >>> config = Config(10, 2, 1, "full", None, None, 0, 1)
+    >>> batch_said([[2, 2], [2, 1], [2, 1]], config, ranks=3)
+    '2 × 2 × 1 rank + (2 × 1 + 1) × 2 ranks = 10 samples an update (micro-batch × steps × ranks)'
+    """
+    if sizes is None:
+        if ranks == 1:
+            return arithmetic(None, config)
+        return (
+            f"{config.batch_size} samples over {ranks} ranks an update, as few micro-batches as "
+            "memory allows"
+        )
+    alike: list[tuple[Sequence[int], int]] = []  # (micro-batches, ranks in a row that have them)
+    for one in sizes:
+        if alike and list(alike[-1][0]) == list(one):
+            alike[-1] = (one, alike[-1][1] + 1)
+        else:
+            alike.append((one, 1))
+    if len(alike) == 1:
+        return arithmetic(sizes[0], config, ranks=ranks)
+    said = [arithmetic(one or [0], config, ranks=count) for one, count in alike]
+    terms = " + ".join(one.partition(" = ")[0] for one in said)
+    total = sum(map(sum, sizes))
+    return f"{terms} = {total} samples an update{said[0].partition(' samples an update')[2]}"
 
 
 def _data_said(session: Session) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import random
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,14 @@ import torch
 from torch import nn
 
 from wholebatch import WholeBatch, __version__
-from wholebatch.checkpoint import Checkpoints, Found, check_model
+from wholebatch.checkpoint import Checkpoints, Found
+from wholebatch.cli.crew import Crew
+from wholebatch.cli.keep import Parts, restore, save
 from wholebatch.cli.memory import PeakMemory
 from wholebatch.cli.options import Config
-from wholebatch.errors import OptionError, RecipeError, StateError, UnsupportedError
-from wholebatch.recipes import Batches, Position, Recipe
+from wholebatch.coupled import batchnorms
+from wholebatch.errors import OptionError, RecipeError
+from wholebatch.recipes import Batches, Nothing, Position, Recipe, share_of
 from wholebatch.splitting import batch_size_of, split
 
 __all__ = ["Session", "about_here", "build", "choose_device"]
@@ -31,7 +32,7 @@ class Session:
 
     recipe: Recipe
     config: Config
-    device: torch.device
+    crew: Crew
     model: nn.Module
     optimizer: torch.optim.Optimizer
     train: WholeBatch
@@ -40,80 +41,82 @@ class Session:
     position: Position  # of the batch that the open or next window is made from
 
     @property
+    def device(self) -> torch.device:
+        return self.crew.device
+
+    @property
     def windows(self) -> int:
         """Windows closed so far, those without an update too."""
         return self.train.updates + self.train.skipped
 
     def save(self, checkpoints: Checkpoints, *, micro_batches: int = 0) -> Path:
-        """A checkpoint of this moment, also in the middle of a window."""
-        state = {
-            "recipe": self.recipe.name,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "train": self.train.state_dict(),
-            "data": self.batches.state_dict(self.position),
-        }
-        return checkpoints.save(state, windows=self.windows, micro_batches=micro_batches)
+        """A checkpoint of this moment; of one process also in the middle of a window."""
+        data = self.batches.state_dict(self.position)
+        return save(self._parts, self.crew, checkpoints, data=data, micro_batches=micro_batches)
 
     def restore(self, found: Found) -> None:
         """Go on from a checkpoint; a StateError when it does not belong to this recipe."""
-        state = found.state
-        missing = {"model", "optimizer", "train", "data"} - state.keys()
-        if missing:
-            raise StateError(f"{found.path} is damaged: it has no {', '.join(sorted(missing))}")
-        check_model(self.model, state["model"], where=str(found.path))
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise StateError(
-                f"{found.path} does not fit this recipe's optimizer: {error}"
-            ) from error
-        self.batches.load_state_dict(state["data"])
+        restore(self._parts, self.crew, found, data=self.batches, seed=self.config.seed)
         self.position = self.batches.position
-        self.train.load_state_dict(state["train"])  # last: it puts the random generators back
 
-    def micro_batches(self) -> Sequence[int] | None:
-        """Samples in each micro-batch of a full batch; None where the first window decides."""
-        by = self.train.micro_batch
-        if by == "auto":
+    @property
+    def _parts(self) -> Parts:
+        return Parts(self.recipe.name, self.model, self.optimizer, self.train)
+
+    def micro_batches(self) -> list[list[int]] | None:
+        """Samples in each micro-batch of a full batch, by rank; None where it must be seen."""
+        by, ranks = self.config.micro_batch, self.crew.ranks
+        if isinstance(by, int) and self.batches.kind != "loader":
+            shares = [
+                share_of(self.config.batch_size, rank=rank, ranks=ranks) for rank in range(ranks)
+            ]
+            return [_pieces(share.stop - share.start, by) for share in shares]
+        if self.train.micro_batch == "auto":
             return None
-        if isinstance(self.config.micro_batch, int) and self.batches.kind != "loader":
-            whole, rest = divmod(self.config.batch_size, self.config.micro_batch)
-            return [self.config.micro_batch] * whole + [rest] * bool(rest)
         batch = self.batches.peek()
-        return [batch_size_of(micro) for micro in split(batch, by)]
+        mine = [] if isinstance(batch, Nothing) else split(batch, self.train.micro_batch)
+        return self.crew.gathered([batch_size_of(micro) for micro in mine])
 
 
-def build(recipe: Recipe, config: Config, *, device: torch.device) -> Session:
-    """The parts of the recipe, from the seed on the same every time."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise UnsupportedError(
-            f"WORLD_SIZE={world}: wholebatch train runs as one process; start it without a "
-            "launcher, or wrap the model in DDP in a script of your own with wb.WholeBatch"
-        )
+def _pieces(samples: int, by: int) -> list[int]:
+    whole, rest = divmod(samples, by)
+    return [by] * whole + [rest] * bool(rest)
+
+
+def build(recipe: Recipe, config: Config, crew: Crew) -> Session:
+    """The parts of the recipe, from the seed on the same every time, on every rank."""
     _seed(config.seed)
     batches = Batches(
-        recipe.build_data, batch_size=config.batch_size, seed=config.seed, collate=recipe.collate
+        recipe.build_data,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        collate=recipe.collate,
+        rank=crew.rank,
+        ranks=crew.ranks,
     )
     config = _fitted(config, batches)
     model = recipe.build_model()
+    _check_last_batch(model, config, batches, crew)
     if config.precision == "bf16-pure":
         model.to(torch.bfloat16)
     try:
-        model.to(device)
+        model.to(crew.device)
     except (RuntimeError, NotImplementedError) as error:
-        raise RecipeError(f"the recipe's model cannot be moved to {device}: {error}") from error
+        raise RecipeError(
+            f"the recipe's model cannot be moved to {crew.device}: {error}"
+        ) from error
+    spread = crew.spread(model)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
-    memory = PeakMemory(model, optimizer, device=device)
+    memory = PeakMemory(model, optimizer, device=crew.device)
+    memory.settled = memory.settled or crew.is_sharded  # the meter knows whole tensors only
 
-    def loss(model: nn.Module, micro: Any) -> Any:
+    def loss(given: nn.Module, micro: Any) -> Any:
         memory.follow()
-        return recipe.loss(model, micro)
+        # The recipe's own module, not DDP around it: the window reduces the gradients itself.
+        return recipe.loss(model if given is spread else given, micro)
 
     train = WholeBatch(
-        model,
+        spread,
         optimizer,
         loss=loss,
         units=recipe.units,
@@ -122,9 +125,9 @@ def build(recipe: Recipe, config: Config, *, device: torch.device) -> Session:
         clip_norm=config.clip_norm,
         scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
     )
-    return Session(
-        recipe, config, device, model, optimizer, train, memory, batches, batches.position
-    )
+    if crew.rank:  # dropout of its own on every rank
+        _seed(config.seed + crew.rank)
+    return Session(recipe, config, crew, model, optimizer, train, memory, batches, batches.position)
 
 
 def choose_device(name: str) -> torch.device:
@@ -173,6 +176,18 @@ def _fitted(config: Config, batches: Batches) -> Config:
             'give at most that, or "auto"'
         )
     return config
+
+
+def _check_last_batch(model: nn.Module, config: Config, batches: Batches, crew: Crew) -> None:
+    """Exact BatchNorm meets on all ranks at every layer: each must have a sample."""
+    if batches.length is None or not batchnorms(model):
+        return
+    for size in (config.batch_size, batches.length % config.batch_size):
+        if 0 < size < crew.ranks:
+            raise OptionError(
+                f"--batch-size {config.batch_size}: a batch of an epoch has {size} samples for "
+                f"{crew.ranks} ranks, and exact BatchNorm needs one on every rank; choose another"
+            )
 
 
 def _micro_batch(recipe: Recipe, config: Config) -> Any:

@@ -21,8 +21,10 @@ class StopRequest:
     Ending at once loses nothing: checkpoints are whole or not there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, after: str = "micro-batch", told: bool = True) -> None:
         self.requested = False
+        self._after = after
+        self._told = told
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -48,5 +50,5 @@ class StopRequest:
             os.write(2, b"aborted\n")
             os._exit(STOPPED)
         self.requested = True
-        if sys.stderr.isatty():
-            os.write(2, b"\nstopping after this micro-batch (again: at once)\n")
+        if self._told and sys.stderr.isatty():
+            os.write(2, f"\nstopping after this {self._after} (again: at once)\n".encode())

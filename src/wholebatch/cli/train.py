@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +10,15 @@ import typer
 from rich.console import Console
 
 from wholebatch import __version__
-from wholebatch.cli.options import Given, check, read_config, resolve
+from wholebatch.cli.options import Given, check
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
     from wholebatch.checkpoint import Found
+    from wholebatch.cli.crew import Crew
     from wholebatch.cli.folder import RunFolder
     from wholebatch.cli.session import Session
+    from wholebatch.cli.start import Asked
     from wholebatch.report.terminal import Terminal
 
 __all__ = ["train"]
@@ -35,7 +38,11 @@ def train(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Samples that make one update.", rich_help_panel=_BATCH),
+        typer.Option(
+            metavar="N",
+            help="Samples that make one update, those of all ranks together.",
+            rich_help_panel=_BATCH,
+        ),
     ] = None,
     micro_batch: Annotated[
         str | None,
@@ -88,6 +95,15 @@ def train(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    auto_resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="Continue the run in --out if it has begun, else begin it: one command line for "
+            "both. A restart by torchrun does so by itself.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(metavar="N", help="Updates between two checkpoints.", rich_help_panel=_RUN),
@@ -102,60 +118,81 @@ def train(
         str,
         typer.Option(metavar="auto|cpu|cuda", help="Where to train.", rich_help_panel=_RUN),
     ] = "auto",
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="ddp|fsdp2",
+            help="Under torchrun: the model whole on every rank, or sharded over them.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "ddp",
 ) -> None:
     """Train a recipe: every update is that of the whole batch, in the memory of a micro-batch.
 
     Defaults come from the recipe. Ctrl-C stops cleanly, and says how to go on from there.
+    Under torchrun, every rank takes its share of the batch.
     """
     given = Given(batch_size, micro_batch, steps, precision, clip_norm, lr, seed, checkpoint_every)
     for name, value in vars(given).items():
         check(name, value, "--" + name.replace("_", "-"))
-    raise typer.Exit(_train(recipe, given, out=out, resume=resume, device=device))
+    check("parallel", parallel, "--parallel")
 
-
-def _train(name: str | None, given: Given, *, out: Path | None, resume: bool, device: str) -> int:
     # Torch is imported from here on: a wrong option was told at once.
-    from wholebatch.checkpoint import Checkpoints
-    from wholebatch.cli.failure import short_warnings, training_failures
-    from wholebatch.cli.folder import find_run, new_folder
+    from wholebatch.cli.crew import Crew
+    from wholebatch.cli.failure import short_warnings
+    from wholebatch.cli.ranks import process_group
+    from wholebatch.cli.start import Asked
+
+    asked = Asked(recipe, given, out=out, resume=resume, auto_resume=auto_resume)
+    with process_group(device) as (rank, where):
+        crew = Crew(rank, device=where, parallel=parallel)
+        with crew.failures(), short_warnings(shown=crew.is_first):
+            status = _train(asked, crew)
+    raise typer.Exit(status)
+
+
+def _train(asked: Asked, crew: Crew) -> int:
+    from wholebatch.cli.failure import training_failures
     from wholebatch.cli.said import head_rows
-    from wholebatch.cli.session import build, choose_device
-    from wholebatch.recipes import EMBEDDED, load_recipe
+    from wholebatch.cli.session import build
+    from wholebatch.cli.start import checkpoint_of, find
     from wholebatch.report.terminal import Terminal
 
-    folder = find_run(name, out) if resume else None
-    stored = read_config(folder.config) if folder else None
-    recipe = load_recipe(name or (stored["recipe"] if stored else next(iter(EMBEDDED))))
-    config = resolve(given, recipe.defaults, stored=stored["settings"] if stored else None)
-    folder = folder or new_folder(recipe.name, out)
-    where = choose_device(device)
-    terminal = Terminal(Console(), name=recipe.name, unit=recipe.unit)
-
-    with short_warnings(), folder.held():
-        found = Checkpoints(folder.checkpoints).load() if resume else None
-        session = build(recipe, config, device=where)
-        if given.batch_size not in (None, session.config.batch_size):
-            raise OptionError(
-                f"--batch-size {given.batch_size}: the recipe's DataLoader gives batches of "
-                f"{session.config.batch_size}; change it there"
-            )
-        if found is not None:
-            session.restore(found)
+    start = find(asked, crew)
+    recipe, folder = start.recipe, start.folder
+    # The other ranks are quiet; a bar that draws nothing would cost them time all the same.
+    console = Console() if crew.is_first else Console(quiet=True, force_terminal=False)
+    terminal = Terminal(console, name=recipe.name, unit=recipe.unit)
+    with folder.held(start.wait) if crew.is_first else nullcontext():
+        found = checkpoint_of(start, crew)
+        session = crew.together(lambda: build(recipe, start.config, crew))
+        crew.together(lambda: _take_up(session, found, asked.given.batch_size))
         rows = head_rows(session, found, folder=folder.path)
         # Everything fits: from here on the folder is written.
-        if stored is not None and stored["recipe_sha256"] != recipe.digest:
+        if start.has_changed:
             terminal.note(f"note: {recipe.path} has changed since this run began")
-        _begin(session, folder, found, terminal)
+        crew.first(lambda: _begin(session, folder, found, terminal))
         about = f": {recipe.description}" if recipe.description else ""
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
-        if where.type == "cpu" and config.precision != "full":
-            terminal.note(f"note: {config.precision} is slow on a CPU without hardware for it")
+        precision = session.config.precision
+        if session.device.type == "cpu" and precision != "full":
+            terminal.note(f"note: {precision} is slow on a CPU without hardware for it")
         if session.train.updates >= session.config.steps:
             done = session.train.updates
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
             return 0
-        with training_failures(recipe.path, folder.path):
+        with training_failures(recipe.path, folder.path, crew), crew.failures():
             return _run(session, folder, found, terminal)
+
+
+def _take_up(session: Session, found: Found | None, batch_size: int | None) -> None:
+    if batch_size not in (None, session.config.batch_size):
+        raise OptionError(
+            f"--batch-size {batch_size}: the recipe's DataLoader gives batches of "
+            f"{session.config.batch_size}; change it there"
+        )
+    if found is not None:
+        session.restore(found)
 
 
 def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> None:
@@ -174,7 +211,9 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
         checkpoints.set_aside(found)
     recipe = session.recipe
     known = recipe.name if recipe.is_embedded else str(recipe.path)
-    about = {"device": str(session.device), **about_here()}
+    crew = session.crew
+    parallel = {"ranks": crew.ranks, "sharded": crew.is_sharded}
+    about = {"device": str(session.device), **parallel, **about_here()}
     write_atomically(
         folder.config,
         config_text(session.config, recipe=known, digest=recipe.digest, about=about),
@@ -188,7 +227,8 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
     from wholebatch.cli.stop import STOPPED
     from wholebatch.report.terminal import time_said
 
-    mid_window = bool(found and found.state["train"]["window"] is not None)
+    crew = session.crew
+    mid_window = crew.ranks == 1 and bool(found and found.state["train"]["window"] is not None)
     outcome = run_loop(session, folder, terminal, mid_window=mid_window)
     updates = session.train.updates
     if not outcome.finished:
@@ -198,10 +238,15 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
         terminal.note(f"stopped {place}; checkpoint {shown(outcome.checkpoint)}")
         terminal.note(f"go on with: {resume_command(folder.path)}")
         return STOPPED
-    with terminal.working("predicting the memory of the whole batch at once"):
-        memory = session.memory.said(
-            session.recipe.loss, outcome.batch, precision=session.config.autocast
-        )
+    if not crew.is_first:
+        return 0
+    if crew.ranks > 1:
+        memory = session.memory.measured_said() + " on the first rank"
+    else:
+        with terminal.working("predicting the memory of the whole batch at once"):
+            memory = session.memory.said(
+                session.recipe.loss, outcome.batch, precision=session.config.autocast
+            )
     rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
     title = f"{session.recipe.name}: {updates} updates, {time_said(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)

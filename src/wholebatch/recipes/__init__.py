@@ -1,15 +1,17 @@
 """Recipes: what `wholebatch train` trains. A Python file, or one of those embedded here."""
 
-from wholebatch.recipes.batches import Batches, Position
+from wholebatch.recipes.batches import Batches, Nothing, Position, share_of
 from wholebatch.recipes.recipe import EMBEDDED, Recipe, Settings, load_recipe, place_of, source_of
 
 __all__ = [
     "EMBEDDED",
     "Batches",
+    "Nothing",
     "Position",
     "Recipe",
     "Settings",
     "load_recipe",
     "place_of",
+    "share_of",
     "source_of",
 ]

@@ -2,8 +2,12 @@
 
 The order of a dataset in epoch e is a permutation made from (seed, e), and whatever randomness
 its samples draw is seeded by their place. So batch number b of epoch e is always the same batch,
-whatever ran before it: resuming goes straight there. A stream can only be read again from its
-start, to the same place.
+whatever ran before it and on however many ranks: resuming goes straight there. A stream can only
+be read again from its start, to the same place.
+
+Of several ranks, each takes its share of every batch. Samples that torch's own collate puts
+together are read by their rank alone; a recipe's own `collate` is given the whole batch (it may
+pad to the longest sample, or draw), and so is a stream, and each rank takes its slice.
 """
 
 from __future__ import annotations
@@ -22,8 +26,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from wholebatch.errors import RecipeError, StateError
+from wholebatch.splitting.layout import layout_of
 
-__all__ = ["Batches", "Position"]
+__all__ = ["Batches", "Nothing", "Position", "share_of"]
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,30 @@ class Position:
     batch: int = 0
 
 
+@dataclass(frozen=True)
+class Nothing:
+    """A batch with fewer samples than ranks has none for this one; `like` is one of another's."""
+
+    like: Any
+
+
+def share_of(samples: int, *, rank: int, ranks: int) -> slice:
+    """Which samples of a batch are a rank's: neighbours, no rank with two more than another.
+
+    The first rank, which writes the metrics, always has one.
+
+    >>> [share_of(10, rank=rank, ranks=4) for rank in range(4)]
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 8, None), slice(8, 10, None)]
+    """
+    return slice(-(-samples * rank // ranks), -(-samples * (rank + 1) // ranks))
+
+
 class Batches:
     """The batches of a recipe, one `take()` after the other, over as many epochs as are asked for.
 
     `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
     DataLoader, whose batches are taken as they are. The last batch of an epoch may be short; it
-    is never left out.
+    is never left out. With `ranks`, `take()` gives the share of `rank`, or `Nothing`.
     """
 
     def __init__(
@@ -49,9 +72,12 @@ class Batches:
         batch_size: int,
         seed: int,
         collate: Callable[[list[Any]], Any] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.position = Position()
         self.batch_size = batch_size
+        self._rank, self._ranks = rank, ranks
         self._build = build
         self._seed = seed
         self._collate = collate or default_collate
@@ -65,6 +91,7 @@ class Batches:
         self._iterator: Iterator[Any] | None = None
         self._in_epoch = 0  # batches taken from the iterator
         self._peeked: tuple[Any] | None = None
+        self._draws = False  # whether samples were seen to draw random numbers
 
     @property
     def loader_batch_size(self) -> int | None:
@@ -74,7 +101,10 @@ class Batches:
     def peek(self) -> Any:
         """The batch at `position`, which stays; the next `take` gives the same."""
         if self._peeked is None:
-            batch = self._from_dataset() if self.kind == "dataset" else self._from_stream()
+            if self.kind == "dataset":
+                batch = self._from_dataset()
+            else:
+                batch = self._part(self._from_stream())
             self._peeked = (batch,)
         return self._peeked[0]
 
@@ -114,12 +144,45 @@ class Batches:
             self._order = torch.randperm(self.length, generator=generator)
         start = self.position.batch * self.batch_size
         chosen = self._order[start : start + self.batch_size].tolist()
+        if self._ranks == 1 or self._collate is not default_collate:
+            return self._part(self._read(chosen, start))
+        mine = share_of(len(chosen), rank=self._rank, ranks=self._ranks)
+        if not chosen[mine]:
+            return Nothing(self._read(chosen[:1], start))
+        return self._read(chosen[mine], start + mine.start)
+
+    def _read(self, chosen: list[int], place: int) -> Any:
+        """Samples, put together; `place` is that of the first in the order of the epoch."""
         with self._seeded("batch"):
-            if callable(getattr(self._data, "__getitems__", None)):  # torch's name for many at once
-                samples = list(self._data.__getitems__(chosen))
-            else:
-                samples = [self._data[index] for index in chosen]
+            samples = None if self._draws else self._read_at_once(chosen)
+            if samples is None:
+                # Each by its own seed: a rank that reads only its share draws the same.
+                samples = []
+                for offset, index in enumerate(chosen):
+                    _reseed(_mixed(self._seed, self.position.epoch, "sample", place + offset))
+                    samples.append(self._data[index])
+            _reseed(_mixed(self._seed, self.position.epoch, "collate", self.position.batch))
             return self._collate(samples)
+
+    def _read_at_once(self, chosen: list[int]) -> list[Any] | None:
+        """Samples that draw nothing; None where one drew."""
+        before = _generators()
+        if callable(getattr(self._data, "__getitems__", None)):  # torch's name for many at once
+            samples = list(self._data.__getitems__(chosen))
+        else:
+            samples = [self._data[index] for index in chosen]
+        self._draws = not _same(before, _generators())
+        return None if self._draws else samples
+
+    def _part(self, batch: Any) -> Any:
+        """The share of this rank in a whole batch."""
+        if self._ranks == 1:
+            return batch
+        layout = layout_of(batch)
+        mine = share_of(layout.size, rank=self._rank, ranks=self._ranks)
+        if mine.start == mine.stop:
+            return Nothing(layout.take(slice(0, 1)))
+        return layout.take(mine)
 
     def _from_stream(self) -> Any:
         if self._iterator is None:
@@ -167,20 +230,40 @@ class Batches:
         """Random numbers by place in the data, apart from those that the model draws."""
         at = self.position.batch if batch is None else batch
         seed = _mixed(self._seed, self.position.epoch, at if what == "batch" else what)
-        numpy = sys.modules.get("numpy")
-        before = torch.get_rng_state(), random.getstate()
-        numpy_before = numpy.random.get_state() if numpy is not None else None
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
+        before, python, numpy_before = _generators()
+        _reseed(seed)
         try:
             yield
         finally:
-            torch.set_rng_state(before[0])
-            random.setstate(before[1])
-            if numpy is not None and numpy_before is not None:
-                numpy.random.set_state(numpy_before)
+            torch.set_rng_state(before)
+            random.setstate(python)
+            if numpy_before is not None:
+                sys.modules["numpy"].random.set_state(numpy_before)
+
+
+def _reseed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _generators() -> tuple[Tensor, Any, Any]:
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else None
+    return torch.get_rng_state(), random.getstate(), drawn
+
+
+def _same(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
+    def place(state: Any) -> Any:  # NumPy's: its numbers, and the place in them
+        return None if state is None else (state[1].tobytes(), *state[2:])
+
+    return (
+        torch.equal(one[0], other[0])
+        and one[1] == other[1]
+        and (one[2] is None or place(one[2]) == place(other[2]))
+    )
 
 
 def _kind_of(data: Any) -> str:

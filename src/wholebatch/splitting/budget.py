@@ -13,7 +13,7 @@ from numbers import Number
 from wholebatch.errors import OptionError
 from wholebatch.splitting.layout import is_positive
 
-__all__ = ["Tokens", "tokens"]
+__all__ = ["Tokens", "check_micro_batch", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,17 @@ def tokens(
     [[[4, 5, 6, 7]], [[1, 2], [8, 9], [3, 0]]]
     """
     return Tokens(budget, mask=mask, pad=pad, lengths=lengths, trim=trim, sort=sort)
+
+
+def check_micro_batch(micro_batch: object) -> None:
+    """Refuse what is neither a number of samples, nor "auto", nor a budget."""
+    if micro_batch == "auto" or isinstance(micro_batch, Tokens):
+        return
+    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
+        raise OptionError(
+            f'micro_batch={micro_batch!r}: must be a positive number of samples, "auto", or '
+            "wb.tokens(4096)"
+        )
 
 
 def _checked_trim(trim: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
