@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -249,6 +250,9 @@ def test_a_model_of_a_billion_parameters_takes_seconds() -> None:
         model = GPT(layers=24, width=1792, heads=14, vocabulary=50304, length=1024)
     assert sum(p.numel() for p in model.parameters()) > 1e9
     optimizer = torch.optim.AdamW(model.parameters())
+    began = time.process_time()
     predicted = predict_peak(model, loss, tokens(2, 1024), optimizer=optimizer, precision="bf16")
     assert predicted.by_category["optimizer state"] > 8e9
-    assert predicted.seconds < 30  # 5 s on two quiet cores; this is a bound, not the figure
+    # Of this process, whatever else the machine is doing; it is one thread, so also the wall time
+    # on a quiet machine. 6 s on a slow core.
+    assert time.process_time() - began < 10
