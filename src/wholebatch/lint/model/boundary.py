@@ -63,6 +63,8 @@ def boundary_of(expr: ast.expr, loop: Loop, resolver: Resolver) -> Boundary | No
         return None if inner is None else replace(inner, inverse=not inner.inverse)
     if isinstance(expr, ast.BoolOp):
         return _compound(expr, loop, resolver)
+    if isinstance(expr, ast.IfExp):
+        return _choice(expr, loop, resolver)
     if isinstance(expr, ast.Compare) and len(expr.ops) == 1:
         return _comparison(expr.left, expr.ops[0], expr.comparators[0], expr, loop, resolver)
     if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Mod):
@@ -74,6 +76,17 @@ def boundary_of(expr: ast.expr, loop: Loop, resolver: Resolver) -> Boundary | No
     if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
         return boundary_of(expr.args[0], loop, resolver)
     return None
+
+
+def _choice(expr: ast.IfExp, loop: Loop, resolver: Resolver) -> Boundary | None:
+    """`True if i % k == 0 else False`, and the other way round."""
+    values = [v.value if isinstance(v, ast.Constant) else None for v in (expr.body, expr.orelse)]
+    if values not in ([True, False], [False, True]):
+        return None
+    inner = boundary_of(expr.test, loop, resolver)
+    if inner is None or values[0] is True:
+        return inner
+    return replace(inner, inverse=not inner.inverse)
 
 
 def _compound(expr: ast.BoolOp, loop: Loop, resolver: Resolver) -> Boundary | None:

@@ -21,6 +21,8 @@ _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 # Divisors that have nothing to do with the number of micro-batches of a window.
 _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_size", re.I)
+# The size of the micro-batch itself: what makes a sum a mean.
+_OWN_SIZE = re.compile(r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$")
 _MAX_CHAINS = 8
 
 
@@ -37,6 +39,11 @@ class Divisor:
     def names_accumulation(self) -> bool:
         """Whether the divisor says by its name that it counts micro-batches."""
         return is_accumulation_name(self.key) or is_accumulation_name(self.written)
+
+    @property
+    def own_size(self) -> bool:
+        """Whether the divisor is the size of the micro-batch, which makes a mean of a sum."""
+        return bool(_OWN_SIZE.search(self.key))
 
     @property
     def unrelated(self) -> bool:

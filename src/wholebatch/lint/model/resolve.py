@@ -157,6 +157,8 @@ def is_simple(expr: ast.expr) -> bool:
         return is_simple(expr.operand)
     if isinstance(expr, ast.BoolOp):
         return all(is_simple(v) for v in expr.values)
+    if isinstance(expr, ast.IfExp):
+        return is_simple(expr.test) and is_simple(expr.body) and is_simple(expr.orelse)
     if isinstance(expr, ast.Compare):
         return is_simple(expr.left) and all(is_simple(c) for c in expr.comparators)
     if isinstance(expr, ast.Subscript):

@@ -104,11 +104,12 @@ def _plain(event: Event, file: File) -> bool:
 
 
 def _undivided(chain: Chain, window: Window) -> bool:
-    if any(not d.unrelated for d in chain.divisors):
+    if any(not d.unrelated and not d.own_size for d in chain.divisors):
         return False
     if any(_SCALING_FACTOR.search(f) for f in chain.factors):
         return False
-    if "sum" in chain.reducers or chain.base is None:
+    is_mean = any(d.own_size for d in chain.divisors)
+    if chain.base is None or ("sum" in chain.reducers and not is_mean):
         return False
     base = chain.base
     spelled = text(base)
@@ -123,7 +124,7 @@ def _undivided(chain: Chain, window: Window) -> bool:
         spelled += " " + text(base)
     if not isinstance(base, ast.Call):
         return False
-    if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(base, chain):
+    if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(base, chain, window):
         return False
     # The step count may travel inside the settings object and be used where we cannot see.
     if window.every is not None and not _MODELISH.search(last_part(base.func)):
@@ -133,10 +134,15 @@ def _undivided(chain: Chain, window: Window) -> bool:
     return bool(_MODELISH.search(text(base.func)))
 
 
-def _is_sum(base: ast.Call, chain: Chain) -> bool:
+def _is_sum(base: ast.Call, chain: Chain, window: Window) -> bool:
     for definition in chain.base_env.get(text(base.func), ()):
         if _SUMS.search(text(definition.expr)):
             return True
+        if isinstance(definition.expr, ast.Call):
+            made = last_part(definition.expr.func)
+            owners = [c.node for c in window.facts.classes if c.node.name == made]
+            if any(_SUMS.search(text(owner)) for owner in owners):
+                return True
     return False
 
 

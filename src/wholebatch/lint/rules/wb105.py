@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from ..findings import Edit, Report
 from ..model import Event, File, Window
 from ..model.names import text
+from ..model.parts import Context
 from .ask import stepped
 from .base import Rule
 
@@ -52,12 +53,18 @@ def check(file: File) -> Iterator[Report]:
         for clip in window.of("clip"):
             if window.when(clip) != "always":
                 continue
+            if window.shape == "accelerate" and not _in_accumulate(clip):
+                continue
             yield Report(
                 clip.node,
                 "gradients are clipped on every micro-batch: clip once, at the end of the window, "
                 "before the optimizer steps",
                 _fix(window, clip),
             )
+
+
+def _in_accumulate(clip: Event) -> bool:
+    return any(isinstance(c, Context) and ".accumulate(" in text(c.expr) for c in clip.path)
 
 
 def _fix(window: Window, clip: Event) -> tuple[Edit, ...]:
