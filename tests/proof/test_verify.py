@@ -72,6 +72,18 @@ def test_sixteen_bit_parameters() -> None:
     assert verdict.same, verdict
 
 
+def test_complex_parameters() -> None:
+    model = nn.Linear(5, 3, dtype=torch.complex64)
+
+    def energy(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+        out = model(micro["x"].to(torch.complex64))
+        return wb.Loss(out.abs().square().sum(), len(out))
+
+    verdict = wb.verify(model, energy, samples(11, dtype=F32), micro_batch=3, float64=False)
+    assert verdict.same, verdict
+    assert verdict.gradient.distance <= 1e-6
+
+
 def test_terms_and_counted_units() -> None:
     def terms(model: nn.Module, micro: dict[str, Tensor]) -> Any:
         logits = model(micro["x"])
@@ -358,6 +370,9 @@ def test_usage() -> None:
         wb.verify(mlp(dtype=F32), loss, samples(1, dtype=F32))
     with pytest.raises(wb.errors.LossError, match="bare scalar"):
         wb.verify(mlp(dtype=F32), lambda m, b: m(b["x"]).sum(), samples(10, dtype=F32))
+    model = mlp(dtype=F32)
+    with pytest.raises(wb.errors.OptionError, match=r"must be one torch\.optim\.Optimizer"):
+        wb.verify(model, loss, samples(10, dtype=F32), optimizer=[adamw(model)])  # type: ignore[arg-type]
     frozen = mlp(dtype=F32).requires_grad_(False)
     with pytest.raises(wb.errors.UnsupportedError, match="frozen"):
         wb.verify(frozen, loss, samples(10, dtype=F32))

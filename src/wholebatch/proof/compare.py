@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Comparison", "Line", "Vectors", "compare", "distance", "roundoff"]
+__all__ = ["Comparison", "Line", "Vectors", "compare", "distance", "norm_of", "roundoff"]
 
 Vectors = Sequence[Tensor | None]
 
@@ -69,6 +69,11 @@ class Comparison:
 def roundoff(dtype: torch.dtype) -> float:
     """Half the distance from 1 to the next number: the relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
+
+
+def norm_of(tensor: Tensor) -> float:
+    """The L2 norm, in float64."""
+    return float(torch.linalg.vector_norm(_wide(tensor, tensor.device)))
 
 
 def compare(
@@ -156,7 +161,7 @@ def _norm(tensor: Tensor | None, minus: Tensor | None, device: torch.device) -> 
 
 def _wide(tensor: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.to(device)
-    return tensor if tensor.is_complex() else tensor.double()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _ratio(above: float, below: float) -> float:

@@ -76,6 +76,16 @@ def verify(
         if not trained:
             raise UnsupportedError("every parameter of the model is frozen: nothing to verify")
         optimizer = torch.optim.SGD(trained, lr=0.1)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(
+            f"optimizer={type(optimizer).__name__}: must be one torch.optim.Optimizer; verify the "
+            "parameters of several one after the other"
+        )
+    if type(model).__module__.startswith("deepspeed"):
+        raise UnsupportedError(
+            "a DeepSpeed engine: its parameters are not its own to run undivided; put one window "
+            "of it into a function and use `wholebatch verify --loop`"
+        )
     reading = Reading(options.pop("batch_size", None), options.pop("static", ()))
     bench = Bench(
         model,
@@ -124,8 +134,8 @@ class _Proof:
         right = [again, *others]
         more = [] if wide is None or wide.reference is None else [wide.reference]
         gradient = gradients("gradient", bench, ours, whole, right, more=more)
-        update, note = updates(bench, ours, whole, right, gradient)
-        self.notes += [note] if note else []
+        update, notes = updates(bench, ours, whole, right, gradient)
+        self.notes += notes
         to_float64 = None
         same = gradient.same and update.same and not randomness
         if wide is not None:

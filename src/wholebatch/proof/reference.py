@@ -33,7 +33,7 @@ class Numbers:
 
     def unit(self, model: nn.Module) -> float:
         """The relative error of one rounding in the coarsest format that takes part."""
-        formats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+        formats = [p.dtype.to_real() for p in model.parameters()]
         if self.precision in AUTOCAST:
             formats.append(AUTOCAST[self.precision])
         unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)
