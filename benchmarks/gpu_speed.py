@@ -4,6 +4,7 @@
     python benchmarks/gpu_speed.py --models gpt-124m --micro 1 4    # a part of it
     python benchmarks/gpu_speed.py --quick                          # one small table
     python benchmarks/gpu_speed.py --short                          # the main rows in 3 minutes
+    python benchmarks/gpu_speed.py --tables                         # speed.md from speed.json again
 
 Every loop runs in a process of its own, so that device memory is its own. `--together N` lets N of
 them warm up (import, compile, record) side by side; each is timed while all others wait. Results
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"gpt-124m": [1, 4, 8], "gpt-1.3b": [1, 4], "resnet-50": [8, 32]}
+SIZES = {"gpt-124m": [1, 4, 8], "gpt-1.3b": [1, 4], "resnet-50": [8, 32], "encoder": [4, 16]}
 WHOLE = "whole batch, compiled"
 MODES = [
     "wholebatch graph",
@@ -66,12 +67,19 @@ def child(options: argparse.Namespace) -> None:
     if options.child == "peak":
         print(f"PEAK {matmul_peak()}", flush=True)
     else:
-        row(options.models[0], options.child, options.micro[0], options.windows, options.seconds)
+        row(
+            options.models[0],
+            options.child,
+            options.micro[0],
+            options.windows,
+            options.seconds,
+            profiled=options.profile,
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", default=["gpt-124m", "gpt-1.3b", "resnet-50"])
+    parser.add_argument("--models", nargs="+", default=list(SIZES))
     parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--micro", nargs="+", type=int)
     parser.add_argument("--windows", type=int, default=12)
@@ -81,6 +89,8 @@ def main() -> int:
     parser.add_argument("--together", type=int, default=1, help="rows that warm up side by side")
     parser.add_argument("--quick", action="store_true", help="gpt-124m at 4, ours and two loops")
     parser.add_argument("--short", action="store_true", help="the main rows, warmed up together")
+    parser.add_argument("--profile", action="store_true", help="and profile one window of each row")
+    parser.add_argument("--tables", action="store_true", help="only write speed.md from speed.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -92,6 +102,9 @@ def main() -> int:
     from speed.table import Results
     from speed.together import Spec, run_together
 
+    if options.tables:
+        Results(options.out, measuring=False).write()
+        return 0
     began = time.monotonic()
     batches: list[list[Spec]] = [list(batch) for batch in SHORT]
     if options.quick:
@@ -115,7 +128,10 @@ def main() -> int:
         run_together(
             Path(__file__).resolve(),
             batch,
-            ["--windows", str(options.windows), "--seconds", str(options.seconds)],
+            [
+                *("--windows", str(options.windows), "--seconds", str(options.seconds)),
+                *(["--profile"] if options.profile else []),
+            ],
             os.pathsep.join(paths),
             until=began + options.budget,
             warm_up=options.warm_up,

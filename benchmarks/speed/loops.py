@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from speed.models import DEVICE, Case, Micro, mean, summed
+from wholebatch.execute.joint import JointStep
 
 __all__ = ["LOOPS", "Loop", "synchronize"]
 
@@ -28,7 +29,10 @@ Loop = Callable[[Case, nn.Module, int], Iterator[float]]
 
 
 def _loader(case: Case, size: int) -> DataLoader[Any]:
-    return DataLoader(case.samples(), batch_size=size, pin_memory=DEVICE == "cuda")
+    """By samples, padded to the longest of them: what a micro-batch is to everybody else."""
+    return DataLoader(
+        case.samples(), batch_size=size, pin_memory=DEVICE == "cuda", collate_fn=case.collate
+    )
 
 
 def synchronize() -> None:
@@ -41,14 +45,15 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _wholebatch(execute: Any) -> Loop:
+def _wholebatch(execute: Any, *, fused: bool = True) -> Loop:
     def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
+        JointStep.fuses_products = fused
         logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
         train = wb.WholeBatch(
             model,
             _adamw(model),
             loss=summed,
-            micro_batch=micro,
+            micro_batch=case.split(micro),
             precision="bf16" if AMP else "full",
             execute=execute,
         )
@@ -261,6 +266,7 @@ def _hf_trainer(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
                 model=WithLoss(),
                 args=arguments,
                 train_dataset=case.samples(),
+                data_collator=case.collate,
                 callbacks=[Watch()],
             ).train()
 
@@ -277,6 +283,7 @@ def _quiet(loop: Loop) -> Loop:
 
 LOOPS: dict[str, Loop] = {
     "wholebatch graph": _wholebatch("graph" if DEVICE == "cuda" else "compile"),
+    "wholebatch graph, gradients added apart": _wholebatch("graph", fused=False),
     "wholebatch compile": _wholebatch("compile"),
     "wholebatch auto": _wholebatch("auto"),
     "wholebatch eager": _wholebatch("eager"),

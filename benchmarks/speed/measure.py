@@ -44,11 +44,13 @@ def matmul_peak(size: int = 8192) -> float:
     return 20 * 2 * size**3 / seconds / 1e12
 
 
-def row(model: str, mode: str, micro: int, windows: int, seconds: float) -> None:
+def row(
+    model: str, mode: str, micro: int, windows: int, seconds: float, *, profiled: bool = False
+) -> None:
     """Print `ROW {...}` and end at once: nobody needs the memory to be freed tidily."""
     found: dict[str, Any] = {"model": model, "mode": mode, "micro": micro}
     try:
-        found.update(_row(model, mode, micro, windows, seconds))
+        found.update(_row(model, mode, micro, windows, seconds, profiled=profiled))
     except Exception as problem:
         traceback.print_exc()
         first = (str(problem).splitlines() or ["no message"])[0]
@@ -59,7 +61,9 @@ def row(model: str, mode: str, micro: int, windows: int, seconds: float) -> None
     os._exit(0)
 
 
-def _row(name: str, mode: str, micro: int, windows: int, seconds: float) -> dict[str, Any]:
+def _row(
+    name: str, mode: str, micro: int, windows: int, seconds: float, *, profiled: bool
+) -> dict[str, Any]:
     case = CASES[name]
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -76,8 +80,10 @@ def _row(name: str, mode: str, micro: int, windows: int, seconds: float) -> dict
     print("READY", flush=True)
     sys.stdin.readline()
     losses.append(next(updates))  # the device's clocks come up again
+    timed = _timed(case, updates, losses, windows, seconds)
     return {
-        **_timed(case, updates, losses, windows, seconds),
+        **timed,
+        **(_profile(updates) if profiled else {}),
         "warm_up_gib": peak_of_warm_up,
         "warm_up_s": warm,
         "losses": [loss if math.isfinite(loss) else None for loss in losses[:5]],
@@ -112,3 +118,20 @@ def _timed(
         "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.memory_reserved() / GIB,
     }
+
+
+def _profile(updates: Iterator[float]) -> dict[str, Any]:
+    """What ran on the device in one window: kernel time in all, and of the longest kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        next(updates)
+        torch.cuda.synchronize()
+    kernels = sorted(
+        (
+            (event.device_time_total / 1e3, event.count, event.key)
+            for event in profiler.key_averages()
+        ),
+        reverse=True,
+    )
+    return {"kernel_ms": sum(ms for ms, _, _ in kernels), "kernels": kernels[:32]}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 import wholebatch as wb
 
@@ -114,7 +114,7 @@ def _tokens(index: int, length: int, vocabulary: int) -> Sample:
 
 
 def _masked(index: int, longest: int, vocabulary: int) -> Sample:
-    """Padded to the longest of all; `trim` cuts a batch to its own longest, rounded up."""
+    """A text of its own length, padded with 0; `_trimmed` cuts a batch to its longest one."""
     generator = torch.Generator().manual_seed(index)
     length = int(torch.randint(longest // 8, longest + 1, (), generator=generator))
     text = torch.randint(1, vocabulary, (longest,), generator=generator)
@@ -122,6 +122,13 @@ def _masked(index: int, longest: int, vocabulary: int) -> Sample:
     labels = torch.where(torch.rand(longest, generator=generator) < 0.15, text, -100)
     labels[length:] = -100
     return {"x": text, "y": labels}
+
+
+def _trimmed(samples: list[Sample], multiple: int = 64) -> Micro:
+    batch: Micro = default_collate(samples)
+    longest = int((batch["x"] != 0).sum(1).max())
+    width = min(-(-longest // multiple) * multiple, batch["x"].shape[1])
+    return {name: leaf[:, :width].contiguous() for name, leaf in batch.items()}
 
 
 def _image(index: int) -> Sample:
@@ -157,9 +164,20 @@ class Case:
     units_per_sample: float
     flops_per_unit: float
     """Forward and backward, of the matrix products and convolutions; 0 where not counted."""
+    windows: int = 1
+    """How many different windows there are; more where lengths differ from window to window."""
+    collate: Callable[[list[Sample]], Micro] = default_collate
+    longest: int = 0
+    """Tokens of the longest sample, where samples are padded to the longest of a micro-batch."""
+
+    def split(self, micro: int) -> Any:
+        """The micro-batches of wholebatch: by samples, or by as many padded tokens."""
+        if not self.longest:
+            return micro
+        return wb.tokens(micro * self.longest, pad={"x": 0, "y": -100})
 
     def samples(self) -> Samples:
-        return Samples(self.sample, self.window)
+        return Samples(self.sample, self.window * self.windows)
 
 
 def summed(model: Any, micro: Micro) -> wb.Loss:
@@ -213,5 +231,8 @@ CASES: dict[str, Case] = {
         units="sequences",
         units_per_sample=1,
         flops_per_unit=0.0,
+        windows=8,
+        collate=_trimmed,
+        longest=512,
     ),
 }

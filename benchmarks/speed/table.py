@@ -20,7 +20,7 @@ WHOLE = "whole batch, compiled"
 class Results:
     """All rows so far, by model, mode and micro-batch size."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, measuring: bool = True) -> None:
         self._folder = folder
         self._file = folder / "speed.json"
         self._rows: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -30,7 +30,10 @@ class Results:
             self._about = saved["about"]
             for row in saved["rows"]:
                 self._rows[row["model"], row["mode"], row["micro"]] = row
+        if not measuring:
+            return
         self._about.update(
+            notes=[],
             date=date.today().isoformat(),
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device",
             python=platform.python_version(),
@@ -69,22 +72,23 @@ class Results:
     def markdown(self) -> str:
         """The tables of docs/benchmarks/speed.md."""
         versions = ", ".join(f"{name} {version}" for name, version in self._about["packages"])
+        peak = self._about.get("peak_tflops")
         lines = [
             "# Speed",
             "",
             f"Written by `benchmarks/gpu_speed.py` on {self._about['date']}: "
-            f"{self._about['device']}, Python {self._about['python']}, {versions}. "
-            f"A bf16 matrix product of 8192³ reached {self._about.get('peak_tflops', 0):.0f} "
-            "TFLOP/s in the same run.",
+            f"{self._about['device']}, Python {self._about['python']}, {versions}."
+            + (f" A bf16 matrix product of 8192³ reached {peak:.0f} TFLOP/s." if peak else ""),
             "",
-            "One update from a whole window, bf16 autocast, fused AdamW, without clipping: "
-            "milliseconds per window, the mean over its timed windows back to back. Every loop ran "
-            "in a process of its own, with the data on the host in a DataLoader, and was timed "
-            "while all others waited. Memory is what the process has taken from the driver for "
-            "tensors (the caching allocator's and the recordings' pools), in GiB.",
+            "One update from a whole window (gpt-124m: 64 sequences of 1024 tokens; gpt-1.3b: 32), "
+            "bf16 autocast, fused AdamW, without clipping: milliseconds per window. Every loop has "
+            "a process of its own and is timed while all others wait. Memory is what the process "
+            "has taken from the driver for tensors (the caching allocator's and the recordings' "
+            "pools), in GiB.",
+            *(f"\n{note}" for note in self._about.get("notes", [])),
         ]
         for model in dict.fromkeys(key[0] for key in sorted(self._rows)):
-            lines += ["", f"## {model}", "", *self._table(model)]
+            lines += ["", f"## {model}", "", *self._table(model), *self._profiles(model)]
         return "\n".join(lines) + "\n"
 
     def _table(self, model: str) -> list[str]:
@@ -111,6 +115,22 @@ class Results:
                 cells.append(self._cell(row, best[size], ours=mode.startswith("wholebatch")))
             head.append(f"| {mode} | " + " | ".join(cells) + " |")
         return head
+
+    def _profiles(self, model: str) -> list[str]:
+        """Where a window's time goes: the device's kernels by kind, and when it has none to run."""
+        lines: list[str] = []
+        for (its, mode, micro), row in sorted(self._rows.items()):
+            if its != model or "kernels" not in row:
+                continue
+            kinds: dict[str, float] = {}
+            for ms, _, kernel in row["kernels"]:
+                kinds[_kind(kernel)] = kinds.get(_kind(kernel), 0.0) + ms
+            kinds["smaller kernels"] = row["kernel_ms"] - sum(kinds.values())
+            kinds["no kernel running"] = max(0.0, row["ms"] - row["kernel_ms"])
+            lines += ["", f"A window of {mode}, micro-batch {micro} ({row['ms']:.1f} ms):", ""]
+            lines += ["| | ms |", "|---|---:|"]
+            lines += [f"| {kind} | {ms:.1f} |" for kind, ms in kinds.items()]
+        return lines
 
     def _cell(self, row: dict[str, Any] | None, best: float | None, *, ours: bool) -> str:
         if row is None:
@@ -146,6 +166,24 @@ class Results:
             figure.tight_layout()
             figure.savefig(self._folder / f"speed-{model}.png", dpi=110)
             pyplot.close(figure)
+
+
+_KINDS = {
+    "badd": "weight gradients (matrix products that add into fp32)",
+    "nvjet": "other matrix products",
+    "gemm": "other matrix products",
+    "sdpa": "attention",
+    "flash": "attention",
+    "cudnn": "attention",
+    "softmax": "loss and its gradient",
+    "gelu": "GELU, forward and backward",
+    "layer_norm": "layer norms, residual additions, their gradients",
+    "Fused": "optimizer",
+}
+
+
+def _kind(kernel: str) -> str:
+    return next((kind for mark, kind in _KINDS.items() if mark in kernel), "other fused kernels")
 
 
 def _order(mine: dict[tuple[str, int], dict[str, Any]], mode: str) -> float:

@@ -106,12 +106,14 @@ class Executor:
         self._pool: Any = None
         self._forward: CompiledForward | None = None
         self._reset()
-        if self._plan.eager:
-            return
+        reason = None
         if window.sync.ranks > 1:
-            self._give_up("gradients are reduced between ranks by hooks that only eager code calls")
+            reason = "gradients are reduced between ranks by hooks that only eager code calls"
         elif keeps_moments:
-            self._give_up('batchnorm="statistics" collects its moments in Python')
+            reason = 'batchnorm="statistics" collects its moments in Python'
+        if reason is not None and not self._plan.eager:
+            self._plan.compiles = False
+            self._give_up(reason)
 
     def _reset(self) -> None:
         """Forget every graph: what they were made under has changed."""

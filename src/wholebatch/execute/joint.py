@@ -30,6 +30,9 @@ class JointStep:
     The gradients, times the seeds, are added into the buffers of `used`.
     """
 
+    fuses_products = True
+    """Whether weight gradients add themselves where the device can; off to measure the gain."""
+
     def __init__(
         self,
         traced: Traced,
@@ -52,7 +55,10 @@ class JointStep:
             traced,
             len(self._trained),
             [buffer.dtype for buffer in buffers],
-            Options(products=can_add_products(device), products_in_full=not compiled),
+            Options(
+                products=self.fuses_products and can_add_products(device),
+                products_in_full=not compiled,
+            ),
         )
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
