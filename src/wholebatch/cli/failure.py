@@ -57,7 +57,7 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
             print(f"  at {place}", file=sys.stderr)
         if isinstance(error, torch.OutOfMemoryError):
             print("  give a smaller --micro-batch", file=sys.stderr)
-        _tell_last(folder)
+        _tell_last(folder, crew)
         raise typer.Exit(1 if isinstance(error, _WHILE_TRAINING) else 2) from error
     except Exception as error:
         place = place_of(error, recipe)
@@ -71,7 +71,7 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
                     f"    {linecache.getline(frame.filename, frame.lineno).strip()}",
                     file=sys.stderr,
                 )
-        _tell_last(folder)
+        _tell_last(folder, crew)
         raise typer.Exit(1) from error
 
 
@@ -85,7 +85,8 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tell_last(folder: Path) -> None:
+def _tell_last(folder: Path, crew: Crew) -> None:
     run = RunFolder(folder)
     if run.has_run() and Checkpoints(run.checkpoints).paths():
-        print(f"  go on from the last checkpoint: {resume_command(folder)}", file=sys.stderr)
+        again = resume_command(folder, sharded=crew.is_sharded)
+        print(f"  go on from the last checkpoint: {again}", file=sys.stderr)

@@ -72,9 +72,11 @@ class PeakMemory:
         return self._measured
 
     def measured_said(self) -> str:
-        """What was measured, in words."""
+        """What was measured, on a rank that has only its share of the batch."""
         measured = self.measured
-        return "not measured here" if measured is None else f"{bytes_said(measured)} measured"
+        if measured is None:
+            return "not measured"
+        return f"{bytes_said(measured)} measured on the first rank"
 
     def said(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
         """Both numbers in one line; `batch` is a whole one."""

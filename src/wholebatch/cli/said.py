@@ -26,6 +26,9 @@ def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     place = str(session.device)
     ranks = session.crew.ranks
+    name = type(model).__name__
+    if session.crew.is_sharded:  # FSDP2 makes a subclass
+        name = name.removeprefix("FSDP")
     spread = "" if ranks == 1 else ", sharded (FSDP2)" if session.crew.is_sharded else ", DDP"
     if session.device.type == "cpu":
         threads = torch.get_num_threads()
@@ -34,7 +37,7 @@ def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
     rate = float(group.get("initial_lr", group["lr"]))
     clip = f"clipped to norm {config.clip_norm:g}" if config.clip_norm else "not clipped"
     rows = [
-        ("model", f"{type(model).__name__}, {parameters:,} parameters, {dtype} on {place}{spread}"),
+        ("model", f"{name}, {parameters:,} parameters, {dtype} on {place}{spread}"),
         ("data", _data_said(session)),
         ("batch", batch_said(session.micro_batches(), config, ranks=session.crew.ranks)),
         (

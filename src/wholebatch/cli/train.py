@@ -236,12 +236,13 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
         if outcome.of:
             place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {shown(outcome.checkpoint)}")
-        terminal.note(f"go on with: {resume_command(folder.path)}")
+        again = resume_command(folder.path, sharded=crew.is_sharded)
+        terminal.note(f"go on with: {again}")
         return STOPPED
     if not crew.is_first:
         return 0
     if crew.ranks > 1:
-        memory = session.memory.measured_said() + " on the first rank"
+        memory = session.memory.measured_said()
     else:
         with terminal.working("predicting the memory of the whole batch at once"):
             memory = session.memory.said(
@@ -251,5 +252,6 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
     title = f"{session.recipe.name}: {updates} updates, {time_said(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     # Outside the box: a line to copy.
-    terminal.note(f"go on with: {resume_command(folder.path, steps=2 * updates)}")
+    again = resume_command(folder.path, steps=2 * updates, sharded=crew.is_sharded)
+    terminal.note(f"go on with: {again}")
     return 0

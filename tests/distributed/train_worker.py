@@ -1,0 +1,64 @@
+"""Runs `wholebatch train` several times on the ranks of one job; each rank reports by itself.
+
+FOLDER has the recipes `exact.py` and `noisy.py`, and the run `from-one` of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from wholebatch.cli import main
+
+CASES: dict[str, list[str]] = {
+    # Of the case's name, what follows "/" is the folder that the run is written to.
+    "ddp": ["exact.py"],
+    "fsdp2": ["exact.py", "--parallel", "fsdp2"],
+    "tiny": ["exact.py", "--batch-size", "2", "--micro-batch", "1"],
+    "tiny-fsdp2": ["exact.py", "--batch-size", "2", "--micro-batch", "1", "--parallel", "fsdp2"],
+    "half": ["exact.py", "--steps", "2"],
+    "half-fsdp2": ["exact.py", "--steps", "2", "--parallel", "fsdp2"],
+    "on/from-one": ["--resume", "--steps", "4"],
+    "on/from-one-fsdp2": ["--resume", "--steps", "4", "--parallel", "fsdp2"],
+    "straight": ["noisy.py"],
+    "stop/stopped": ["noisy.py"],
+    "again/stopped": ["noisy.py", "--auto-resume"],
+    "straight-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
+    "stop/stopped-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
+    "again/stopped-fsdp2": ["noisy.py", "--parallel", "fsdp2", "--auto-resume"],
+    "refused": ["exact.py", "--batch-size", "99"],
+    "normed": ["normed.py"],
+    "broken": ["broken.py"],  # last: what one rank posts, ends the job
+}
+
+
+def run(case: str, arguments: list[str]) -> dict[str, Any]:
+    action, _, folder = case.rpartition("/")
+    if action == "stop" and dist.get_rank() == 1:
+        os.environ["STOP_AT"] = "2"  # the second window; only this rank gets the signal
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["train", *arguments, "--out", folder])
+    os.environ.pop("STOP_AT", None)
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.copytree("from-one", "from-one-fsdp2")
+    dist.barrier()
+    found = {}
+    for name, arguments in CASES.items():
+        found[name] = run(name, arguments)
+        Path(f"report-{rank}.json").write_text(json.dumps(found))
