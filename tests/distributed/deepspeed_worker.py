@@ -50,11 +50,25 @@ class ClippedByGroup(Whole):
         return loss.item()
 
 
-def initialized(stage: int, make: Any, **config: Any) -> Any:
+class Crossed(nn.Module):
+    """Two layers alike, in one order or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, flipped: bool) -> Tensor:
+        layers = [self.second, self.first] if flipped else [self.first, self.second]
+        out: Tensor = layers[1](torch.tanh(layers[0](x)))
+        return out
+
+
+def initialized(stage: int, make: Any, *, model: nn.Module | None = None, **config: Any) -> Any:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    model = fresh().float()
+    model = fresh().float() if model is None else model
     zero = {
         "stage": stage,
         "reduce_bucket_size": 300,  # several buckets, also for a model this small
@@ -264,6 +278,17 @@ def refused() -> dict[str, str]:
     acc = wb.Accumulator(engine, engine, steps=2)
     attempt("hook", lambda: acc.backward(loss(engine, micro(1, 2))))
     engine.destroy()
+    two = initialized(2, sgd, model=Crossed())
+    acc = wb.Accumulator(two, two.optimizer, steps=1)
+    x = torch.ones(2, 4)
+    flipped = dist.get_rank() == 1
+    attempt("order", lambda: [acc.backward(two(x, flipped).sum(), units=2) for _ in acc.over([x])])
+    before = Crossed()
+    said["untouched"] = str(all(map(torch.equal, parameters_of(two), before.parameters())))
+    two.destroy()
+    overlapping = initialized(1, sgd, zero_optimization={"overlap_comm": True})
+    attempt("overlap", lambda: wb.Accumulator(overlapping, overlapping.optimizer, steps=2))
+    overlapping.destroy()
     three = initialized(3, sgd)
     attempt("hold", lambda: wb.Accumulator(three, three.optimizer, steps=2, sync="hold"))
     acc = wb.Accumulator(three, three.optimizer, steps=4)

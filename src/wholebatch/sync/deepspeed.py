@@ -8,7 +8,8 @@ each rank holds its slice of the reduced gradients (ZeRO 1-3: `optimizer.average
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,31 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
 
+class Order:
+    """The order in which backwards reached the parameters, as a number that ranks can compare.
+
+    ZeRO 2 and 3 fill their buckets in that order, and add up buckets of all ranks: where ranks
+    used different parameters, or in another order, gradients of different parameters are mixed.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.value = 0
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._reached(index))
+            for index, parameter in enumerate(parameters, start=1)
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _reached(self, index: int) -> Callable[[Tensor], None]:
+        def reached(_: Tensor) -> None:
+            self.value = (self.value * 1_000_003 + index) % 2**52
+
+        return reached
+
+
 class DeepSpeed(Sync):
     """A model that `deepspeed.initialize` has wrapped."""
 
@@ -72,6 +98,10 @@ class DeepSpeed(Sync):
         self.clip_norm = float(engine.gradient_clipping()) or None
         self._found = engine._is_gradient_accumulation_boundary
         self._failed = False
+        self._order: Order | None = None
+        if self._stage >= 2:
+            self._order = Order([p for p in engine.module.parameters() if p.requires_grad])
+            weakref.finalize(self, self._order.remove)
 
     def _choose(self, sync: str) -> None:
         each = self._stage >= 2
@@ -128,6 +158,8 @@ class DeepSpeed(Sync):
             )
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._order is not None:
+            self._order.value = 0
         if self._failed:
             raise WindowError(
                 "a backward of this DeepSpeed engine failed half way, and its buckets still hold "
@@ -170,12 +202,27 @@ class DeepSpeed(Sync):
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         if self._stage == 0:
             return groups
+        self._check_order()
         optimizer = self._engine.optimizer
         slices: list[list[Slice]] = [[] for _ in groups]
         for index, pieces in optimizer.averaged_gradients.items():
             place = optimizer.sub_group_to_group_id[index] if self._stage == 3 else index
             slices[place] += [Slice(piece) for piece in pieces]
         return slices
+
+    def _check_order(self) -> None:
+        if self._order is None:
+            return
+        mine = torch.tensor(
+            [self._order.value, -self._order.value], dtype=torch.float64, device=self._device
+        )
+        most, least = self._group.largest(mine).tolist()
+        if most != -least:
+            raise UnsupportedError(
+                f"the backwards of this window reached other parameters, or in another order, on "
+                f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
+                "Nothing was updated; let all ranks use the same layers, or use ZeRO 1"
+            )
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._stage == 0:
@@ -259,6 +306,9 @@ def _check(engine: Any) -> None:
         "communication_data_type": engine.communication_data_type is not torch.float32,
         "offload_optimizer": _offloads(zero.offload_optimizer),
         "offload_param": _offloads(zero.offload_param),
+        "overlap_comm beside ZeRO 1": (
+            engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm()
+        ),
         "zero_quantized_gradients": zero.zero_quantized_gradients,
         "zero_quantized_weights": zero.zero_quantized_weights,
         "zenflow": zero.zenflow is not None,
