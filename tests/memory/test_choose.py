@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -97,10 +96,6 @@ def test_finds_the_largest_of_any_bend(
     assert all(1 <= size <= most for size in tried)
 
 
-def true_largest(predict: Callable[[int], int], budget: int, most: int) -> int:
-    return max((size for size in range(1, most + 1) if predict(size) <= budget), default=0)
-
-
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
 def test_chooses_at_least_nine_tenths_of_the_largest(name: str) -> None:
     case = CASES[name]
@@ -114,11 +109,11 @@ def test_chooses_at_least_nine_tenths_of_the_largest(name: str) -> None:
 
     budget = int(peak(24) * 1.01)
     choice = choose_micro_batch(model, loss, batch, budget=budget, optimizer=optimizer, most=64)
-    largest = max(size for size in range(20, 30) if peak(size) <= budget)
     assert choice.fits
     assert not choice.is_whole_batch
-    assert largest >= choice.micro_batch >= min(largest - 1, 0.9 * largest)
     assert choice.prediction.peak == peak(choice.micro_batch) <= budget
+    # Nothing from a tenth (or two) more on fits, so the largest is no more than that.
+    assert peak(max(choice.micro_batch + 2, int(choice.micro_batch / 0.9) + 1)) > budget
     first, second = choice.said().split("\n")
     assert first.startswith(f"micro-batch {choice.micro_batch}: the largest that fits; ")
     assert second.startswith("predicted peak ")
@@ -189,9 +184,9 @@ def test_token_budgets_take_the_worst_of_the_data() -> None:
     assert choice.fits
     assert 0.9 * 8 * 64 <= choice.micro_batch < 9 * 64
     # What was chosen fits for every batch, split as it will be.
-    for batch in (first, later):
-        for micro in wb.split(batch, wb.tokens(choice.micro_batch)):
-            assert predict_peak(model, loss, micro, optimizer=optimizer).peak <= budget
+    micros = [m for b in (first, later) for m in wb.split(b, wb.tokens(choice.micro_batch))]
+    for micro in {m["x"].shape: m for m in micros}.values():
+        assert predict_peak(model, loss, micro, optimizer=optimizer).peak <= budget
     with pytest.raises(OptionError, match=r"batches=\[\]"):
         choose_tokens(model, loss, [], by=by, budget=budget)
 
