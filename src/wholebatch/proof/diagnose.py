@@ -46,6 +46,8 @@ class Evidence:
 
     def what_moved_otherwise(self) -> list[str]:
         """Buffers that the window left otherwise than the undivided batch does."""
+        if not self.state:
+            return []
         self.bench.whole(self.batch)
         moved = []
         for name, buffer in self.bench.model.named_buffers():

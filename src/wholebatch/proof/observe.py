@@ -80,10 +80,7 @@ class Watch:
 
     def run(self, start: Start, loss: float | None = None) -> Run:
         """What was seen, with the update since `start`."""
-        update = tuple(
-            host_copy(parameter) - host_copy(start.before(parameter))
-            for parameter in self.parameters
-        )
+        update = tuple(_change(parameter, start.before(parameter)) for parameter in self.parameters)
         return Run(tuple(self.steps), update, loss)
 
     def _patch(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -102,11 +99,14 @@ class Watch:
         if not any(id(p) in self._mine for group in groups for p in group["params"]):
             return
         scale = getattr(optimizer, "grad_scale", None)
-        factor = 1.0 if scale is None else 1.0 / float(scale)
         gradients = tuple(
-            None if parameter.grad is None else host_copy(parameter.grad).mul_(factor)
+            None if parameter.grad is None else host_copy(parameter.grad)
             for parameter in self.parameters
         )
+        if scale is not None:  # a fused optimizer divides by it in its own kernel
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.div_(float(scale))
         settings = tuple({n: v for n, v in group.items() if n != "params"} for group in groups)
         self.steps.append(Seen(gradients, settings, id(optimizer)))
 
@@ -145,13 +145,24 @@ class Watch:
 
 
 @torch.no_grad()
-def host_copy(tensor: Tensor) -> Tensor:
-    """A dense copy on the host, in float32 or better; of a sharded tensor, the whole of it."""
+def _change(parameter: Tensor, before: Tensor) -> Tensor:
+    """What was added to a parameter, on the host; made where the parameter is, for speed."""
+    now = dense(parameter)
+    return (now - dense(before).to(now.device)).cpu()
+
+
+@torch.no_grad()
+def dense(tensor: Tensor) -> Tensor:
+    """The whole of a sharded or sparse tensor, in float32 or better."""
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        tensor = tensor.float()
-    return tensor.to("cpu", copy=True)
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+@torch.no_grad()
+def host_copy(tensor: Tensor) -> Tensor:
+    """A dense copy on the host."""
+    return dense(tensor).to("cpu", copy=True)
