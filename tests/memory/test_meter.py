@@ -233,10 +233,10 @@ def test_costs_little_beside_operations_of_ordinary_size() -> None:
         best = float("inf")
         for _ in range(5):
             with MemoryMeter() if metered else torch.enable_grad():
-                began = time.perf_counter()
+                began = time.process_time()
                 for _ in range(20):
                     a @ a
-                best = min(best, time.perf_counter() - began)
+                best = min(best, time.process_time() - began)
         return best
 
     assert seconds(metered=True) < 2 * seconds(metered=False) + 0.01
