@@ -232,7 +232,7 @@ def test_a_run_on_the_cpu_within_a_budget() -> None:
     whole = copy.deepcopy(model)
     loss(whole, batch).total.backward()
     recovery = Recovery(model)
-    with within(600_000, model=model) as meter:
+    with within(300_000, model=model) as meter:
         _, parts = recovery.run([batch], forwards_and_backwards(model), discard=model.zero_grad)
     assert isinstance(meter, MemoryMeter)
     assert 1 < len(parts) < 16
@@ -258,7 +258,7 @@ def test_whole_batch_within_a_budget_is_the_same_update() -> None:
         return list(model.parameters()), step.micro_batches
 
     whole, one = updated(None)
-    parts, many = updated(600_000)
+    parts, many = updated(300_000)
     assert (one, many > 1) == (1, True)
     for a, b in zip(whole, parts, strict=True):
         assert (a - b).norm() <= 1e-12 * a.norm()

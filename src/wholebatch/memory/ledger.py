@@ -31,10 +31,11 @@ CATEGORIES = (
 class Record:
     """One storage: how many bytes, what for, and when it was first seen."""
 
-    __slots__ = ("born", "category", "nbytes", "ref")
+    __slots__ = ("born", "category", "is_given", "nbytes", "ref")
 
     def __init__(self, nbytes: int, category: str, born: int) -> None:
         self.nbytes = nbytes
+        self.is_given = category == "inputs"
         self.category = category
         self.born = born
         self.ref: _StorageRef | None = None
@@ -58,6 +59,7 @@ class Ledger:
 
     def __init__(self, *, granule: int = 1) -> None:
         self.current = 0
+        self.given = 0  # of `current`: what was there before, and was first seen as an input
         self.peak = 0
         self.largest = 0
         self.clock = 0
@@ -74,6 +76,8 @@ class Ledger:
         if record is not None:
             nbytes = self._rounded(storage.nbytes())
             if nbytes != record.nbytes:
+                if record.is_given:
+                    self.given += nbytes - record.nbytes
                 self._grow(nbytes - record.nbytes)
                 record.nbytes = nbytes
             return record
@@ -85,6 +89,8 @@ class Ledger:
         record.ref = reference
         self._live[key] = record
         self.largest = max(self.largest, record.nbytes)
+        if record.is_given:
+            self.given += record.nbytes
         self._grow(record.nbytes)
         return record
 
@@ -129,6 +135,8 @@ class Ledger:
         if self._live.get(reference.key) is record:
             del self._live[reference.key]
         self.current -= record.nbytes
+        if record.is_given:
+            self.given -= record.nbytes
         if record.born <= self._peak_at:
             self._dead_since_peak.append(record)
 

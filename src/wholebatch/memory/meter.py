@@ -43,7 +43,9 @@ class MemoryMeter(TorchDispatchMode):
 
     Only tensors on `device` count (default: where the model is). `limit` makes a run under the
     meter raise `torch.OutOfMemoryError` as soon as more bytes than that are alive, as a device of
-    that size would. `granule` rounds each storage up, as CUDA's allocator does (512).
+    that size would; inputs do not count towards it, because on a device only the micro-batch is
+    there, and here it is a view of all of the user's batch. `granule` rounds each storage up, as
+    CUDA's allocator does (512).
 
     What a kernel allocates inside itself and frees before it returns is not seen.
     """
@@ -153,11 +155,14 @@ class MemoryMeter(TorchDispatchMode):
             self._see(kwargs.values(), "inputs")
         result = self._call(func, args, kwargs)
         self._see((result,), "temporaries")
-        if self.limit is not None and self._ledger.current > self.limit:
-            raise torch.OutOfMemoryError(
-                f"{func} left {self._ledger.current} bytes of tensors alive,"
-                f" more than the budget of {self.limit}"
-            )
+        if self.limit is not None:
+            used = self._ledger.current - self._ledger.given
+            if used > self.limit:
+                del result
+                raise torch.OutOfMemoryError(
+                    f"{func} left {used} bytes of tensors alive, more than the budget of"
+                    f" {self.limit}"
+                )
         return result
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
