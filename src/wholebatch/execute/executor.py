@@ -316,19 +316,19 @@ class Executor:
                 example=inputs.tensors,
             )
 
-        if not compiled:
-            return make(False)
         try:
-            return make(True)
+            return make(compiled)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # whatever a compiler raises, the traced graph still runs
             reason = f"{type(problem).__name__}: {first_line(problem)}"
+            if not compiled:
+                raise CannotTrace(reason) from problem
             if not self._plan.captures:
                 raise CannotTrace(f"it cannot be compiled ({reason})") from problem
             self._plan.compiles = False
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
-            return make(False)
+            return self._joint(traced, state, inputs, compiled=False)
 
     def _trial(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> list[Tensor]:
         """Run it on this micro-batch, into empty buffers; twice before it is recorded."""

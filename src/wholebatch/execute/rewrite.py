@@ -64,19 +64,20 @@ def rewrite(
     gradients: list[Any] = results[kept:]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
 
-    casts = []
+    casts: dict[tuple[int, torch.dtype], fx.Node] = {}
     last = inputs[-1]
     for index, parameter in enumerate(inputs[:trained]):
-        for user in list(parameter.users):
+        for user in list(parameter.users):  # a layer that is used twice is cast twice
             dtype = _cast_to(user)
-            if dtype not in _SIXTEEN_BIT:
+            if dtype is None or dtype not in _SIXTEEN_BIT:
                 continue
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"cast_{index}")
-            last.meta.update(user.meta)
-            user.replace_all_uses_with(last)
+            if (index, dtype) not in casts:
+                with graph.inserting_after(last):
+                    last = graph.placeholder(f"cast_{index}_{str(dtype).removeprefix('torch.')}")
+                last.meta.update(user.meta)
+                casts[index, dtype] = last
+            user.replace_all_uses_with(casts[index, dtype])
             graph.erase_node(user)
-            casts.append((index, dtype))
     buffers = []
     for index in traced.used:
         with graph.inserting_after(last):

@@ -1,0 +1,58 @@
+""" "auto" spends on a graph what the run has lasted already, and not more."""
+
+from __future__ import annotations
+
+import torch
+
+from wholebatch.execute.plan import Plan
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def aged(seconds: float) -> Plan:
+    plan = Plan.of("auto", CUDA)
+    plan.started -= seconds
+    return plan
+
+
+def test_a_young_run_stays_eager() -> None:
+    assert not aged(0.0).prepares(0, 5, first=True)
+    assert aged(5.0).prepares(0, 5, first=True)
+
+
+def test_an_old_run_is_compiled_when_that_would_have_been_paid_for() -> None:
+    assert not aged(10.0).upgrades(2000, compiled=0)
+    assert aged(30.0).upgrades(2000, compiled=0)
+    assert not aged(30.0).upgrades(2000, compiled=1)  # the second kind costs as much again
+    assert not aged(9999.0).upgrades(2000, compiled=3)
+    assert not aged(9999.0).compiles_at_once(0)
+
+
+def test_what_was_asked_for_is_done_at_once() -> None:
+    graph = Plan.of("graph", CUDA)
+    assert graph.prepares(0, 1, first=True)
+    assert graph.compiles_at_once(0)
+    assert graph.captures
+    assert not graph.upgrades(10, 0)
+    compile_ = Plan.of("compile", CPU)
+    assert compile_.compiles_at_once(2)
+    assert not compile_.captures
+
+
+def test_the_first_graph_is_made_where_it_can_be_compared() -> None:
+    assert not Plan.of("graph", CUDA).prepares(0, 9, first=False)
+
+
+def test_kinds_are_bounded_and_must_come_again() -> None:
+    graph, compile_ = Plan.of("graph", CUDA), Plan.of("compile", CPU)
+    assert not graph.prepares(1, 1, first=False)
+    assert graph.prepares(1, 2, first=False)
+    assert graph.prepares(7, 2, first=False)
+    assert not graph.prepares(8, 2, first=False)
+    assert not graph.compiles_at_once(3)
+    assert not compile_.prepares(3, 2, first=False)
+
+
+def test_a_cpu_is_left_eager() -> None:
+    assert Plan.of("auto", CPU).eager
+    assert Plan.of("eager", CUDA).eager

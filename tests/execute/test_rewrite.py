@@ -1,0 +1,93 @@
+"""Gradients that add themselves: what the rewritten graph does, with a stand-in for the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from tests.execute.nets import Tagger, loss, tagged
+from tests.support import distance
+from wholebatch.execute.fused import add_product, can_add_products
+from wholebatch.execute.inputs import take_apart
+from wholebatch.execute.rewrite import Options, rewrite
+from wholebatch.execute.trace import Form, State, trace
+from wholebatch.precision import choose
+
+
+class StandIn(fx.Interpreter):
+    """Runs the graph on a CPU, which has no kernel for fp32 sums of 16-bit products."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is add_product():
+            buffer, left, right = args
+            assert left.dtype is right.dtype is torch.bfloat16
+            return buffer.add_(left.float() @ right.float())
+        return super().call_function(target, args, kwargs)
+
+
+class Turned(nn.Module):
+    """Its weight is used as it is, not transposed: its gradient is Xᵀ dY."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(11, 8)
+        self.weight = nn.Parameter(torch.randn(8, 11))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.embed(tokens) @ self.weight
+        return logits
+
+
+class Twice(nn.Module):
+    """Uses one layer twice: one cast for both, and two products that add into one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(11, 11)
+        self.layer = nn.Linear(11, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.layer(torch.tanh(self.layer(self.embed(tokens))))
+        return logits
+
+
+@pytest.mark.parametrize(("model", "fused"), [(Tagger, (2, 1)), (Turned, (1, 1)), (Twice, (2, 1))])
+def test_products_and_embeddings_add_themselves(
+    model: type[nn.Module], fused: tuple[int, int]
+) -> None:
+    made, micro = model(), tagged(5)
+    precision = choose("bf16", "cpu")
+    with precision.forward():
+        result = loss(made, micro)
+    (result.total * 0.5).backward()
+    state = State.of(made, list(made.parameters()))
+    inputs = take_apart(micro)
+    traced = trace(made, loss, precision, state, inputs, Form.of(result, "loss"), "loss")
+    trained = list(state.trained.values())
+    rewritten = rewrite(
+        traced, len(trained), [torch.float32] * len(traced.used), Options(products=True)
+    )
+    assert (rewritten.fused_products, rewritten.fused_embeddings) == fused
+    buffers = [torch.ones_like(trained[index]) for index in traced.used]  # not empty before
+    with torch.no_grad():
+        StandIn(rewritten.graph).run(
+            *(parameter.detach() for parameter in trained),
+            *(other.clone() for other in state.others.values()),
+            *inputs.tensors,
+            torch.tensor(0.5),
+            *(trained[index].to(dtype) for index, dtype in rewritten.casts),
+            *buffers,
+        )
+    found = [buffer - 1.0 for buffer in buffers]
+    wanted = [trained[index].grad for index in traced.used]
+    assert distance(found, wanted) <= 5e-3  # type: ignore[arg-type]
+    assert all(gradient is not None for gradient in wanted)
+
+
+def test_no_cpu_has_the_kernel() -> None:
+    assert not can_add_products(torch.device("cpu"))
