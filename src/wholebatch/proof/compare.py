@@ -98,8 +98,8 @@ def compare(
     floors = [_norms(other, reference, devices) for other in also_right]
     all_size = math.hypot(*sizes)
     # A gradient that is zero but for rounding (a bias before a normalisation) has no relative
-    # error to speak of: what is within one rounding of the whole gradient does not count.
-    noise = unit * all_size
+    # error to speak of: what rounding of the whole gradient hides does not count in one parameter.
+    noise = TIMES_THE_FLOOR * unit * all_size
     lines = []
     for index, name in enumerate(names):
         floor = max([resolution[index], *(one[index] for one in floors)])

@@ -66,7 +66,9 @@ class Evidence:
 def diagnose(evidence: Evidence) -> list[Cause]:
     """The causes that were found, the one to begin with first."""
     questions = [_repeats, _order, _state, _coupling, _weights]
-    if evidence.bench.is_sharded:  # a forward alone is a collective that all must join
+    if evidence.float64 is not None and evidence.float64.same:  # only rounding can be the cause
+        questions = [_repeats]
+    elif evidence.bench.is_sharded:  # a forward alone is a collective that all must join
         questions = [_repeats, _order]
     for question in questions:
         causes = question(evidence)
@@ -292,6 +294,8 @@ def _fit(parts: Sequence[Sequence[Tensor | None]], whole: Sequence[Tensor | None
             [(torch.zeros_like(like) if t is None else t).double().flatten() for t in tensors]
         )
         gram += rows @ rows.T
+    if not bool(torch.isfinite(gram).all()):
+        return [1.0] * count, 0.0  # overflowed: nothing can be said about the weights
     inner, right, size = gram[:count, :count], gram[:count, count], gram[count, count]
     weights = torch.linalg.lstsq(inner, right, driver="gelsd").solution
     left = size - 2 * weights @ right + weights @ inner @ weights
