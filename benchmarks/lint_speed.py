@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,7 @@ def measure(files: int, training: float, jobs: int | None) -> dict[str, Any]:
         if jobs is not None:
             command += ["--jobs", str(jobs)]
         source = str(Path(__file__).parents[1] / "src")
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         started = time.perf_counter()
         done = subprocess.run(
             command,
@@ -124,12 +126,17 @@ def measure(files: int, training: float, jobs: int | None) -> dict[str, Any]:
             check=False,
         )
         seconds = time.perf_counter() - started
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
     findings = json.loads(done.stdout)
     return {
         "files": files,
         "training_scripts": scripts,
         "findings": len(findings),
         "seconds": round(seconds, 2),
+        # What the machine worked for it, whatever else it did at the time.
+        "cpu_seconds": round(
+            after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2
+        ),
         "files_per_second": round(files / seconds),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "python": platform.python_version(),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from typing import cast
 
 from .names import children, dotted, keyword, last_part, number, walk
 from .parts import Def, Env
@@ -89,16 +91,14 @@ def gather(tree: ast.Module, source: str) -> Facts:
     imports: set[str] = set()
     owners: list[ast.ClassDef] = []
     uses: dict[FunctionNode, set[str]] = {}
-    todo: list[tuple[ast.AST, tuple[FunctionNode, ...]]] = [(tree, ())]
+    todo: list[ast.AST] = [tree]
     while todo:
-        node, around = todo.pop()
-        if isinstance(node, ast.Call):
-            calls.append(node)
-            for function in around:
-                uses[function].add(last_part(node.func))
+        node = todo.pop()
+        kind = type(node)
+        if kind is ast.Call:
+            calls.append(cast(ast.Call, node))
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             uses[node] = set()
-            around = (*around, node)
         elif isinstance(node, ast.ImportFrom):
             imports.add(node.module or "")
             imports.update(f"{node.module}.{a.name}" for a in node.names)
@@ -106,15 +106,27 @@ def gather(tree: ast.Module, source: str) -> Facts:
             imports.update(a.name for a in node.names)
         elif isinstance(node, ast.ClassDef):
             owners.append(node)
-        todo += [(child, around) for child in children(node)]
+        elif kind is ast.Name or kind is ast.Constant:
+            continue
+        todo += children(node)
     functions: dict[str, FunctionNode] = {
         n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     calls.sort(key=lambda c: (c.lineno, c.col_offset))
+    _fill_uses(uses, calls)
     called = {last_part(c.func) for c in calls}
     relevant = _relevant(uses)
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
     return Facts(tree, source, functions, classes, calls, called, imports, relevant, list(uses))
+
+
+def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:
+    """What each function calls, by lines: a call lies in every function around it."""
+    lines = [c.lineno for c in calls]
+    for function, names in uses.items():
+        first = bisect_left(lines, function.lineno)
+        last = bisect_right(lines, function.end_lineno or function.lineno)
+        names.update(last_part(c.func) for c in calls[first:last])
 
 
 def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
