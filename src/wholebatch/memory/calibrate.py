@@ -3,8 +3,8 @@
 A kernel's own scratch memory is no tensor, so a prediction misses it: little for transformers,
 a tenth for a small ResNet. It grows with the micro-batch, about in a straight line, so two smaller
 steps say it: within 3% for a ViT and 5% for CNNs on an H200 at up to four times the larger one;
-at eight times one CNN was 19% off. The steps leave nothing behind: buffers, random generators and gradients are
-as they were.
+at eight times one CNN was 19% off. The steps leave nothing behind: buffers, random generators and
+gradients are as they were.
 """
 
 from __future__ import annotations
