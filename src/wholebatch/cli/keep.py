@@ -25,6 +25,11 @@ from wholebatch.shards import put_together, take_apart, write_slices
 
 __all__ = ["Parts", "restore", "save"]
 
+# Of the progress, what is the same on all ranks; the rest is each one's own.
+_SHARED = frozenset(
+    {"format", "kind", "updates", "skipped", "next_seed", "window", "scaler", "schedulers", "ema"}
+)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -119,10 +124,11 @@ def restore(parts: Parts, crew: Crew, found: Found, *, data: Batches, seed: int)
 
 def _own(progress: dict[str, Any], crew: Crew) -> dict[str, Any]:
     """What differs between ranks."""
-    generators = dict(progress["random"])
+    own = {name: value for name, value in progress.items() if name not in _SHARED}
+    generators = own["random"] = dict(progress["random"])
     if "cuda" in generators:
         generators["cuda"] = [generators["cuda"][crew.device.index or 0]]
-    return {"random": generators, "fits": progress["fits"]}
+    return own
 
 
 def _progress_here(state: dict[str, Any], crew: Crew) -> tuple[dict[str, Any], bool]:
@@ -134,7 +140,7 @@ def _progress_here(state: dict[str, Any], crew: Crew) -> tuple[dict[str, Any], b
     if crew.ranks > 1 and progress["window"] is not None:
         # Half a window of one process: begun again, as shares of several ranks.
         progress.update(window=None, done=0)
-    everyones = saved or [{"random": progress["random"], "fits": progress["fits"]}]
+    everyones = saved or [{}]
     known = crew.rank < len(everyones)
     progress.update(everyones[crew.rank if known else 0])
     generators = dict(progress["random"])

@@ -44,8 +44,9 @@ class Start:
 
 def find(asked: Asked, crew: Crew) -> Start:
     """The same on every rank: the first one looks at the folders."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    path, stored = crew.first(lambda: _begun(asked, restarts))
+    # Not the same on all machines: one that failed has counted, another may not have.
+    restarted = crew.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
+    path, stored = crew.first(lambda: _begun(asked, restarted))
     recipe = crew.together(
         lambda: load_recipe(asked.recipe or (stored["recipe"] if stored else next(iter(EMBEDDED))))
     )
@@ -60,7 +61,7 @@ def find(asked: Asked, crew: Crew) -> Start:
         RunFolder(path),
         is_resumed=stored is not None,
         has_changed=stored is not None and stored["recipe_sha256"] != recipe.digest,
-        wait=_WAIT_AFTER_RESTART if restarts else 0.0,
+        wait=_WAIT_AFTER_RESTART if restarted else 0.0,
     )
 
 
@@ -89,16 +90,16 @@ def checkpoint_of(start: Start, crew: Crew) -> Found | None:
     return crew.together(lambda: found[0] if found else read())
 
 
-def _begun(asked: Asked, restarts: int) -> tuple[Path | None, dict[str, Any] | None]:
+def _begun(asked: Asked, restarted: bool) -> tuple[Path | None, dict[str, Any] | None]:
     """The folder to go on in and its settings; nothing where a new run begins."""
     if asked.resume:
         folder = find_run(asked.recipe, asked.out)
         return folder.path, read_config(folder.config)
-    if not asked.auto_resume and not restarts:
+    if not asked.auto_resume and not restarted:
         return None, None
     path = asked.out or launched_folder(asked.recipe or next(iter(EMBEDDED)))
     if path is None:
-        what = "--auto-resume" if asked.auto_resume else f"restart {restarts}"
+        what = "--auto-resume" if asked.auto_resume else "restarted by torchrun"
         raise OptionError(f"{what}: which run to continue is not known; say where with --out")
     folder = RunFolder(path)
     if folder.config.is_file() and Checkpoints(folder.checkpoints).paths():

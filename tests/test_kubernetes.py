@@ -1,0 +1,79 @@
+"""The example Job is one that Kubernetes takes, and what it runs is what torchrun and we take."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+
+EXAMPLE = Path(__file__).parents[1] / "kubernetes/job.yaml"
+
+
+@pytest.fixture(scope="module")
+def resources() -> dict[str, Any]:
+    with EXAMPLE.open(encoding="utf-8") as file:
+        return {resource["kind"]: resource for resource in yaml.safe_load_all(file)}
+
+
+@pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
+def test_follows_the_schema_of_the_api(resources: dict[str, Any], version: str) -> None:
+    assert resources.keys() == {"Service", "Job"}
+    for resource in resources.values():
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+@pytest.mark.parametrize("change", [{"completionModes": "Indexed"}, {"completions": "two"}])
+def test_the_schema_would_notice(resources: dict[str, Any], change: dict[str, Any]) -> None:
+    job = copy.deepcopy(resources["Job"])
+    job["spec"].update(change)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, "1.31", strict=True)
+
+
+def test_the_pods_find_each_other(resources: dict[str, Any]) -> None:
+    """What no schema says: names and numbers that must be the same in several places."""
+    service, job = resources["Service"], resources["Job"]
+    name, spec = job["metadata"]["name"], job["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    assert service["spec"]["clusterIP"] == "None"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(environment["PET_NNODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(
+        environment["PET_NPROC_PER_NODE"]
+    )
+    port = service["spec"]["ports"][0]["port"]
+    assert environment["PET_RDZV_ENDPOINT"] == f"{name}-0.{pod['subdomain']}:{port}"
+
+
+def test_torchrun_and_the_command_take_their_arguments(
+    resources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    from wholebatch.cli.app import app
+
+    [container] = resources["Job"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["torchrun"]
+    for entry in container["env"]:
+        monkeypatch.setenv(entry["name"], entry["value"])
+    parsed = get_args_parser().parse_args(container["args"])
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.max_restarts) == ("2", "8", 20)
+    assert parsed.rdzv_backend == "c10d"
+    assert parsed.rdzv_endpoint.startswith("wholebatch-train-0.")
+    assert parsed.rdzv_conf == "join_timeout=1800"
+    assert (parsed.module, parsed.training_script) == (True, "wholebatch.cli")
+    command, *arguments = parsed.training_script_args
+    train = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    options = train.make_context(command, arguments).params
+    assert options["batch_size"] == 4096
+    assert options["auto_resume"]
+    assert str(options["out"]).startswith(container["volumeMounts"][0]["mountPath"])
