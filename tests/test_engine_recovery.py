@@ -1,0 +1,75 @@
+"""Out of memory at every operation of a window: the update of the same split without failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.memory.inject import OutOfMemoryAt
+from tests.support import pieces, samples, sgd
+
+SIZES = [8, 4]
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(5, 8),
+        nn.BatchNorm1d(8, track_running_stats=True),
+        nn.Dropout(0.5),
+        nn.Linear(8, 3),
+    ).double()
+
+
+def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def run(make: Any, policy: str, sizes: list[int], failure: OutOfMemoryAt | None) -> Any:
+    model = make()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8, batchnorm=policy)
+    train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
+    torch.manual_seed(8)
+    if failure is None:
+        train.step(samples(12))
+    else:
+        with failure:
+            train.step(samples(12))
+    return [t.detach().clone() for t in model.state_dict().values()], train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "policy"), [(plain, "exact"), (normed, "statistics")])
+def test_a_failure_at_every_operation(make: Any, policy: str) -> None:
+    everything = OutOfMemoryAt()
+    right = {tuple(SIZES): run(make, policy, SIZES, everything)[0]}
+    recovered = failed_in_the_step = 0
+    for n in range(everything.seen):
+        failure = OutOfMemoryAt(n)
+        try:
+            state, train = run(make, policy, SIZES, failure)
+        except torch.OutOfMemoryError:
+            failed_in_the_step += 1  # the close and the update are never inside a retry
+            continue
+        assert failure.failed_at is not None
+        assert train.recoveries == 1
+        recovered += 1
+        [cut] = train._fitting.recovered
+        sizes = list(SIZES)
+        sizes[cut.micro_batch : cut.micro_batch + 1] = [cut.into, cut.samples - cut.into]
+        if tuple(sizes) not in right:
+            right[tuple(sizes)] = run(make, policy, sizes, None)[0]
+        expected = right[tuple(sizes)]
+        assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True)), (n, sizes)
+    assert recovered > 40
+    assert len(right) == 3  # the first micro-batch, and the second, have each been cut
+    assert failed_in_the_step < everything.seen / 3
