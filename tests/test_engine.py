@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.support import EXACT, Seen, Whole, adamw, distance, mlp, samples, sgd
+from tests.support import EXACT, Seen, Whole, adamw, distance, mlp, pieces, samples, sgd
 
 
 def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
@@ -254,12 +254,13 @@ def with_dropout() -> nn.Module:
 
 
 @pytest.mark.parametrize("fits", [1, 3, 5])
-def test_auto_halves_on_a_real_out_of_memory_as_if_split_so_from_the_start(fits: int) -> None:
+def test_auto_recovers_from_a_real_out_of_memory_as_if_split_so_from_the_start(fits: int) -> None:
     batch, sizes = samples(20), []
 
     def limited(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
         out = model(micro["x"])  # draws dropout before it fails
         if len(out) > fits:
+            sizes.clear()
             raise torch.OutOfMemoryError("tried to allocate")
         sizes.append(len(out))
         return wb.cross_entropy(out, micro["y"])
@@ -267,18 +268,38 @@ def test_auto_halves_on_a_real_out_of_memory_as_if_split_so_from_the_start(fits:
     model = with_dropout()
     torch.manual_seed(11)
     train = wb.WholeBatch(model, sgd(model), loss=limited, micro_batch="auto")
+    split = []
     for _ in range(2):
+        sizes.clear()
         train.step(batch)
-    chosen = sizes[0]
-    assert chosen <= fits < 2 * chosen
+        split.append(list(sizes))
+    assert [sum(window) for window in split] == [20, 20]
+    assert train.recoveries > 0
+    assert max(split[1]) == split[1][0] > fits / 2  # remembered, not found again
 
     reference = with_dropout()
     torch.manual_seed(11)
-    fixed = wb.WholeBatch(reference, sgd(reference), loss=limited, micro_batch=chosen)
-    for _ in range(2):
-        fixed.step(batch)
+    acc = wb.Accumulator(reference, sgd(reference), steps={0: len(split[0]), 1: len(split[1])})
+    for window in split:
+        for micro in acc.over(pieces(batch, window)):
+            acc.backward(limited(reference, micro))
+    assert acc.updates == 2
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("budget", ["180KiB", "220KiB"])
+def test_auto_chooses_what_fits_a_budget(budget: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    batch = {"x": torch.randn(256, 64), "y": torch.randint(0, 3, (256,))}
+    whole = Whole(model)
+    whole.step(batch)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, memory=budget)
+    step = train.step(batch)
+    assert 1 < step.micro_batches < 256
+    assert train.recoveries == 0
+    whole.assert_same(model, at_most=1e-5)
 
 
 def test_auto_gives_up_when_one_sample_does_not_fit() -> None:
@@ -335,7 +356,6 @@ def test_stopped_in_the_middle_of_a_window_and_resumed(stop: int, precision: str
     train.load_state_dict(saved["t"])
     with pytest.raises(wb.errors.StateError, match="had 4 micro-batches, this batch makes 3"):
         train.step(batches[2])
-    train.load_state_dict(saved["t"])
     for batch in batches[1:]:
         train.step(batch)
     assert train.updates == 3

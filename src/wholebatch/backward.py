@@ -30,19 +30,9 @@ class Backward:
 
 
 def backward_into(
-    parameters: Sequence[nn.Parameter],
-    models: Iterable[nn.Module],
-    totals: Iterable[Tensor],
-    *,
-    in_graph: bool = True,
+    parameters: Sequence[nn.Parameter], models: Iterable[nn.Module], totals: Iterable[Tensor]
 ) -> Backward:
-    """A backward for graphs like those of `totals` that adds into `parameters` alone.
-
-    `in_graph=False` where the graphs lead to tensors of an engine instead of the parameters: a
-    plain backward.
-    """
-    if not in_graph:
-        return Backward(torch.autograd.backward)
+    """A backward for graphs like those of `totals` that adds into `parameters` alone."""
     if not _is_reentrant(totals):
 
         def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from wholebatch import precision as precisions
 from wholebatch import randomness, state
-from wholebatch.close import ClipNorm, CloseOptions, Policy
+from wholebatch.close import ClipNorm, CloseOptions, Policy, read_scalars
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import uses_batch_statistics
@@ -19,18 +18,20 @@ from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import (
     NonFiniteError,
     OptionError,
-    RankError,
     StateError,
     UnsupportedError,
     WindowError,
 )
 from wholebatch.execute import Execute, Executor, check_execute
+from wholebatch.joining import batches_of, join
 from wholebatch.loss import Loss, Terms, as_loss
+from wholebatch.memory.budget import Memory
+from wholebatch.memory.fitting import Fitting
+from wholebatch.memory.sizing import Sizing
 from wholebatch.runners.lockstep import LockStep
 from wholebatch.runners.replay import find_nonfinite
 from wholebatch.runners.sequential import run_sequential
-from wholebatch.snapshot import Snapshot
-from wholebatch.splitting import Tokens, batch_size_of, split, to_device
+from wholebatch.splitting import Tokens, to_device
 from wholebatch.splitting.budget import check_micro_batch
 from wholebatch.step import Step
 from wholebatch.sync import choose as choose_sync
@@ -43,8 +44,6 @@ __all__ = ["WholeBatch"]
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 MicroBatch: TypeAlias = int | Tokens | Literal["auto"]
 AfterMicro: TypeAlias = Callable[[int, int], None]
-
-_NOTHING = object()
 
 
 class WholeBatch:
@@ -66,8 +65,12 @@ class WholeBatch:
     one for each term); a loss of several terms needs it. Batches may stay on the host: only the
     micro-batch travels to the model's device. `batch_size` (a number, or a function of the batch)
     and `static` (names of leaves that are not to be split) say how a batch is to be read where it
-    cannot be told. A model with BatchNorm runs its micro-batches in
-    lock-step, with the statistics of the whole batch (`batchnorm="exact"`).
+    cannot be told. A model with BatchNorm runs its micro-batches in lock-step, with the statistics
+    of the whole batch (`batchnorm="exact"`).
+
+    `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
+    fraction, or what is free). A window that runs out of memory all the same begins again with
+    smaller micro-batches, and makes the update that it would have made with those from the start.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class WholeBatch:
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
         batchnorm: str = "exact",
+        memory: Memory | None = None,
         execute: Execute = "auto",
         sync: str = "auto",
         batch_size: int | Callable[[Any], int] | None = None,
@@ -121,7 +125,10 @@ class WholeBatch:
         self._window = Window(target, options, engine)
         self._norms = [*batchnorms(model), *tracked_instance_norms(model)]
         self._lock_step = LockStep(
-            self._norms, reduce=engine.sum_tensor if engine.ranks > 1 else None
+            self._norms,
+            model=model,
+            hold="auto",
+            reduce=engine.sum_tensor if engine.ranks > 1 else None,
         )
         self._batchnorm = None if batchnorm == "exact" else choose_batchnorm(batchnorm, model)
         self._counted: list[str] = [SINGLE]
@@ -136,7 +143,19 @@ class WholeBatch:
             single=SINGLE,
             keeps_moments=isinstance(self._batchnorm, Statistics),
         )
-        self._fits: int | None = None  # the size that "auto" has come down to
+        self._fitting = Fitting(
+            model,
+            loss,
+            target.optimizers[0],
+            micro_batch=micro_batch,
+            memory=memory,
+            precision=precision,
+            layout=self._layout,
+            scale=target.scale,
+            sync=engine,
+            is_coupled=self._needs_lock_step,
+        )
+        self._stepping = False
         self._done = 0  # micro-batches of the open window that are in it
         self._of = 0
 
@@ -144,6 +163,11 @@ class WholeBatch:
     def updates(self) -> int:
         """Updates made so far."""
         return self._window.updates
+
+    @property
+    def recoveries(self) -> int:
+        """How often a window ran out of memory and was begun again with smaller micro-batches."""
+        return len(self._fitting.recovered)
 
     @property
     def skipped(self) -> int:
@@ -156,64 +180,32 @@ class WholeBatch:
         `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
         it, and the step with the same batch after `load_state_dict()` goes on from there.
         """
-        if self.micro_batch == "auto" and not self._window.is_open:
-            self.last_step = self._step_that_fits(batch, after_micro)
-        else:
-            self.last_step = self._window_of(self._split(batch, self.micro_batch), after_micro)
+        self.last_step = self._window_of(self._fitting.split(batch), after_micro)
         return self.last_step
-
-    def _step_that_fits(self, batch: Any, after_micro: AfterMicro | None) -> Step:
-        """Halve on a real out-of-memory, and begin the window again as if nothing had been."""
-        samples = batch_size_of(batch, **self._layout)
-        size = min(samples, self._fits or samples)
-        before = Snapshot(self.model)
-        while True:
-            try:
-                return self._window_of(self._split(batch, size), after_micro)
-            except torch.OutOfMemoryError:
-                if size == 1:
-                    raise  # not even one sample fits
-            before.restore()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            size = self._fits = math.ceil(size / 2)
-
-    def _split(self, batch: Any, micro_batch: MicroBatch) -> list[Any]:
-        if micro_batch == "auto":  # a saved window goes on with the size that it was split by
-            micro_batch = self._fits or batch_size_of(batch, **self._layout)
-        return split(batch, micro_batch, **self._layout)
 
     def _window_of(self, micros: list[Any], after_micro: AfterMicro | None) -> Step:
         window = self._window
         start = randomness.capture(every=False)
+        first = self._resume_at(micros) if window.is_open else 0
+        known = self._count(micros) if self._units is not None and not window.is_open else None
         self._precision.begin()
+        self._stepping = True
         try:
-            if window.is_open:
-                first = self._resume_at(micros)
+
+            def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
+                if not window.is_open:
+                    self._begin(known)
+                self._run(parts, first, at, after_micro)
+
+            if first or not self._fitting.recovers:  # a resumed window cannot begin again
+                attempt(micros, lambda index: None)
             else:
-                first = self._done = 0
-                if self._units is not None:
-                    window.begin(known=self._count(micros))
-                if self._batchnorm is not None:
-                    self._batchnorm.begin_window()
-            self._of = len(micros)
-            told = self._told(after_micro)
-            many = len(micros) > 1 or window.sync.ranks > 1
-            in_lock_step = self._batchnorm is None and many and self._is_coupled()
-            if not in_lock_step:
-                run_sequential(
-                    window,
-                    micros,
-                    self._micro_step,
-                    first=first,
-                    places=self._agreed_places(len(micros)),
-                    after_micro=told,
-                )
-            elif first < len(micros):
-                self._run_in_lock_step(micros, told)
+                micros = self._fitting.run(micros, attempt, self._begin_again)
             self._precision.end()
-            return self._close(micros, None if in_lock_step or first else start)
+            replays = not first and not self._in_lock_step(micros)
+            return self._close(micros, start if replays else None)
         finally:
+            self._stepping = False
             self._precision.end()
             window.sync.restore()
             self._done = 0
@@ -222,11 +214,57 @@ class WholeBatch:
             if self._batchnorm is not None:
                 self._batchnorm.discard_window()
 
+    def _begin(self, known: dict[str, float] | None) -> None:
+        if known is not None:
+            self._window.begin(known=known)
+        if self._batchnorm is not None:
+            self._batchnorm.begin_window()
+
+    def _begin_again(self) -> None:
+        """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
+        window = self._window
+        if window.is_open and window.sync.ranks > 1 and window.next_seed is None:
+            window.next_seed = read_scalars([window.seed])[0]
+        window.discard()
+
+    def _run(
+        self,
+        micros: Sequence[Any],
+        first: int,
+        at: Callable[[int], None],
+        after_micro: AfterMicro | None,
+    ) -> None:
+        """The forwards and backwards of a window, by whoever is to run them."""
+        window = self._window
+        self._done, self._of = first, len(micros)
+        told = self._told(after_micro)
+        if not self._in_lock_step(micros):
+            run_sequential(
+                window,
+                micros,
+                self._micro_step,
+                first=first,
+                places=self._agreed_places(len(micros)),
+                # A rank that must begin again would leave the others in a reduction.
+                reduces=window.sync.ranks == 1 or not self._fitting.recovers,
+                before_micro=at,
+                after_micro=told,
+            )
+        elif first < len(micros):
+            self._run_in_lock_step(micros, told)
+
+    def _in_lock_step(self, micros: Sequence[Any]) -> bool:
+        many = len(micros) > 1 or self._window.sync.ranks > 1
+        return many and self._needs_lock_step()
+
+    def _needs_lock_step(self) -> bool:
+        return self._batchnorm is None and self._is_coupled()
+
     def _is_coupled(self) -> bool:
         """Whether a BatchNorm would use batch statistics, or an InstanceNorm move its own, now."""
         return any(uses_batch_statistics(module) for _, module in self._norms)
 
-    def _run_in_lock_step(self, micros: list[Any], told: AfterMicro) -> None:
+    def _run_in_lock_step(self, micros: Sequence[Any], told: AfterMicro) -> None:
         """All micro-batches together, meeting at every BatchNorm; done all at once."""
 
         def backward(loss: Loss | Terms) -> None:
@@ -254,73 +292,12 @@ class WholeBatch:
 
         A rank that has run out takes part in the updates of the others, with nothing to add.
         """
-        window = self._window
-        if window.sync.ranks == 1:
-            yield from loader
-            return
-        iterator = iter(loader)
-        batch = next(iterator, _NOTHING)
-        window.ranks_with_more = int(window.sync.sum([float(batch is not _NOTHING)])[0])
-        last = batch
-        while batch is not _NOTHING:
-            following = next(iterator, _NOTHING)
-            window.has_more = following is not _NOTHING
-            self._all_have_data()
-            yield batch
-            last, batch = batch, following
-        while window.ranks_with_more:
-            self._all_have_data()
-            self.join(last)
-
-    def _all_have_data(self) -> None:
-        window = self._window
-        enough = window.ranks_with_more == window.sync.ranks
-        if self._batchnorm is None and not enough and self._is_coupled():
-            raise RankError(
-                f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
-                'and batchnorm="exact" needs all of them at every BatchNorm: give every rank '
-                "equally many batches"
-            )
+        return batches_of(self, loader)
 
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
-        self._window.has_more = False
-        self.last_step = self._join(like)
+        self.last_step = join(self, like)
         return self.last_step
-
-    def _join(self, last: Any) -> Step:
-        window = self._window
-        if self._batchnorm is None and self._is_coupled():
-            raise WindowError(
-                f"rank {window.sync.rank} has no sample of this batch, and "
-                'batchnorm="exact" needs every rank at every BatchNorm: make the batch larger'
-            )
-        if self._units is not None and last is not _NOTHING:
-            self._counted = sorted(count_units(self._units, [last]))
-        known = None if self._units is None else self._count([])
-        if not window.sync.counts_must_agree:
-            return window.join(known)
-        if last is _NOTHING:
-            raise RankError(
-                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
-                "in every forward: give it at least one batch"
-            )
-        stand_in = self._split(last, self.micro_batch)[:1]
-        window.begin(0, known=known)
-        self._precision.begin()
-        try:
-            places = self._agreed_places(0)
-            for index in range(places):
-                window.closing = index == places - 1
-                window.weightless = True
-                before = Snapshot(self.model)
-                self._micro_step(stand_in[0])
-                before.restore()
-            self._precision.end()
-            return window.close()
-        finally:
-            self._precision.end()
-            window.sync.restore()
 
     def _told(self, after_micro: AfterMicro | None) -> AfterMicro:
         def told(done: int, of: int) -> None:
@@ -372,7 +349,8 @@ class WholeBatch:
         """Everything to resume from, in the middle of a window too (not model and optimizer)."""
         saved = state.progress("WholeBatch", self._window)
         saved.update(
-            fits=self._fits,
+            sizing=None if self._fitting.sizing is None else self._fitting.sizing.state_dict(),
+            most=None if self._fitting.sizing is None else self._fitting.sizing.most,
             done=self._done,
             of=self._of,
             batchnorm=None if self._batchnorm is None else self._batchnorm.state_dict(),
@@ -381,10 +359,12 @@ class WholeBatch:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
-        if self._done:
-            raise WindowError("load_state_dict() inside step()")
+        if self._stepping:
+            raise WindowError("load_state_dict() inside step(): leave it first")
         state.load_progress("WholeBatch", self._window, saved)
-        self._fits = saved["fits"]
+        if saved["sizing"] is not None:
+            self._fitting.sizing = Sizing(saved["sizing"]["size"], most=saved["most"])
+            self._fitting.sizing.load_state_dict(saved["sizing"])
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
         if self._batchnorm is not None and saved["batchnorm"] is not None:

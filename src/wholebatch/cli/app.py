@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from wholebatch import __version__
+from wholebatch.cli.lint import lint
+from wholebatch.cli.plan import plan
 from wholebatch.cli.recipes import recipes
 from wholebatch.cli.train import train
 from wholebatch.cli.verify import verify
@@ -25,8 +27,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
-app.command()(recipes)
+app.command()(plan)
 app.command()(verify)
+app.command()(lint)
+app.command()(recipes)
 
 
 def _print_version(asked: bool) -> None:

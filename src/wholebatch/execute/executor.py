@@ -107,7 +107,7 @@ class Executor:
         self._forward: CompiledForward | None = None
         self._reset()
         reason = None
-        if window.sync.ranks > 1:
+        if window.sync.ranks > 1 or window.sync.grows_own_graph:
             reason = "gradients are reduced between ranks by hooks that only eager code calls"
         elif keeps_moments:
             reason = 'batchnorm="statistics" collects its moments in Python'

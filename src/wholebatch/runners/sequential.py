@@ -18,9 +18,13 @@ def run_sequential(
     *,
     first: int = 0,
     places: int | None = None,
+    reduces: bool = True,
+    before_micro: Callable[[int], None] | None = None,
     after_micro: Callable[[int, int], None] | None = None,
 ) -> None:
     """Feed the window with `micros[first:]`; the last backward reduces the gradients.
+
+    With `reduces=False` no backward does, and the close reduces them.
 
     `micro_step(micro)` makes one micro-batch's forward and backward and enters it in the window.
     `places` is the number that all ranks have agreed on: a rank with fewer micro-batches runs its
@@ -28,7 +32,9 @@ def run_sequential(
     """
     places = len(micros) if places is None else places
     for index in range(first, places):
-        window.closing = index == places - 1
+        window.closing = reduces and index == places - 1
+        if before_micro is not None:
+            before_micro(index)
         if index < len(micros):
             micro_step(micros[index])
             window.micro_batch_done()

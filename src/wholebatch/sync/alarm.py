@@ -7,6 +7,7 @@ stuck inside an engine's collective is ended with it after a grace period.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -35,7 +36,10 @@ class Alarm:
         self._rank = rank
         self._message: str | None = None
         self._posted = False
-        threading.Thread(target=self._watch, name="wholebatch-alarm", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="wholebatch-alarm", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._excepthook
 
@@ -65,18 +69,21 @@ class Alarm:
             pause = min(1e-3, pause * 1.3)
         work.wait()
 
+    def _end(self) -> None:
+        """Before the interpreter goes: no thread of ours is inside the store by then."""
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
     def _watch(self) -> None:
-        while True:
-            time.sleep(_LOOK_EVERY)
+        while not self._over.wait(_LOOK_EVERY):
             try:
                 if self._store.check([_KEY]):
                     self._message = self._store.get(_KEY).decode()
                     break
             except Exception:  # the process group is gone, and with it what we watch for
                 return
-        if self._posted:
+        if self._posted or self._over.wait(_GRACE):
             return
-        time.sleep(_GRACE)
         sys.stderr.write(f"wholebatch: another rank failed, so this one stops: {self._message}\n")
         sys.stderr.flush()
         os._exit(1)

@@ -1,0 +1,86 @@
+"""Ranks with different numbers of batches: one without takes part in the updates of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from wholebatch.errors import RankError
+from wholebatch.snapshot import Snapshot
+from wholebatch.step import Step
+from wholebatch.units import count_units
+
+if TYPE_CHECKING:
+    from wholebatch.engine import WholeBatch
+
+__all__ = ["batches_of", "join"]
+
+NOTHING = object()
+
+
+def batches_of(train: WholeBatch, loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, and then windows of the other ranks until all have run out."""
+    window = train._window
+    if window.sync.ranks == 1:
+        yield from loader
+        return
+    iterator = iter(loader)
+    batch = next(iterator, NOTHING)
+    window.ranks_with_more = int(window.sync.sum([float(batch is not NOTHING)])[0])
+    last = batch
+    while batch is not NOTHING:
+        following = next(iterator, NOTHING)
+        window.has_more = following is not NOTHING
+        _all_have_data(train)
+        yield batch
+        last, batch = batch, following
+    while window.ranks_with_more:
+        _all_have_data(train)
+        train.join(last)
+
+
+def join(train: WholeBatch, like: Any) -> Step:
+    """One step of the other ranks, with nothing to add; `like` is a batch that is not counted."""
+    window = train._window
+    window.has_more = False
+    if train._needs_lock_step():
+        raise RankError(
+            f"rank {window.sync.rank} has no sample of this batch, and "
+            'batchnorm="exact" needs every rank at every BatchNorm: make the batch larger'
+        )
+    if train._units is not None and like is not NOTHING:
+        train._counted = sorted(count_units(train._units, [like]))
+    known = None if train._units is None else train._count([])
+    if not window.sync.counts_must_agree:
+        return window.join(known)
+    if like is NOTHING:
+        raise RankError(
+            f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+            "in every forward: give it at least one batch"
+        )
+    stand_in = train._fitting.split(like)[0]
+    window.begin(0, known=known)
+    train._precision.begin()
+    try:
+        places = train._agreed_places(0)
+        for index in range(places):
+            window.closing = index == places - 1
+            window.weightless = True
+            before = Snapshot(train.model)
+            train._micro_step(stand_in)
+            before.restore()
+        train._precision.end()
+        return window.close()
+    finally:
+        train._precision.end()
+        window.sync.restore()
+
+
+def _all_have_data(train: WholeBatch) -> None:
+    window = train._window
+    if window.ranks_with_more < window.sync.ranks and train._needs_lock_step():
+        raise RankError(
+            f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
+            'and batchnorm="exact" needs all of them at every BatchNorm: give every rank '
+            "equally many batches"
+        )

@@ -1,0 +1,150 @@
+"""Which micro-batches a batch is split into, and what happens when one does not fit after all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.memory.calibrate import choose_on_device
+from wholebatch.memory.recover import Recovered, Recovery, within
+from wholebatch.memory.sizing import Sizing
+from wholebatch.precision import LossScale
+from wholebatch.splitting import Tokens, batch_size_of, split
+from wholebatch.sync import Sync
+
+__all__ = ["Attempt", "Fitting"]
+
+_log = logging.getLogger("wholebatch")
+
+Attempt: TypeAlias = Callable[[Sequence[Any], Callable[[int], None]], None]
+
+
+class Fitting:
+    """Sizes of micro-batches: as given, or the largest that the memory is predicted to hold.
+
+    `micro_batch="auto"` chooses when the first batch is there: by prediction on CUDA or where a
+    budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. A window that runs
+    out of memory begins again with the micro-batch that failed cut in two; "auto" remembers that,
+    and grows again when there is room.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        micro_batch: int | Tokens | str,
+        memory: Memory | None,
+        precision: str,
+        layout: dict[str, Any],
+        scale: LossScale | None,
+        sync: Sync,
+        is_coupled: Callable[[], bool],
+    ) -> None:
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._micro_batch = micro_batch
+        self._precision = precision
+        self._layout = layout
+        self._sync = sync
+        self._is_coupled = is_coupled
+        self._device = next(model.parameters()).device
+        held = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        self._budget = None
+        if memory is not None:
+            self._budget = parse_memory(memory, device=self._device, held=held)
+        is_auto = micro_batch == "auto"
+        if sync.counts_must_agree and (is_auto or memory is not None):
+            raise OptionError(
+                'micro_batch="auto" or memory= on a sharded model: its collectives cannot begin '
+                "again with smaller micro-batches; say how many samples a micro-batch has"
+            )
+        # On several ranks only where it was asked for: the reduction then waits for the window.
+        self.recovers = not sync.counts_must_agree and (
+            sync.ranks == 1 or is_auto or memory is not None
+        )
+        self._recovery = Recovery(model, scale=scale, static=layout["static"])
+        self.sizing: Sizing | None = None
+        self.said: str | None = None
+
+    @property
+    def recovered(self) -> list[Recovered]:
+        """Every recovery from running out of memory so far."""
+        return self._recovery.recovered
+
+    @property
+    def size(self) -> int | None:
+        """The size that "auto" splits by now; None before the first batch, or if it was given."""
+        return None if self.sizing is None else self.sizing.size
+
+    def split(self, batch: Any) -> list[Any]:
+        """The micro-batches of this batch."""
+        if self._micro_batch != "auto":
+            return list(split(batch, self._micro_batch, **self._layout))  # type: ignore[arg-type]
+        samples = batch_size_of(batch, **self._layout)
+        if self.sizing is None:
+            chosen = self._agreed(self._choose(batch, samples))
+            self.sizing = Sizing(min(chosen, samples), most=samples)
+        self.sizing.most = max(self.sizing.most, samples)
+        return list(split(batch, min(samples, self.sizing.size), **self._layout))
+
+    def run(
+        self, micros: Sequence[Any], attempt: Attempt, discard: Callable[[], None]
+    ) -> list[Any]:
+        """Make the attempt until it fits; the micro-batches that it went through with."""
+        seen = len(self.recovered)
+        with within(self._budget, model=self._model, optimizer=self._optimizer):
+            _, parts = self._recovery.run(micros, attempt, discard=discard)
+        for recovery in self.recovered[seen:]:
+            if self.sizing is not None:
+                self.sizing.failed(recovery.samples, into=recovery.into)
+            _log.warning(
+                "out of memory: a micro-batch of %d samples was cut into %d and the window begun "
+                "again",
+                recovery.samples,
+                recovery.into,
+            )
+        if len(self.recovered) == seen and self.sizing is not None:
+            peak = None
+            if self._device.type == "cuda":
+                peak = int(torch.cuda.max_memory_allocated(self._device))
+            self.sizing.went_well(peak=peak, budget=self._budget)
+        return parts
+
+    def _choose(self, batch: Any, samples: int) -> int:
+        predicts = self._budget is not None or self._device.type == "cuda"
+        if not predicts or self._is_coupled():
+            return samples
+        held = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        budget = self._budget or parse_memory("free", device=self._device, held=held)
+        try:
+            choice = choose_on_device(
+                self._model,
+                self._loss,
+                batch,
+                budget=budget,
+                optimizer=self._optimizer,
+                precision=self._precision,
+                static=self._layout["static"],
+            )
+        except UnsupportedError as error:
+            _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
+            return samples
+        self.said = choice.said()
+        _log.info("%s", self.said)
+        return choice.micro_batch
+
+    def _agreed(self, size: int) -> int:
+        """The smallest over the ranks: all split alike."""
+        if self._sync.ranks == 1:
+            return size
+        return -int(self._sync.largest(torch.tensor(-float(size), device=self._device)))
