@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from wholebatch.errors import RecipeError, StateError
-from wholebatch.recipes import Batches, Position
+from wholebatch.recipes import Batches, Nothing, Position
 
 
 class Noisy:
@@ -84,6 +84,27 @@ def test_goes_on_at_any_place_with_the_same_batches(source: str, taken: int) -> 
     for _ in range(5):
         assert as_lists(straight.take()) == as_lists(resumed.take())
     assert straight.position == resumed.position
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("collate", [torch.tensor, None], ids=["own", "default"])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_shares_of_ranks_are_the_batch_of_one(source: str, collate: Any, ranks: int) -> None:
+    """The same samples in the same order, and the same draws; each of them once."""
+
+    def feed(rank: int, ranks: int) -> Batches:
+        build = SOURCES[source]
+        return Batches(build, batch_size=4, seed=5, collate=collate, rank=rank, ranks=ranks)
+
+    whole, shares = feed(0, 1), [feed(rank, ranks) for rank in range(ranks)]
+    for _ in range(5):
+        expected = as_lists(whole.take())
+        taken = [share.take() for share in shares]
+        parts = [[] if isinstance(part, Nothing) else as_lists(part) for part in taken]
+        assert [sample for part in parts for sample in part] == expected
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        for empty in (part for part in taken if isinstance(part, Nothing)):
+            assert as_lists(empty.like)[0][0] in [sample[0] for sample in expected]
 
 
 def test_peeking_changes_nothing() -> None:

@@ -39,6 +39,7 @@ class Crew:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.is_first = rank == 0
         self.is_sharded = self.ranks > 1 and parallel == "fsdp2"
+        self._known: Exception | None = None  # an error that all ranks know of already
         self._group = Group([None], device, rank=rank) if self.ranks > 1 else None
 
     # -------------------------------------------------------------- agreeing
@@ -65,6 +66,7 @@ class Crew:
         sent: list[Any] = [(value, error is not None)]
         dist.broadcast_object_list(sent, src=0)
         if error is not None:
+            self._known = error
             raise error
         made, failed = sent[0]
         if failed:
@@ -81,6 +83,7 @@ class Crew:
         if failed and (error is None or self.rank != failed[0]):
             raise typer.Exit(2)
         if error is not None:
+            self._known = error
             if self.rank and isinstance(error, WholebatchError):
                 raise RankError(f"rank {self.rank}: {error}") from error
             raise error
@@ -131,6 +134,8 @@ class Crew:
             raise
 
     def _tell(self, error: Exception) -> None:
+        if error is self._known:
+            return
         alarm().post(error)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(3.0)  # the store may live in this process: let the others read it
