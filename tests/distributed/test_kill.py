@@ -125,7 +125,7 @@ def test_kills_lose_nothing(tmp_path: Path, parallel: str, kills: int, steps: in
         assert running.wait(timeout=300) == 0, log.read_text()[-4000:]
 
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert len(victims) == RANKS, "only one rank was ever killed"
+    assert len(victims) > 1, "only one rank was ever killed"
     assert any(windows % 3 for windows in struck), "every kill was right after a checkpoint"
     assert "  resumed  after update" in log.read_text()
     assert [line["update"] for line in metrics_of(killed)] == list(range(1, steps + 1))
