@@ -25,9 +25,6 @@ class Backward:
     overlaps: bool = True
     """Whether each gradient is complete when it is added (not so with reentrant checkpoints)."""
 
-    def __call__(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        self.run(totals, seeds)
-
 
 def backward_into(
     parameters: Sequence[nn.Parameter], models: Iterable[nn.Module], totals: Iterable[Tensor]

@@ -32,6 +32,7 @@ __all__ = [
     "check_counts",
     "close_gradients",
     "first_nonfinite",
+    "power_of_two_near",
     "read_scalars",
     "stepping",
 ]
@@ -165,19 +166,24 @@ class _TakesGradScale:
 
 def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
     """Numbers and 0-dim tensors of any dtype and device as floats: one transfer for a device."""
-    result = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-    away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    result: list[float] = []
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
-            if value.device.type == "cpu":
-                result[index] = float(value)
-            else:
-                away.setdefault((value.device, value.dtype), []).append(index)
-    for indices in away.values():
+            kinds.setdefault((value.device, value.dtype), []).append(index)
+            result.append(0.0)
+        else:
+            result.append(float(value))
+    for indices in kinds.values():
         stacked = torch.stack([cast("Tensor", values[index]) for index in indices])
         for index, number in zip(indices, stacked.tolist(), strict=True):
             result[index] = float(number)
     return result
+
+
+def power_of_two_near(value: float) -> float:
+    """A number that a gradient can be multiplied by without rounding."""
+    return float(2.0 ** round(math.log2(value)))
 
 
 def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]) -> int | None:

@@ -23,6 +23,7 @@ from wholebatch.close import (
     check_counts,
     close_gradients,
     first_nonfinite,
+    power_of_two_near,
     read_scalars,
     stepping,
 )
@@ -35,6 +36,8 @@ from wholebatch.target import Target, step_scheduler
 from wholebatch.units import SINGLE
 
 __all__ = ["Window"]
+
+_SINGLE_WEIGHT = {SINGLE: 1.0}
 
 
 class Window:
@@ -71,7 +74,7 @@ class Window:
         self.weightless = False  # whether the next micro-batch only takes part in collectives
         self.reduced = False
         self.loss_scale = 1.0
-        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._last_seed: tuple[str, float, Tensor] | None = None
         self.started = 0.0
 
     # ------------------------------------------------------------------ begin
@@ -104,7 +107,7 @@ class Window:
         if self.sync.ranks > 1:
             device = self.inputs[0].device
             units = float(self.sync.largest(torch.tensor(float(units), device=device)))
-        return _power_of_two_near(1.0 / max(float(units), 1.0))
+        return power_of_two_near(1.0 / max(float(units), 1.0))
 
     def _refuse_stray_gradients(self) -> None:
         for group in self.target.groups():
@@ -136,8 +139,9 @@ class Window:
             )
         if self.known is not None and total.dtype in (torch.bfloat16, torch.float16):
             # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
-            self.seed, self.known = _power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
-        self._backward({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
+            self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
+        self._backward([total], [self.seed_of(SINGLE, total, 1.0)])
+        self.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT)
 
     def add_loss(self, loss: Loss | Terms) -> None:
         """Backward of one micro-batch's loss, plain or in terms."""
@@ -157,40 +161,42 @@ class Window:
                 f"{sorted(loss.by_name)}: they must be the same"
             )
         terms = loss.by_name.items()
+        weights = {name: term.weight for name, term in terms}
         self._backward(
-            {name: term.total for name, term in terms},
+            [term.total for _, term in terms],
+            [self.seed_of(name, term.total, term.weight) for name, term in terms],
+        )
+        self.record(
+            {name: term.total.detach() for name, term in terms},
             {name: term.units for name, term in terms},
-            {name: term.weight for name, term in terms},
+            weights,
         )
 
-    def _backward(
-        self,
-        totals: Mapping[str, Tensor],
-        units: Mapping[str, Units],
-        weights: Mapping[str, float],
-    ) -> None:
+    def _backward(self, totals: list[Tensor], seeds: list[Tensor]) -> None:
         if self.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
                 "behind: call discard() before going on"
             )
-        seeds = [self.seed_of(name, total, weights[name]) for name, total in totals.items()]
+        sync = self.sync
         if not self.owners:
             self._backward_into = (
-                Backward(self.sync.run_backward)
-                if self.sync.grows_own_graph
-                else backward_into(self.inputs, self.target.models, totals.values())
+                Backward(sync.run_backward)
+                if sync.grows_own_graph
+                else backward_into(self.inputs, self.target.models, totals)
             )
         try:
-            with self.sync.backward(
-                self.inputs, reduces=self.closing, overlap=self._backward_into.overlaps
-            ):
-                self._backward_into(list(totals.values()), seeds)
+            if sync.ranks == 1 and not sync.grows_own_graph:
+                self._backward_into.run(totals, seeds)
+            else:
+                with sync.backward(
+                    self.inputs, reduces=self.closing, overlap=self._backward_into.overlaps
+                ):
+                    self._backward_into.run(totals, seeds)
         except BaseException:
             self.broken = True  # some gradients of this micro-batch are in, others are not
             raise
         self.reduced = self.closing
-        self.record({name: total.detach() for name, total in totals.items()}, units, weights)
 
     def record(
         self,
@@ -207,22 +213,24 @@ class Window:
 
     def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
         """What the backward of this total starts from (its dtype and device are what counts)."""
+        last = self._last_seed  # nearly always it is the same again
+        if last is not None and last[:2] == (name, weight) and not self.weightless:
+            value = last[2]
+            if value.dtype is total.dtype and value.device == total.device:
+                return value
         seed = self.seed
         if self.weightless:
             seed = 0.0
         elif self.known is not None:
             counted = self.known[name]
             seed = weight / counted if counted else 0.0
-        key = (seed, total.dtype, total.device) if isinstance(seed, float) else None
-        if key is not None and key in self._seeds:
-            return self._seeds[key]
         value = torch.as_tensor(seed, dtype=total.dtype, device=total.device)
         if self.sync.averaged_by != 1:
             value = value * self.sync.averaged_by
         if self.target.scale is not None:
             value = self.target.scale.scale(value).to(total.dtype)
-        if key is not None:
-            self._seeds[key] = value
+        if not self.weightless:
+            self._last_seed = (name, weight, value)
         return value
 
     def micro_batch_done(self) -> None:
@@ -276,7 +284,7 @@ class Window:
         if skipped is not None:
             self.skipped += 1
         self.sync.after_update()
-        self.next_seed = _power_of_two_near(1.0 / units)
+        self.next_seed = power_of_two_near(1.0 / units)
         self._last_weights = weights
         return Step(
             update=self.updates,
@@ -390,7 +398,3 @@ class Window:
         self.target.sixteen_bit.end()
         self._hooks.give_back()
         self._clear()
-
-
-def _power_of_two_near(value: float) -> float:
-    return 2.0 ** round(math.log2(value))
