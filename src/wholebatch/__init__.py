@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from wholebatch import errors as errors
     from wholebatch.accumulator import Accumulator
+    from wholebatch.coupled import audit
     from wholebatch.driving import over
     from wholebatch.engine import WholeBatch
     from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
@@ -44,6 +45,7 @@ __all__ = [
     "Step",
     "WholeBatch",
     "__version__",
+    "audit",
     "by_epoch",
     "causal_lm",
     "cross_entropy",
@@ -64,6 +66,7 @@ _HOMES = {
     "Pipeline": "runners.pipeline",
     "Step": "step",
     "WholeBatch": "engine",
+    "audit": "coupled",
     "by_epoch": "steps",
     "causal_lm": "loss",
     "cross_entropy": "loss",
