@@ -128,7 +128,7 @@ def test_dropout_and_learnt_fetching_change_nothing() -> None:
 def test_host_memory_does_not_depend_on_the_batch() -> None:
     peaks = []
     model = network()
-    for parts in (8, 8, 32):  # the first time for what is made once
+    for parts in (4, 4, 32):  # the first time for what is made once
         x = torch.randn(parts * 16, 3, 64, 64)
         model.zero_grad()
         torch.cuda.synchronize()
@@ -136,4 +136,4 @@ def test_host_memory_does_not_depend_on_the_batch() -> None:
         before = torch.cuda.memory_allocated()
         lockstep(model, (x, torch.zeros(parts * 16, dtype=torch.long)), [16] * parts, "host")
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[2] <= 1.05 * peaks[1], peaks
+    assert peaks[2] <= 1.02 * peaks[1], peaks
