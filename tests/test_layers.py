@@ -40,11 +40,11 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),
-    frozenset({"loss", "step", "randomness"}),
+    frozenset({"loss", "step", "randomness", "memory.budget"}),
     frozenset({"errors"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
-SIDEWAYS: frozenset[tuple[str, str]] = frozenset({("testing", "proof")})
+SIDEWAYS: frozenset[tuple[str, str]] = frozenset({("testing", "proof"), ("joining", "runners")})
 # `import wholebatch as wb` reaches every export, up to WholeBatch.
 ROOT_UNIT = "engine"
 

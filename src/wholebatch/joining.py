@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from wholebatch.errors import RankError
-from wholebatch.snapshot import Snapshot
+from wholebatch.runners.sequential import run_sequential
 from wholebatch.step import Step
 from wholebatch.units import count_units
 
@@ -63,12 +63,7 @@ def join(train: WholeBatch, like: Any) -> Step:
     train._precision.begin()
     try:
         places = train._agreed_places(0)
-        for index in range(places):
-            window.closing = index == places - 1
-            window.weightless = True
-            before = Snapshot(train.model)
-            train._micro_step(stand_in)
-            before.restore()
+        run_sequential(window, (), train._micro_step, places=places, stand_in=stand_in)
         train._precision.end()
         return window.close()
     finally:

@@ -58,10 +58,7 @@ class Fitting:
         self._sync = sync
         self._is_coupled = is_coupled
         self._device = next(model.parameters()).device
-        held = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        self._budget = None
-        if memory is not None:
-            self._budget = parse_memory(memory, device=self._device, held=held)
+        self._budget = None if memory is None else self._bytes(memory)
         is_auto = micro_batch == "auto"
         if sync.counts_must_agree and (is_auto or memory is not None):
             raise OptionError(
@@ -120,12 +117,15 @@ class Fitting:
             self.sizing.went_well(peak=peak, budget=self._budget)
         return parts
 
+    def _bytes(self, memory: Memory) -> int:
+        held = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        return parse_memory(memory, device=self._device, held=held)
+
     def _choose(self, batch: Any, samples: int) -> int:
         predicts = self._budget is not None or self._device.type == "cuda"
         if not predicts or self._is_coupled():
             return samples
-        held = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        budget = self._budget or parse_memory("free", device=self._device, held=held)
+        budget = self._budget or self._bytes("free")
         try:
             choice = choose_on_device(
                 self._model,

@@ -18,6 +18,7 @@ def run_sequential(
     *,
     first: int = 0,
     places: int | None = None,
+    stand_in: Any = None,
     reduces: bool = True,
     before_micro: Callable[[int], None] | None = None,
     after_micro: Callable[[int, int], None] | None = None,
@@ -28,7 +29,7 @@ def run_sequential(
 
     `micro_step(micro)` makes one micro-batch's forward and backward and enters it in the window.
     `places` is the number that all ranks have agreed on: a rank with fewer micro-batches runs its
-    last one again, with weight zero and its buffers put back.
+    last one again (or `stand_in`, if it has none), with weight zero and its buffers put back.
     """
     places = len(micros) if places is None else places
     for index in range(first, places):
@@ -43,7 +44,7 @@ def run_sequential(
         else:
             before = [Snapshot(model) for model in window.target.models]
             window.weightless = True
-            micro_step(micros[-1])
+            micro_step(micros[-1] if micros else stand_in)
             window.weightless = False
             for snapshot in before:
                 snapshot.restore()

@@ -22,7 +22,7 @@ from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.sync.group import Group
 from wholebatch.sync.strategy import Sync
 
-__all__ = ["Sharded", "free_bytes"]
+__all__ = ["Sharded"]
 
 _log = logging.getLogger("wholebatch")
 
@@ -56,15 +56,19 @@ class Sharded(Sync):
         self._every, self.policy = self._choose(sync, parameters)
 
     def _choose(self, sync: str, parameters: Sequence[Tensor]) -> tuple[bool, str]:
+        from wholebatch.memory.budget import bytes_said, free_memory
+
         whole = sum(p.numel() * max(p.element_size(), 4) for p in parameters)
         slices = whole // self.ranks
         if sync in ("hold", "every"):
             every, why = sync == "every", "as asked"
         elif sync == "auto":
-            free = int(-self._group.largest(torch.tensor(-float(free_bytes(parameters[0].device)))))
+            here = float(free_memory(parameters[0].device))
+            free = int(-self._group.largest(torch.tensor(-here)))
             every = whole - slices > free // 2
             why = (
-                f"holding keeps {_gib(whole)} of whole gradients, a rank has {_gib(free)} free"
+                f"holding keeps {bytes_said(whole)} of whole gradients, "
+                f"a rank has {bytes_said(free)} free"
                 + (" and half of that is left for activations" if every else "")
             )
         else:
@@ -113,21 +117,6 @@ class Sharded(Sync):
             module.set_requires_gradient_sync(gradient_sync, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(all_reduce, recurse=False)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free now on a device (on the host: available without swapping)."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:

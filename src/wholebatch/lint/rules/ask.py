@@ -13,7 +13,6 @@ __all__ = [
     "framework_accumulates",
     "gradients_rescaled",
     "is_optimizer_of",
-    "own_events",
     "root_name",
     "same_receiver",
     "scaled_by_count",
@@ -29,11 +28,6 @@ def stepped(window: Window) -> list[Event]:
         return [e for e in window.after if e.kind == "step" and e.loops == window.loop.parents]
     wanted = {"always"} if window.shape in {"plain", "accelerate"} else {"boundary"}
     return [e for e in window.of("step") if window.when(e) in wanted | {"boundary"}]
-
-
-def own_events(window: Window, kind: str) -> list[Event]:
-    """The events of a kind that belong to this loop's body and not to a loop around it."""
-    return [e for e in window.of(kind) if window.loop in e.path]
 
 
 def same_receiver(first: Event, second: Event) -> bool:
