@@ -63,8 +63,9 @@ class Sharded(Sync):
         if sync in ("hold", "every"):
             every, why = sync == "every", "as asked"
         elif sync == "auto":
-            here = float(free_memory(parameters[0].device))
-            free = int(-self._group.largest(torch.tensor(-here)))
+            device = parameters[0].device  # of the numbers too: nccl takes no others
+            here = torch.tensor(-free_memory(device), dtype=torch.float64, device=device)
+            free = int(-self._group.largest(here))
             every = whole - slices > free // 2
             why = (
                 f"holding keeps {bytes_said(whole)} of whole gradients, "
