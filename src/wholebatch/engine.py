@@ -6,32 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch import precision as precisions
 from wholebatch import randomness, state
 from wholebatch.close import ClipNorm, CloseOptions, Policy, read_scalars
-from wholebatch.coupled import batchnorms, tracked_instance_norms
-from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import uses_batch_statistics
-from wholebatch.coupled.statistics import Statistics
-from wholebatch.errors import (
-    NonFiniteError,
-    OptionError,
-    StateError,
-    UnsupportedError,
-    WindowError,
-)
-from wholebatch.execute import Execute, Executor, check_execute
+from wholebatch.errors import NonFiniteError, OptionError, StateError, WindowError
+from wholebatch.execute import Execute
 from wholebatch.joining import batches_of, join
-from wholebatch.loss import Loss, Terms, as_loss
 from wholebatch.memory.budget import Memory
 from wholebatch.memory.fitting import Fitting
 from wholebatch.memory.sizing import Sizing
-from wholebatch.runners.lockstep import LockStep
+from wholebatch.runners.feeding import AfterMicro, Feeding, LossFunction
 from wholebatch.runners.replay import find_nonfinite
-from wholebatch.runners.sequential import run_sequential
-from wholebatch.splitting import Tokens, to_device
+from wholebatch.splitting import Tokens
 from wholebatch.splitting.budget import check_micro_batch
 from wholebatch.step import Step
 from wholebatch.sync import choose as choose_sync
@@ -41,9 +29,7 @@ from wholebatch.window import Window
 
 __all__ = ["WholeBatch"]
 
-LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 MicroBatch: TypeAlias = int | Tokens | Literal["auto"]
-AfterMicro: TypeAlias = Callable[[int, int], None]
 
 
 class WholeBatch:
@@ -117,32 +103,19 @@ class WholeBatch:
         self.model = model
         self.micro_batch = micro_batch
         self.last_step: Step | None = None
-        self._loss = loss
         self._units = units
         self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
-        self._device = target.device
         self._precision = precisions.choose(precision, target.device.type)
         self._window = Window(target, options, engine)
-        self._norms = [*batchnorms(model), *tracked_instance_norms(model)]
-        self._lock_step = LockStep(
-            self._norms,
-            model=model,
-            hold="auto",
-            reduce=engine.sum_tensor if engine.ranks > 1 else None,
-        )
-        self._batchnorm = None if batchnorm == "exact" else choose_batchnorm(batchnorm, model)
-        self._counted: list[str] = [SINGLE]
-        self._executor = Executor(
-            check_execute(execute, target.device),
-            model=model,
-            loss=loss,
+        self._feeding = Feeding(
+            model,
+            loss,
             window=self._window,
             precision=self._precision,
-            device=target.device,
-            eager=self._eager,
-            single=SINGLE,
-            keeps_moments=isinstance(self._batchnorm, Statistics),
+            execute=execute,
+            batchnorm=batchnorm,
         )
+        self._counted: list[str] = [SINGLE]
         self._fitting = Fitting(
             model,
             loss,
@@ -153,7 +126,7 @@ class WholeBatch:
             layout=self._layout,
             scale=target.scale,
             sync=engine,
-            is_coupled=self._needs_lock_step,
+            is_coupled=self._feeding.needs_lock_step,
         )
         self._stepping = False
         self._done = 0  # micro-batches of the open window that are in it
@@ -202,7 +175,7 @@ class WholeBatch:
             else:
                 micros = self._fitting.run(micros, attempt, self._begin_again)
             self._precision.end()
-            replays = not first and not self._in_lock_step(micros)
+            replays = not first and not self._feeding.in_lock_step(micros)
             return self._close(micros, start if replays else None)
         finally:
             self._stepping = False
@@ -211,14 +184,12 @@ class WholeBatch:
             self._done = 0
             if window.is_open:
                 window.discard()
-            if self._batchnorm is not None:
-                self._batchnorm.discard_window()
+            self._feeding.discard_window()
 
     def _begin(self, known: dict[str, float] | None) -> None:
         if known is not None:
             self._window.begin(known=known)
-        if self._batchnorm is not None:
-            self._batchnorm.begin_window()
+        self._feeding.begin_window()
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -237,53 +208,14 @@ class WholeBatch:
         """The forwards and backwards of a window, by whoever is to run them."""
         window = self._window
         self._done, self._of = first, len(micros)
-        told = self._told(after_micro)
-        if not self._in_lock_step(micros):
-            run_sequential(
-                window,
-                micros,
-                self._micro_step,
-                first=first,
-                places=self._agreed_places(len(micros)),
-                # A rank that must begin again would leave the others in a reduction.
-                reduces=window.sync.ranks == 1 or not self._fitting.recovers,
-                before_micro=at,
-                after_micro=told,
-            )
-        elif first < len(micros):
-            self._run_in_lock_step(micros, told)
-
-    def _in_lock_step(self, micros: Sequence[Any]) -> bool:
-        many = len(micros) > 1 or self._window.sync.ranks > 1
-        return many and self._needs_lock_step()
-
-    def _needs_lock_step(self) -> bool:
-        return self._batchnorm is None and self._is_coupled()
-
-    def _is_coupled(self) -> bool:
-        """Whether a BatchNorm would use batch statistics, or an InstanceNorm move its own, now."""
-        return any(uses_batch_statistics(module) for _, module in self._norms)
-
-    def _run_in_lock_step(self, micros: Sequence[Any], told: AfterMicro) -> None:
-        """All micro-batches together, meeting at every BatchNorm; done all at once."""
-
-        def backward(loss: Loss | Terms) -> None:
-            self._window.add_loss(loss)
-            self._window.micro_batch_done()
-
-        if self._window.sync.counts_must_agree:
-            raise UnsupportedError(
-                'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
-                "which cannot wait for each other in lock-step; use DDP, or another batchnorm="
-            )
-        self._lock_step.run(micros, forward=self._forward, backward=backward)
-        told(len(micros), len(micros))
-
-    def _agreed_places(self, own: int) -> int:
-        sync = self._window.sync
-        if not sync.counts_must_agree:
-            return own
-        return int(sync.largest(torch.tensor(float(own), device=self._device)))
+        self._feeding.run(
+            micros,
+            first=first,
+            # A rank that must begin again would leave the others in a reduction.
+            reduces=window.sync.ranks == 1 or not self._fitting.recovers,
+            before_micro=at,
+            after_micro=self._told(after_micro),
+        )
 
     # --------------------------------------------------------------- the loop
 
@@ -307,22 +239,6 @@ class WholeBatch:
 
         return told
 
-    def _forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
-        micro = to_device(micro, self._device)
-        with self._precision.forward():
-            loss = as_loss((loss_function or self._loss)(self.model, micro))
-        if self._batchnorm is not None:
-            self._batchnorm.micro()
-        return loss
-
-    def _micro_step(self, micro: Any) -> None:
-        self._executor.micro_step(micro)
-
-    def _eager(self, micro: Any, loss_function: LossFunction) -> Loss | Terms:
-        loss = self._forward(micro, loss_function)
-        self._window.add_loss(loss)
-        return loss
-
     def _count(self, micros: Sequence[Any]) -> dict[str, float]:
         """All units, by term, over the window and the ranks, before the first backward."""
         assert self._units is not None
@@ -334,13 +250,12 @@ class WholeBatch:
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None) -> Step:
         try:
             step = self._window.close()
-            if self._batchnorm is not None:
-                self._batchnorm.end_window()
+            self._feeding.end_window()
             return step
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
                 raise
-            index, where = find_nonfinite(self.model, micros, self._forward, start)
+            index, where = find_nonfinite(self.model, micros, self._feeding.forward, start)
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
 
     # ----------------------------------------------------------------- state
@@ -348,12 +263,13 @@ class WholeBatch:
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, in the middle of a window too (not model and optimizer)."""
         saved = state.progress("WholeBatch", self._window)
+        policy = self._feeding.policy
         saved.update(
             sizing=None if self._fitting.sizing is None else self._fitting.sizing.state_dict(),
             most=None if self._fitting.sizing is None else self._fitting.sizing.most,
             done=self._done,
             of=self._of,
-            batchnorm=None if self._batchnorm is None else self._batchnorm.state_dict(),
+            batchnorm=None if policy is None else policy.state_dict(),
         )
         return saved
 
@@ -367,8 +283,9 @@ class WholeBatch:
             self._fitting.sizing.load_state_dict(saved["sizing"])
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
-        if self._batchnorm is not None and saved["batchnorm"] is not None:
-            self._batchnorm.load_state_dict(saved["batchnorm"])
+        policy = self._feeding.policy
+        if policy is not None and saved["batchnorm"] is not None:
+            policy.load_state_dict(saved["batchnorm"])
 
     def _resume_at(self, micros: Sequence[Any]) -> int:
         if len(micros) != self._of:

@@ -43,7 +43,7 @@ def join(train: WholeBatch, like: Any) -> Step:
     """One step of the other ranks, with nothing to add; `like` is a batch that is not counted."""
     window = train._window
     window.has_more = False
-    if train._needs_lock_step():
+    if train._feeding.needs_lock_step():
         raise RankError(
             f"rank {window.sync.rank} has no sample of this batch, and "
             'batchnorm="exact" needs every rank at every BatchNorm: make the batch larger'
@@ -62,8 +62,8 @@ def join(train: WholeBatch, like: Any) -> Step:
     window.begin(0, known=known)
     train._precision.begin()
     try:
-        places = train._agreed_places(0)
-        run_sequential(window, (), train._micro_step, places=places, stand_in=stand_in)
+        places = train._feeding.agreed_places(0)
+        run_sequential(window, (), train._feeding.micro_step, places=places, stand_in=stand_in)
         train._precision.end()
         return window.close()
     finally:
@@ -73,7 +73,7 @@ def join(train: WholeBatch, like: Any) -> Step:
 
 def _all_have_data(train: WholeBatch) -> None:
     window = train._window
-    if window.ranks_with_more < window.sync.ranks and train._needs_lock_step():
+    if window.ranks_with_more < window.sync.ranks and train._feeding.needs_lock_step():
         raise RankError(
             f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
             'and batchnorm="exact" needs all of them at every BatchNorm: give every rank '

@@ -37,8 +37,8 @@ def test_compiled_joint_graph_makes_the_update_of_the_undivided_batch() -> None:
         whole.step(tagged(number))
         train.step(tagged(number))
     assert mode_of(train) == "eager"
-    assert [step.mode for step in train._executor._steps.values()] == ["compile"]
-    assert "compiled a micro-step" in train._executor.notes.history[0]
+    assert [step.mode for step in train._feeding.executor._steps.values()] == ["compile"]
+    assert "compiled a micro-step" in train._feeding.executor.notes.history[0]
     whole.assert_same(model, seen)
 
 

@@ -70,7 +70,7 @@ def trained(
     options = {"loss": loss, "micro_batch": 4, "clip_norm": 1.0, **options}
     train = wb.WholeBatch(model, optimizer, execute=execute, **options)
     if as_traced:
-        train._executor._plan.compiles = False
+        train._feeding.executor._plan.compiles = False
     for _ in range(windows):
         train.step(batch())
     return parameters_of(model) - before, train
@@ -85,7 +85,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def modes(train: wb.WholeBatch) -> list[str]:
-    return [step.mode for step in train._executor._steps.values()]
+    return [step.mode for step in train._feeding.executor._steps.values()]
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def test_bf16_is_as_near_to_the_truth_as_eager_code() -> None:
     allowed = 1.25 * error(trained(fresh(), "eager", precision="bf16")[0], truth)
     found, train = trained(fresh(), "graph", precision="bf16", as_traced=True)
     assert modes(train)[0] == "graph of operations"
-    assert next(iter(train._executor._steps.values())).joint.fused == (2, 1)
+    assert next(iter(train._feeding.executor._steps.values())).joint.fused == (2, 1)
     assert error(found, truth) <= allowed
     with warnings_of_the_compiler():
         found, train = trained(fresh(), "graph", precision="bf16")
@@ -156,7 +156,7 @@ def test_dropout_is_drawn_anew_at_every_replay() -> None:
     for compiled in (False, True):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         train = wb.WholeBatch(model, optimizer, loss=total, micro_batch=1, execute="graph")
-        train._executor._plan.compiles = compiled
+        train._feeding.executor._plan.compiles = compiled
         seen: list[Tensor] = []
         optimizer.register_step_pre_hook(
             lambda *_, seen=seen: seen.append(model[1].weight.grad.clone())
@@ -164,7 +164,7 @@ def test_dropout_is_drawn_anew_at_every_replay() -> None:
         with warnings_of_the_compiler():
             for _ in range(4):
                 train.step(torch.ones(8, 256))
-        assert train._executor.mode.startswith("graph of")
+        assert train._feeding.executor.mode.startswith("graph of")
         # The mean of 8 masks of 0 and 2; one mask for all replays would give 0 and 2 alone.
         assert len(seen[-1].unique()) > 5
         assert not torch.equal(seen[-1], seen[-2])
@@ -180,7 +180,7 @@ def test_checkpointing_is_in_the_graph_and_with_dropout_it_is_not() -> None:
         warnings.simplefilter("always")
         _, train = trained(fresh(dropout=0.1, recompute=True), "graph", as_traced=True)
     assert any("would not be those of the forward" in str(warning.message) for warning in said)
-    assert train._executor.mode == "eager"
+    assert train._feeding.executor.mode == "eager"
 
 
 def test_no_replay_waits_for_the_host() -> None:
@@ -191,7 +191,7 @@ def test_no_replay_waits_for_the_host() -> None:
         micro_batch=4,
         execute="graph",
     )
-    train._executor._plan.compiles = False
+    train._feeding.executor._plan.compiles = False
     whole = {name: leaf.cuda() for name, leaf in batch(20).items()}
     for _ in range(3):
         train.step(whole)
@@ -206,7 +206,7 @@ def test_no_replay_waits_for_the_host() -> None:
             train.step(whole, after_micro=watch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert train._executor.mode == "graph of operations"
+    assert train._feeding.executor.mode == "graph of operations"
 
 
 def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
@@ -217,16 +217,16 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
     whole = batch(16)
     train.step(whole)
-    assert train._executor.mode == "eager"
-    train._executor._plan.started -= 3.0  # as if it had run for three seconds
+    assert train._feeding.executor.mode == "eager"
+    train._feeding.executor._plan.started -= 3.0  # as if it had run for three seconds
     train.step(whole)
     train.step(whole)
-    assert train._executor.mode == "graph of operations"
-    train._executor._plan.started -= 300.0
+    assert train._feeding.executor.mode == "graph of operations"
+    train._feeding.executor._plan.started -= 300.0
     with warnings_of_the_compiler():
         train.step(whole)
         train.step(whole)
-    assert train._executor.mode == "graph of compile"
+    assert train._feeding.executor.mode == "graph of compile"
 
 
 def test_a_tensor_that_moved_is_recorded_anew() -> None:
@@ -241,13 +241,13 @@ def test_a_tensor_that_moved_is_recorded_anew() -> None:
         )
         for one, execute in ((reference, "eager"), (model, "graph"))
     ]
-    trains[1]._executor._plan.compiles = False
+    trains[1]._feeding.executor._plan.compiles = False
     for window in range(6):
         if window == 3:
             model.qkv.weight.data = model.qkv.weight.data.clone()
         for train in trains:
             train.step(batch(16))
-    assert trains[1]._executor.mode == "graph of operations"
+    assert trains[1]._feeding.executor.mode == "graph of operations"
     assert error(parameters_of(model), parameters_of(reference)) <= 1e-12
 
 
