@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format bench gpu-test gpu-bench clean
+.PHONY: help setup run test check format bench compare gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,6 +59,9 @@ bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/tokens.py
+
+compare: $(VENV)/.dev ## hold every integration beside its library's own accumulation; writes docs/comparison.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py
 
 # The GPU targets install nothing: they run with the torch that the machine has.
 gpu-test: ## run the tests that need CUDA, with the machine's own torch (PYTHON=python3)

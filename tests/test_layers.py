@@ -40,7 +40,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),
-    frozenset({"loss", "step", "randomness", "memory.budget"}),
+    frozenset({"loss", "step", "randomness", "memory.budget", "extras"}),
     frozenset({"errors"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
@@ -55,6 +55,14 @@ EAGER: dict[str, frozenset[str]] = {
     "lint": frozenset({"libcst"}),
     "report": frozenset({"rich"}),
     "recipes": frozenset({"sklearn"}),
+}
+# An adapter is imported by those who use its library: it imports that when it is loaded.
+HOSTS: dict[str, frozenset[str]] = {
+    "accelerate": frozenset({"accelerate"}),
+    "lightning": frozenset({"lightning"}),
+    "transformers": frozenset({"accelerate", "transformers"}),
+    "keras": frozenset({"keras", "numpy"}),
+    "jax": frozenset({"jax", "optax"}),
 }
 WITHOUT_TORCH = ("lint",)
 MAX_LINES = 400
@@ -178,6 +186,8 @@ def violations(src: Path) -> list[str]:
             continue
         if target is None:
             allowed = {"torch", PACKAGE, *EAGER.get(unit, ())}
+            if unit == "integrations":
+                allowed |= HOSTS.get([*found.module.split("."), ""][2], frozenset())
             if found.eager and top not in sys.stdlib_module_names and top not in allowed:
                 problems.append(f"{where}: import {top} inside the function that uses it")
             continue
