@@ -43,6 +43,10 @@ class PeakMemory:
         """Around one window."""
         if self.settled:
             yield
+            if self._device.type == "cuda":  # a micro-batch that may grow starts it anew
+                self._measured = max(
+                    self._measured or 0, torch.cuda.max_memory_allocated(self._device)
+                )
             return
         has_state = bool(self._optimizer.state)
         with MemoryMeter(model=self._model, optimizer=self._optimizer) as meter:
@@ -67,8 +71,6 @@ class PeakMemory:
     @property
     def measured(self) -> int | None:
         """The most bytes of tensors alive at one moment; None where nothing can tell."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
         return self._measured
 
     def measured_said(self) -> str:

@@ -15,6 +15,7 @@ from wholebatch.memory.plan import Plan, make_plan
 from wholebatch.memory.predict import Prediction, predict_peak
 from wholebatch.memory.recover import Recovered, Recovery, within
 from wholebatch.memory.sizing import Sizing
+from wholebatch.memory.trial import held_bytes, try_out
 
 __all__ = [
     "Choice",
@@ -35,6 +36,7 @@ __all__ = [
     "choose_tokens",
     "cuda_peak",
     "fit",
+    "held_bytes",
     "ladder",
     "make_plan",
     "parse_memory",
@@ -42,6 +44,7 @@ __all__ = [
     "repeated_blocks",
     "reset_cuda_peak",
     "resize_batch",
+    "try_out",
     "with_checkpoints",
     "within",
     "without_checkpoints",

@@ -14,7 +14,14 @@ import torch
 
 from wholebatch.errors import OptionError
 
-__all__ = ["Memory", "bytes_said", "device_memory", "free_memory", "parse_memory"]
+__all__ = [
+    "Memory",
+    "bytes_said",
+    "device_memory",
+    "free_memory",
+    "parse_memory",
+    "sharing_processes",
+]
 
 Memory = int | float | str
 
@@ -26,12 +33,18 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 
 def parse_memory(
-    memory: Memory, *, device: torch.device | str = "cpu", total: int | None = None, held: int = 0
+    memory: Memory,
+    *,
+    device: torch.device | str = "cpu",
+    total: int | None = None,
+    held: int = 0,
+    processes: int = 1,
 ) -> int:
     """The bytes that a budget means on a device.
 
     `total` stands for the device's memory where it is not this machine's. `held` is what the run
     itself holds already (the model): it is in use, so not free, but it is part of the budget.
+    `processes` share what is free, or a fraction: the ranks of one machine share its main memory.
 
     >>> parse_memory("1.5GiB"), parse_memory("50%", total=1000), parse_memory(4096)
     (1610612736, 500, 4096)
@@ -40,13 +53,13 @@ def parse_memory(
         raise OptionError(_refusal(memory))
     if isinstance(memory, str):
         if memory.strip() == "free":
-            return free_memory(device) + held
+            return free_memory(device) // processes + held
         match = _SIZE.fullmatch(memory)
         if match is None:
             raise OptionError(_refusal(memory))
         number, unit = float(match[1]), match[2]
         if unit == "%":
-            return _fraction(number / 100, memory, device, total)
+            return _fraction(number / 100, memory, device, total) // processes
         factors = {name.lower(): factor for name, factor in _UNITS.items()}
         if unit.lower() not in factors:
             raise OptionError(_refusal(memory))
@@ -54,7 +67,7 @@ def parse_memory(
             raise OptionError(_refusal(memory))
         return int(number * factors[unit.lower()])
     if isinstance(memory, float):
-        return _fraction(memory, memory, device, total)
+        return _fraction(memory, memory, device, total) // processes
     if memory < 1:
         raise OptionError(_refusal(memory))
     return memory
@@ -64,6 +77,13 @@ def _fraction(part: float, memory: Memory, device: torch.device | str, total: in
     if not 0 < part <= 1:
         raise OptionError(_refusal(memory))
     return int(part * (total if total is not None else device_memory(device)))
+
+
+def sharing_processes(device: torch.device | str, ranks: int) -> int:
+    """How many processes of a run share this device's memory: torchrun's ranks share a CPU's."""
+    if ranks == 1 or torch.device(device).type != "cpu":
+        return 1
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def device_memory(device: torch.device | str = "cpu") -> int:

@@ -112,10 +112,13 @@ def measure_step(
     micro: Any,
     *,
     precision: str = "full",
+    micro_batches: int = 2,
+    limit: int | None = None,
 ) -> int:
     """The bytes that two micro-batches like this one really add to what is there already.
 
-    No update is made. On CUDA the allocator says it, elsewhere the meter.
+    No update is made. On CUDA the allocator says it, elsewhere the meter; there more than `limit`
+    bytes raise `torch.OutOfMemoryError`.
     """
     device = next(model.parameters()).device
     before = Snapshot(model)
@@ -130,12 +133,12 @@ def measure_step(
             torch._C._cuda_clearCublasWorkspaces()
             start = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            window.run([to_device(micro, device)] * 2)
+            window.run([to_device(micro, device)] * micro_batches)
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - start
-        with MemoryMeter(model=model) as meter:
+        with MemoryMeter(model=model, limit=limit) as meter:
             start = meter.current
-            window.run([micro] * 2)
+            window.run([micro] * micro_batches)
         return meter.peak - start
     finally:
         for parameter, gradient in gradients:

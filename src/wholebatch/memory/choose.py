@@ -41,10 +41,18 @@ class Choice:
     tried: Mapping[int, int] = field(default_factory=dict)
     """What was needed for every size that was predicted on the way: the peak, and what must stay
     free beside it."""
+    measured: int | None = None
+    """What a trial step at this size took, with all that a run holds; None: there was none."""
+    failed: tuple[int, ...] = ()
+    """Sizes that a trial step ran out of memory with."""
+    way: str = ""
+    """How the micro-batches run, where that was chosen too."""
 
     @property
     def fits(self) -> bool:
         """False: not even the smallest micro-batch fits; this is that one."""
+        if self.measured is not None or self.failed:
+            return self.measured is not None
         return self.tried[self.micro_batch] <= self.budget
 
     def said(self) -> str:
@@ -53,15 +61,19 @@ class Choice:
         parts = ", ".join(f"{name} {bytes_said(size)}" for name, size in by_size[:3] if size)
         if self.is_whole_batch:
             why = "the whole batch fits"
+        elif self.failed:
+            why = f"the largest that a trial step fits with; {self.failed[-1]} ran out of memory"
         else:
             above = min((size for size in self.tried if size > self.micro_batch), default=None)
             beyond = (
                 "" if above is None else f"; {above} would need {bytes_said(self.tried[above])}"
             )
             why = f"the largest that fits{beyond}"
+        shown = "" if self.measured is None else f" ({bytes_said(self.measured)} in a trial step)"
+        way = f", {self.way}" if self.way else ""
         return (
-            f"micro-batch {self.micro_batch}: {why} (budget {bytes_said(self.budget)})\n"
-            f"predicted peak {bytes_said(self.prediction.peak)}: {parts}"
+            f"micro-batch {self.micro_batch}{way}: {why} (budget {bytes_said(self.budget)})\n"
+            f"predicted peak {bytes_said(self.prediction.peak)}{shown}: {parts}"
         )
 
 

@@ -10,11 +10,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.errors import OptionError, RankError, UnsupportedError
+from wholebatch.memory.batches import resize_batch
+from wholebatch.memory.budget import Memory, parse_memory, sharing_processes
 from wholebatch.memory.calibrate import choose_on_device
+from wholebatch.memory.choose import Choice
+from wholebatch.memory.fit import ladder, refusal
+from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.recover import Recovered, Recovery, within
 from wholebatch.memory.sizing import Sizing
+from wholebatch.memory.trial import held_bytes, try_out
 from wholebatch.precision import LossScale
 from wholebatch.splitting import Tokens, batch_size_of, split
 from wholebatch.sync import Sync
@@ -30,9 +35,10 @@ class Fitting:
     """Sizes of micro-batches: as given, or the largest that the memory is predicted to hold.
 
     `micro_batch="auto"` chooses when the first batch is there: by prediction on CUDA or where a
-    budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. A window that runs
-    out of memory begins again with the micro-batch that failed cut in two; "auto" remembers that,
-    and grows again when there is room.
+    budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. One trial step,
+    whose effects are undone, shows that it fits. A window that runs out of memory all the same
+    begins again with the micro-batch that failed cut in two; "auto" remembers that, and grows
+    again when there is room.
     """
 
     def __init__(
@@ -72,6 +78,8 @@ class Fitting:
         self._recovery = Recovery(model, scale=scale, static=layout["static"])
         self.sizing: Sizing | None = None
         self.said: str | None = None
+        """What "auto" chose and why, in two lines, once it has."""
+        self._chosen_for: int | None = None
 
     @property
     def recovered(self) -> list[Recovered]:
@@ -89,8 +97,7 @@ class Fitting:
             return list(split(batch, self._micro_batch, **self._layout))  # type: ignore[arg-type]
         samples = batch_size_of(batch, **self._layout)
         if self.sizing is None:
-            chosen = self._agreed(self._choose(batch, samples))
-            self.sizing = Sizing(min(chosen, samples), most=samples)
+            self.sizing = Sizing(min(self._agreed_choice(batch, samples), samples), most=samples)
         self.sizing.most = max(self.sizing.most, samples)
         return list(split(batch, min(samples, self.sizing.size), **self._layout))
 
@@ -99,7 +106,11 @@ class Fitting:
     ) -> list[Any]:
         """Make the attempt until it fits; the micro-batches that it went through with."""
         seen = len(self.recovered)
-        with within(self._budget, model=self._model, optimizer=self._optimizer):
+        on_cuda = self._device.type == "cuda"
+        if on_cuda and self.sizing is not None and self.sizing.size < self.sizing.most:
+            # A window's own peak: that of a failed attempt would forbid to grow for good.
+            torch.cuda.reset_peak_memory_stats(self._device)
+        with within(self._budget, model=self._model, optimizer=self._optimizer) as meter:
             _, parts = self._recovery.run(micros, attempt, discard=discard)
         for recovery in self.recovered[seen:]:
             if self.sizing is not None:
@@ -112,39 +123,69 @@ class Fitting:
             )
         if len(self.recovered) == seen and self.sizing is not None:
             peak = None
-            if self._device.type == "cuda":
+            if on_cuda:
                 peak = int(torch.cuda.max_memory_allocated(self._device))
-            self.sizing.went_well(peak=peak, budget=self._budget)
+            elif isinstance(meter, MemoryMeter):
+                peak = meter.peak
+            self.sizing.went_well(peak=peak, budget=self._budget or self._chosen_for)
         return parts
 
     def _bytes(self, memory: Memory) -> int:
-        held = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        return parse_memory(memory, device=self._device, held=held)
+        return parse_memory(
+            memory,
+            device=self._device,
+            held=held_bytes(self._model, self._optimizer),
+            processes=sharing_processes(self._device, self._sync.ranks),
+        )
+
+    def _agreed_choice(self, batch: Any, samples: int) -> int:
+        """The smallest over the ranks: all split alike, or all end if one cannot."""
+        problem: Exception | None = None
+        chosen = 0
+        try:
+            chosen = self._choose(batch, samples)
+        except Exception as error:
+            if self._sync.ranks == 1:
+                raise
+            problem = error
+        if self._sync.ranks > 1:
+            chosen = -int(self._sync.largest(torch.tensor(-float(chosen), device=self._device)))
+        if problem is not None:
+            raise problem
+        if chosen == 0:
+            raise RankError("another rank found no micro-batch that fits its memory; it says why")
+        return chosen
 
     def _choose(self, batch: Any, samples: int) -> int:
         predicts = self._budget is not None or self._device.type == "cuda"
         if not predicts or self._is_coupled():
             return samples
         budget = self._budget or self._bytes("free")
+        self._chosen_for = budget
+        options: dict[str, Any] = {
+            "optimizer": self._optimizer,
+            "precision": self._precision,
+            "static": self._layout["static"],
+        }
         try:
-            choice = choose_on_device(
-                self._model,
-                self._loss,
-                batch,
-                budget=budget,
-                optimizer=self._optimizer,
-                precision=self._precision,
-                static=self._layout["static"],
-            )
+            choice = choose_on_device(self._model, self._loss, batch, budget=budget, **options)
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
             return samples
+        choice = try_out(self._model, self._loss, batch, choice, **options)
+        if choice.measured is None:
+            raise self._refused(batch, choice)
         self.said = choice.said()
         _log.info("%s", self.said)
         return choice.micro_batch
 
-    def _agreed(self, size: int) -> int:
-        """The smallest over the ranks: all split alike."""
-        if self._sync.ranks == 1:
-            return size
-        return -int(self._sync.largest(torch.tensor(-float(size), device=self._device)))
+    def _refused(self, batch: Any, choice: Choice) -> OptionError:
+        rungs = ladder(
+            self._model,
+            self._loss,
+            resize_batch(batch, 1, static=self._layout["static"]),
+            budget=choice.budget,
+            optimizer=self._optimizer,
+            precision=self._precision,
+        )
+        return OptionError(refusal(rungs, choice.budget))
