@@ -17,8 +17,8 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from wholebatch.errors import RecipeError, StateError
+from wholebatch.scaling import share_of
 from wholebatch.splitting.layout import layout_of
 
 __all__ = ["Batches", "Nothing", "Position", "share_of"]
@@ -46,23 +47,14 @@ class Nothing:
     like: Any
 
 
-def share_of(samples: int, *, rank: int, ranks: int) -> slice:
-    """Which samples of a batch are a rank's: neighbours, no rank with two more than another.
-
-    The first rank, which writes the metrics, always has one.
-
-    >>> [share_of(10, rank=rank, ranks=4) for rank in range(4)]
-    [slice(0, 3, None), slice(3, 5, None), slice(5, 8, None), slice(8, 10, None)]
-    """
-    return slice(-(-samples * rank // ranks), -(-samples * (rank + 1) // ranks))
-
-
 class Batches:
     """The batches of a recipe, one `take()` after the other, over as many epochs as are asked for.
 
     `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
     DataLoader, whose batches are taken as they are. The last batch of an epoch may be short; it
     is never left out. With `ranks`, `take()` gives the share of `rank`, or `Nothing`.
+
+    `size_at(epoch)`, where it is set, is asked for the size of every batch before it is read.
     """
 
     def __init__(
@@ -77,6 +69,8 @@ class Batches:
     ) -> None:
         self.position = Position()
         self.batch_size = batch_size
+        self.size_at: Callable[[int], int] | None = None
+        self._past = _Past()
         self._rank, self._ranks = rank, ranks
         self._build = build
         self._seed = seed
@@ -112,6 +106,7 @@ class Batches:
         """The batch at `position`, which moves on to the next."""
         batch = self.peek()
         self._peeked = None
+        self._past.add(self.batch_size)
         self.position = Position(self.position.epoch, self.position.batch + 1)
         return batch
 
@@ -122,6 +117,7 @@ class Batches:
             "length": self.length,
             "epoch": position.epoch,
             "batch": position.batch,
+            "sizes": self._past.of(position),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,17 +128,28 @@ class Batches:
                 f", and data() now gives {_described(self.kind, self.length)}"
             )
         self.position = Position(state["epoch"], state["batch"])
+        runs = state.get("sizes", [[self.batch_size, state["batch"]]])
+        self._past = _Past(self.position.epoch, [list(run) for run in runs])
         self._order = self._iterator = self._peeked = None
+
+    def _next_epoch(self) -> None:
+        self.position = Position(self.position.epoch + 1, 0)
+        self._past = _Past(self.position.epoch, before=self._past)
+        self._order = None
+
+    def _resize(self) -> None:
+        if self.size_at is not None:
+            self.batch_size = self.size_at(self.position.epoch)
 
     def _from_dataset(self) -> Any:
         assert self.length is not None
-        if self.position.batch * self.batch_size >= self.length:
-            self.position = Position(self.position.epoch + 1, 0)
-            self._order = None
+        if self._past.samples >= self.length:
+            self._next_epoch()
+        self._resize()
         if self._order is None:
             generator = torch.Generator().manual_seed(_mixed(self._seed, self.position.epoch))
             self._order = torch.randperm(self.length, generator=generator)
-        start = self.position.batch * self.batch_size
+        start = self._past.samples
         chosen = self._order[start : start + self.batch_size].tolist()
         if self._ranks == 1 or self._collate is not default_collate:
             return self._part(self._read(chosen, start))
@@ -187,19 +194,22 @@ class Batches:
     def _from_stream(self) -> Any:
         if self._iterator is None:
             self._restart()
-        while self._in_epoch < self.position.batch:  # resuming: read up to the place
-            if self._next() is None:
+        # Resuming: read up to the place, in the batches that were taken then.
+        for size in islice(self._past.sizes(), self._in_epoch, None):
+            if self._next(size) is None:
                 raise StateError(
                     f"the data has changed: epoch {self.position.epoch} ended after "
                     f"{self._in_epoch} batches, and the run had taken {self.position.batch}"
                 )
-        batch = self._next()
+        self._resize()
+        batch = self._next(self.batch_size)
         if batch is None:
             if self._in_epoch == 0:
                 raise RecipeError("the recipe's data() is empty")
-            self.position = Position(self.position.epoch + 1, 0)
+            self._next_epoch()
+            self._resize()
             self._restart()
-            batch = self._next()
+            batch = self._next(self.batch_size)
             if batch is None:
                 raise RecipeError("the recipe's data() was empty when it was begun a second time")
         return batch[0]
@@ -211,14 +221,14 @@ class Batches:
             self._iterator = iter(self._data)
         self._in_epoch = 0
 
-    def _next(self) -> tuple[Any] | None:
+    def _next(self, size: int) -> tuple[Any] | None:
         assert self._iterator is not None
         with self._seeded("batch", batch=self._in_epoch):
             if self.kind == "loader":
                 found = list(islice(self._iterator, 1))
                 batch = found[0] if found else None
             else:
-                found = list(islice(self._iterator, self.batch_size))
+                found = list(islice(self._iterator, size))
                 batch = self._collate(found) if found else None
         if not found:
             return None
@@ -239,6 +249,44 @@ class Batches:
             random.setstate(python)
             if numpy_before is not None:
                 sys.modules["numpy"].random.set_state(numpy_before)
+
+
+@dataclass
+class _Past:
+    """The sizes of an epoch's batches so far, as runs of [size, how many]."""
+
+    epoch: int = 0
+    runs: list[list[int]] = field(default_factory=list)
+    before: _Past | None = None  # of the epoch before: a window of it may still be open
+
+    def __post_init__(self) -> None:
+        if self.before is not None:
+            self.before.before = None
+
+    @property
+    def samples(self) -> int:
+        return sum(size * count for size, count in self.runs)
+
+    def add(self, size: int) -> None:
+        if self.runs and self.runs[-1][0] == size:
+            self.runs[-1][1] += 1
+        else:
+            self.runs.append([size, 1])
+
+    def sizes(self) -> Iterator[int]:
+        for size, count in self.runs:
+            yield from repeat(size, count)
+
+    def of(self, position: Position) -> list[list[int]]:
+        """The runs up to a place in this epoch or the one before."""
+        if self.before is not None and position.epoch == self.before.epoch:
+            return self.before.of(position)
+        runs, left = [], position.batch
+        for size, count in self.runs:
+            if left > 0:
+                runs.append([size, min(count, left)])
+            left -= count
+        return runs
 
 
 def _reseed(seed: int) -> None:

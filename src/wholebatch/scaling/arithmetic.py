@@ -1,0 +1,198 @@
+"""Global batch = micro-batch × steps × ranks, exactly, also where it does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wholebatch.errors import OptionError
+
+__all__ = ["Arithmetic", "over_ranks", "pieces_of", "runs_said", "share_of", "solve"]
+
+
+def share_of(samples: int, *, rank: int, ranks: int) -> slice:
+    """Which samples of a batch are a rank's: neighbours, no rank with two more than another.
+
+    The first rank, which writes the metrics, always has one.
+
+    >>> [share_of(10, rank=rank, ranks=4) for rank in range(4)]
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 8, None), slice(8, 10, None)]
+    """
+    return slice(-(-samples * rank // ranks), -(-samples * (rank + 1) // ranks))
+
+
+def pieces_of(samples: int, micro_batch: int) -> tuple[int, ...]:
+    """The sizes that a rank's share is split into: full ones, then what is left.
+
+    >>> pieces_of(10, 4)
+    (4, 4, 2)
+    """
+    whole, rest = divmod(samples, micro_batch)
+    return (micro_batch,) * whole + (rest,) * bool(rest)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How one global batch is made: the share of every rank and the size of every micro-batch.
+
+    >>> batch = solve(global_batch=100, micro_batch=8, ranks=3)
+    >>> batch.steps, batch.shares
+    (5, (34, 33, 33))
+    >>> batch.micro_batches[0], batch.micro_batches[2]
+    ((8, 8, 8, 8, 2), (8, 8, 8, 8, 1))
+    >>> print(batch)
+    (8 × 4 + 2) × 1 rank + (8 × 4 + 1) × 2 ranks = 100
+    """
+
+    global_batch: int
+    micro_batch: int
+    ranks: int
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank; their sum is the global batch."""
+        slices = (share_of(self.global_batch, rank=r, ranks=self.ranks) for r in range(self.ranks))
+        return tuple(one.stop - one.start for one in slices)
+
+    @property
+    def micro_batches(self) -> tuple[tuple[int, ...], ...]:
+        """Samples of each micro-batch of each rank."""
+        return tuple(pieces_of(share, self.micro_batch) for share in self.shares)
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of the rank that has most."""
+        return -(-max(self.shares) // self.micro_batch)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it divides: every micro-batch of every rank has the same size."""
+        return self.micro_batch * self.steps * self.ranks == self.global_batch
+
+    def __str__(self) -> str:
+        return runs_said(self.micro_batches)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "steps": self.steps,
+            "ranks": self.ranks,
+            "is_even": self.is_even,
+            "shares": list(self.shares),
+            "micro_batches": [list(sizes) for sizes in self.micro_batches],
+            "said": str(self),
+        }
+
+
+def solve(
+    *,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    steps: int | None = None,
+    ranks: int | None = None,
+) -> Arithmetic:
+    """Any of the four from the others; `ranks` is 1 where only two of the others are given.
+
+    What is asked for is the smallest that does it: the fewest steps that fit the global batch, the
+    smallest micro-batch that needs no more steps, the fewest ranks.
+
+    >>> solve(micro_batch=8, steps=4, ranks=2).global_batch
+    64
+    >>> solve(global_batch=64, steps=4, ranks=2).micro_batch
+    8
+    >>> solve(global_batch=64, micro_batch=8, steps=4).ranks
+    2
+    >>> solve(global_batch=64, micro_batch=8).steps
+    8
+    """
+    given = {
+        "global_batch": global_batch,
+        "micro_batch": micro_batch,
+        "steps": steps,
+        "ranks": ranks,
+    }
+    for name, value in given.items():
+        _check(name, value)
+    if ranks is None and None in (global_batch, micro_batch, steps):
+        ranks = 1
+    missing = [name for name, value in given.items() if value is None and name != "ranks"]
+    if len(missing) > 1:
+        has = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise OptionError(
+            f"{has or 'nothing'} given: two of global_batch, micro_batch and steps are needed "
+            "(ranks is 1 unless given), the rest follows"
+        )
+    if global_batch is None:
+        assert micro_batch is not None
+        assert steps is not None
+        assert ranks is not None
+        return Arithmetic(micro_batch * steps * ranks, micro_batch, ranks)
+    if micro_batch is None:
+        assert steps is not None
+        assert ranks is not None
+        most = -(-global_batch // ranks)
+        return Arithmetic(global_batch, -(-most // steps), ranks)
+    if ranks is None:
+        assert steps is not None
+        ranks = -(-global_batch // (micro_batch * steps))
+    found = Arithmetic(global_batch, micro_batch, ranks)
+    if steps is not None and found.steps != steps:
+        raise OptionError(
+            f"global_batch={global_batch}, micro_batch={micro_batch}, ranks={ranks} make "
+            f"{found.steps} steps, not steps={steps}: leave one of the four out, and it follows"
+        )
+    return found
+
+
+def over_ranks(
+    global_batch: int, *, micro_batch: int, ranks: Iterable[int] = (1, 2, 4, 8)
+) -> list[Arithmetic]:
+    """The same global batch on different numbers of ranks: fewer steps, the same update.
+
+    >>> [batch.steps for batch in over_ranks(256, micro_batch=8)]
+    [32, 16, 8, 4]
+    """
+    return [
+        solve(global_batch=global_batch, micro_batch=micro_batch, ranks=number) for number in ranks
+    ]
+
+
+def runs_said(by_rank: Sequence[Sequence[int]]) -> str:
+    """Sizes by rank as a sum that a person can check.
+
+    >>> runs_said([(8, 8), (8, 8)])
+    '8 × 2 × 2 ranks = 32'
+    """
+    alike = _runs(tuple(map(tuple, by_rank)))
+    terms = []
+    for sizes, ranks in alike:
+        runs = _runs(sizes or (0,))
+        inner = " + ".join(
+            f"{size}" if count == 1 and index else f"{size} × {count}"
+            for index, (size, count) in enumerate(runs)
+        )
+        if len(runs) > 1:
+            inner = f"({inner})"
+        terms.append(f"{inner} × {ranks} rank{'' if ranks == 1 else 's'}")
+    return f"{' + '.join(terms)} = {sum(map(sum, by_rank))}"
+
+
+def _runs(values: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Equal neighbours together, with how many there are."""
+    runs: list[tuple[Any, int]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1] = (value, runs[-1][1] + 1)
+        else:
+            runs.append((value, 1))
+    return runs
+
+
+def _check(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")

@@ -1,0 +1,138 @@
+"""What else changes when the batch does: learning rate, warm-up, Adam's betas.
+
+Rules of thumb with a source, not laws: docs/scaling.md has the tables that they were tested on.
+
+- linear: Goyal et al. 2017 (arXiv:1706.02677), SGD with momentum.
+- sqrt: Krizhevsky 2014 (arXiv:1404.5997); for Adam Malladi et al. 2022 (arXiv:2205.10287), together
+  with the betas.
+- betas at the same half-life in tokens: Marek et al. 2025 (arXiv:2507.07101).
+- warm-up over the same samples: Goyal et al.; over the same updates (epochs in proportion to the
+  batch): You et al. 2019 (arXiv:1901.08256, 1904.00962).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias, get_args
+
+from wholebatch.errors import OptionError
+
+__all__ = [
+    "Rule",
+    "adam_betas",
+    "check_rule",
+    "epochs_in_updates",
+    "half_life",
+    "lr_factor",
+    "scale_lr",
+    "scale_warmup",
+]
+
+Rule: TypeAlias = Literal["linear", "sqrt", "none"]
+
+
+def check_rule(rule: object, label: str = "rule=") -> Rule:
+    """The rule itself, or an OptionError that names those there are."""
+    if rule not in get_args(Rule):
+        allowed = ", ".join(get_args(Rule))
+        raise OptionError(f"{label}{rule}: must be one of {allowed}")
+    return rule  # type: ignore[return-value]
+
+
+def lr_factor(*, base_batch: float, batch: float, rule: str) -> float:
+    """What the learning rate is multiplied by when the batch goes from `base_batch` to `batch`.
+
+    >>> lr_factor(base_batch=256, batch=1024, rule="linear")
+    4.0
+    >>> lr_factor(base_batch=256, batch=1024, rule="sqrt")
+    2.0
+    """
+    _positive("base_batch", base_batch)
+    _positive("batch", batch)
+    ratio = batch / base_batch
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[check_rule(rule)]
+
+
+def scale_lr(lr: float, *, base_batch: float, batch: float, rule: str) -> float:
+    """The learning rate for `batch`, where `lr` was good for `base_batch`.
+
+    >>> scale_lr(0.1, base_batch=256, batch=8192, rule="linear")       # Goyal et al. 2017
+    3.2
+    """
+    _positive("lr", lr)
+    return lr * lr_factor(base_batch=base_batch, batch=batch, rule=rule)
+
+
+def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str = "samples") -> int:
+    """Updates of warm-up for `batch`, where `updates` were good for `base_batch`.
+
+    `keep="samples"` warms up over the same data (Goyal et al.: five epochs, whatever the batch);
+    `keep="updates"` over the same number of updates, so over epochs in proportion to the batch
+    (You et al.). Rounded up: never shorter than asked.
+
+    >>> scale_warmup(25024, base_batch=256, batch=8192)
+    782
+    """
+    if not updates >= 0:
+        raise OptionError(f"updates={updates!r}: must be a number of updates, at least 0")
+    _positive("base_batch", base_batch)
+    _positive("batch", batch)
+    if keep not in ("samples", "updates"):
+        raise OptionError(f"keep={keep!r}: must be 'samples' or 'updates'")
+    if keep == "updates":
+        return math.ceil(updates)
+    return math.ceil(updates * base_batch / batch)
+
+
+def epochs_in_updates(epochs: float, *, samples: int, batch: int) -> int:
+    """How many updates some epochs are, rounded up to whole ones.
+
+    >>> epochs_in_updates(5, samples=1_281_167, batch=8192)
+    782
+    """
+    _positive("samples", samples)
+    _positive("batch", batch)
+    if not epochs >= 0:
+        raise OptionError(f"epochs={epochs!r}: must be a number, at least 0")
+    return math.ceil(epochs * samples / batch)
+
+
+def half_life(beta: float, *, tokens: float = 1.0) -> float:
+    """After how many tokens (at `tokens` an update) a moving average has forgotten half.
+
+    >>> round(half_life(0.95, tokens=512 * 1024))
+    7084917
+    """
+    _beta("beta", beta)
+    if beta == 0.0:
+        return 0.0
+    return tokens * math.log(0.5) / math.log(beta)
+
+
+def adam_betas(
+    betas: tuple[float, float], *, base_batch: float, batch: float, first: bool = False
+) -> tuple[float, float]:
+    """Adam's betas with the half-life in tokens that they had at `base_batch`.
+
+    An average over updates forgets by `beta` an update, so over `batch / base_batch` times as many
+    tokens an update by that power of it. Only β2 unless `first=True` asks for β1 too.
+
+    >>> adam_betas((0.9, 0.95), base_batch=512, batch=1)               # Marek et al. 2025
+    (0.9, 0.9998998228024699)
+    """
+    _positive("base_batch", base_batch)
+    _positive("batch", batch)
+    for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+        _beta(name, beta)
+    power = batch / base_batch
+    return (betas[0] ** power if first else betas[0], betas[1] ** power)
+
+
+def _positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{name}={value!r}: must be a number above 0")
+
+
+def _beta(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise OptionError(f"{name}={value!r}: must be at least 0 and below 1")
