@@ -12,6 +12,7 @@ from wholebatch import __version__
 from wholebatch.cli.lint import lint
 from wholebatch.cli.plan import plan
 from wholebatch.cli.recipes import recipes
+from wholebatch.cli.report import report
 from wholebatch.cli.train import train
 from wholebatch.cli.verify import verify
 from wholebatch.errors import WholebatchError
@@ -30,6 +31,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(verify)
 app.command()(lint)
+app.command()(report)
 app.command()(recipes)
 
 

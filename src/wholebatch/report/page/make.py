@@ -1,0 +1,93 @@
+"""A page of whatever was given: runs, plans, tunings, verdicts and benchmarks, in that order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wholebatch.report.page.benchmark import benchmarks
+from wholebatch.report.page.elements import Page, Section
+from wholebatch.report.page.html import write_page
+from wholebatch.report.page.memory import memory
+from wholebatch.report.page.sources import Run, Sources, read_sources
+from wholebatch.report.page.timing import PARTS, split, tuning
+from wholebatch.report.page.training import overview, training
+from wholebatch.report.page.verdict import verification
+
+__all__ = ["make_page", "write_report"]
+
+_MOST_SPLITS = 8
+_UNITS = {"bytes-gpt": "bytes", "digits-cnn": "images"}
+
+
+def write_report(paths: Sequence[Path], to: Path, *, title: str | None = None) -> Path:
+    """The page of these runs and files, written; what `wholebatch report` does."""
+    return write_page(make_page(read_sources(paths), title=title), to)
+
+
+def make_page(sources: Sources, *, title: str | None = None) -> Page:
+    """Every section that there is something to say in."""
+    units = [_unit_of(run) for run in sources.runs]
+    verdicts: dict[str, dict[str, Any]] = dict(sources.verdicts)
+    plans = [*sources.plans, *_plans_of(sources.tunings)]
+    sections: list[Section | None] = [
+        overview(sources.runs, units, verdicts),
+        training(sources.runs, units),
+        tuning(sources.tunings),
+        memory(plans),
+        split(_splits(sources)),
+        verification(sources.verdicts),
+        *benchmarks(sources.benchmarks),
+    ]
+    names = [run.name for run in sources.runs] or [
+        name
+        for found in (sources.tunings, sources.plans, sources.verdicts, sources.benchmarks)
+        for name, _ in found
+    ]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return Page(
+        title or f"wholebatch: {shown}",
+        f"Made {time.strftime('%Y-%m-%d %H:%M')}",
+        tuple(section for section in sections if section is not None),
+    )
+
+
+def _unit_of(run: Run) -> str:
+    for known in (run.manifest, run.config):
+        if isinstance(known.get("unit"), str):
+            return str(known["unit"])
+    return _UNITS.get(str(run.config.get("recipe")), "units")
+
+
+def _plans_of(
+    tunings: Sequence[tuple[str, Mapping[str, Any]]],
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """What tunings predicted on the way, in the form of a plan."""
+    return [
+        (name, {**tuned["memory"], "subject": tuned.get("subject")})
+        for name, tuned in tunings
+        if tuned.get("memory")
+    ]
+
+
+def _splits(sources: Sources) -> list[tuple[str, Mapping[str, float]]]:
+    """The fastest settings of each tuning, and runs that recorded their split."""
+    found: list[tuple[str, Mapping[str, float]]] = []
+    for name, tuned in sources.tunings:
+        measured = [trial for trial in tuned["trials"] if trial.get("split")]
+        measured.sort(key=lambda trial: -trial["units_per_second"])
+        subject = tuned.get("subject") or name
+        for trial in measured[:_MOST_SPLITS]:
+            mark = " ▸" if trial.get("recommended") else ""
+            way = f"{trial['micro_batch']} × {trial['steps']}, {trial['precision']}"
+            way += ", checkpointed" if trial["checkpointing"] else ""
+            way += f", {trial['execute']}"
+            found.append((f"{subject}: {way}{mark}", trial["split"]))
+    for run in sources.runs:
+        splits = [r["split"] for r in run.records if isinstance(r.get("split"), dict)]
+        if splits:
+            mean = {p: sum(s.get(p, 0.0) for s in splits) / len(splits) for p in PARTS}
+            found.append((run.name, mean))
+    return found

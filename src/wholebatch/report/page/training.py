@@ -1,0 +1,255 @@
+"""Runs over time and side by side: loss, throughput, memory, gradient norm, learning rate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wholebatch.report.page.elements import Chart, Section, Table, Text, series_color
+from wholebatch.report.page.sources import Run
+from wholebatch.report.terminal import bytes_said, count_said, time_said
+
+__all__ = ["MOST_POINTS", "overview", "thinned", "training"]
+
+MOST_POINTS = 800
+"""Of a curve. Longer runs are shown by the means of as many stretches."""
+
+_GIB = 2.0**30
+Record = dict[str, Any]
+
+
+def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
+    """What happened over the windows of every run; `units` are the words for their units."""
+    shown = [(run, unit) for run, unit in zip(runs, units, strict=True) if run.records]
+    if not shown:
+        return None
+    unit = shown[0][1] if len({unit for _, unit in shown}) == 1 else "units"
+    charts = [
+        _chart(shown, "loss", "Loss", "mean over the window's units", lambda r: r.get("loss")),
+        _chart(
+            shown,
+            "throughput",
+            "Throughput",
+            f"{unit} per second",
+            lambda r: r.get("units_per_second"),
+            from_zero=True,
+        ),
+        _chart(
+            shown, "memory-over-time", "Memory", "peak, GiB", lambda r: memory_of(r), from_zero=True
+        ),
+        _chart(
+            shown, "grad-norm", "Gradient norm", "before clipping", lambda r: r.get("grad_norm")
+        ),
+        _chart(shown, "rate", "Learning rate", "", lambda r: _first(r.get("lr")), from_zero=True),
+        _chart(
+            shown,
+            "noise",
+            "Critical batch by the gradient noise scale",
+            "units",
+            lambda r: _first(r.get("noise_scale")),
+        ),
+    ]
+    long = max(len(run.records) for run, _ in shown)
+    note = (
+        (Text(f"Curves of more than {MOST_POINTS} windows show means of stretches."),)
+        if long > MOST_POINTS
+        else ()
+    )
+    return Section("training", "Over time", (*(c for c in charts if c is not None), *note))
+
+
+def memory_of(record: Record) -> float | None:
+    """The peak of a window in GiB, where the run recorded one."""
+    for name in ("memory", "memory_bytes", "peak_memory"):
+        value = record.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value / _GIB
+    return None
+
+
+def _chart(
+    shown: Sequence[tuple[Run, str]],
+    name: str,
+    title: str,
+    label: str,
+    value: Callable[[Record], Any],
+    *,
+    from_zero: bool = False,
+) -> Chart | None:
+    traces = []
+    for at, (run, unit) in enumerate(shown):
+        ys = [_number(value(record)) for record in run.records]
+        if all(y is None for y in ys):
+            continue
+        columns = thinned([*_along(run.records, unit).values(), ys])
+        xs = dict(zip(_along(run.records, unit), columns, strict=False))
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines" if len(columns[-1]) > 40 else "lines+markers",
+                "name": run.name,
+                "xs": xs,
+                "y": columns[-1],
+                "line": {"color": series_color(at), "width": 2},
+                "marker": {"size": 6, "color": series_color(at)},
+                "connectgaps": False,
+            }
+        )
+    if not traces:
+        return None
+    layout: dict[str, Any] = {
+        "yaxis": {"title": {"text": label}, "rangemode": "tozero" if from_zero else "normal"},
+        "showlegend": len(shown) > 1,
+    }
+    return Chart(name, title, traces, layout)
+
+
+def _along(records: Sequence[Record], unit: str) -> dict[str, list[float | None]]:
+    """What can be along x: windows, units seen, time spent in windows."""
+    units = list(itertools.accumulate(_number(r.get("units")) or 0.0 for r in records))
+    seconds = itertools.accumulate(_number(r.get("seconds")) or 0.0 for r in records)
+    return {
+        "window": [float(record["window"]) for record in records],
+        f"{unit} seen": [*units],
+        "minutes of training": [second / 60 for second in seconds],
+    }
+
+
+def thinned(columns: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    """The same columns with at most `MOST_POINTS` rows, each the mean of a stretch."""
+    length = len(columns[0])
+    if length <= MOST_POINTS:
+        return [list(column) for column in columns]
+    step = math.ceil(length / MOST_POINTS)
+    return [
+        [_mean(column[start : start + step]) for start in range(0, length, step)]
+        for column in columns
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+# --- side by side -----------------------------------------------------------------------------
+
+
+def overview(
+    runs: Sequence[Run], units: Sequence[str], verdicts: dict[str, dict[str, Any]]
+) -> Section | None:
+    """The runs as columns of one table; rows in which they differ are marked."""
+    if not runs:
+        return None
+    rows: list[tuple[str, ...]] = []
+    marked: set[int] = set()
+
+    def row(label: str, cells: Sequence[str], *, mark: bool) -> None:
+        if any(cell not in ("", "–") for cell in cells):
+            if mark and len(set(cells)) > 1:
+                marked.add(len(rows))
+            rows.append((label, *cells))
+
+    row("recipe", [str(run.config.get("recipe", "–")) for run in runs], mark=True)
+    row("batch", [_batch_said(run) for run in runs], mark=True)
+    for name, label in (
+        ("precision", "precision"),
+        ("clip_norm", "clipped to norm"),
+        ("lr", "learning rate"),
+        ("seed", "seed"),
+    ):
+        row(label, [_setting(run, name) for run in runs], mark=True)
+    row("device", [_device_said(run) for run in runs], mark=True)
+    row(
+        "windows", [f"{len(run.records):,} of {_setting(run, 'steps')}" for run in runs], mark=False
+    )
+    row("loss, first → last", [_losses_said(run) for run in runs], mark=False)
+    row(
+        "speed (median)",
+        [_speed_said(run, unit) for run, unit in zip(runs, units, strict=True)],
+        mark=False,
+    )
+    row("peak memory", [_memory_said(run) for run in runs], mark=False)
+    row("time in windows", [_time_said(run) for run in runs], mark=False)
+    row(
+        "skipped windows",
+        [_count(run, lambda r: bool(r.get("skipped"))) for run in runs],
+        mark=False,
+    )
+    row("recoveries from out of memory", [_recoveries(run) for run in runs], mark=False)
+    row("verified", [_verified(verdicts.get(run.name)) for run in runs], mark=False)
+    row("versions", [_versions(run) for run in runs], mark=True)
+    head = ("", *(run.name for run in runs))
+    caption = "What differs between the runs is in bold." if len(runs) > 1 else ""
+    return Section("runs", "At a glance", (Table(head, tuple(rows), caption, frozenset(marked)),))
+
+
+def _batch_said(run: Run) -> str:
+    size, micro = run.settings.get("batch_size"), run.settings.get("micro_batch")
+    made = [r["micro_batches"] for r in run.records if isinstance(r.get("micro_batches"), int)]
+    steps = f", {round(statistics.median(made))} a window" if made else ""
+    return f"{size} samples, micro-batch {micro}{steps}"
+
+
+def _setting(run: Run, name: str) -> str:
+    value = run.settings.get(name)
+    if value is None and name == "lr":
+        return "the recipe's"
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _device_said(run: Run) -> str:
+    ranks = run.config.get("ranks", 1)
+    return f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else "")
+
+
+def _losses_said(run: Run) -> str:
+    losses = [r["loss"] for r in run.records if _number(r.get("loss")) is not None]
+    return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–"
+
+
+def _speed_said(run: Run, unit: str) -> str:
+    rates = [rate for r in run.records if (rate := _number(r.get("units_per_second"))) is not None]
+    return f"{count_said(statistics.median(rates))} {unit}/s" if rates else "–"
+
+
+def _memory_said(run: Run) -> str:
+    peaks = [peak for r in run.records if (peak := memory_of(r)) is not None]
+    return bytes_said(max(peaks) * _GIB) if peaks else "–"
+
+
+def _time_said(run: Run) -> str:
+    return time_said(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
+
+
+def _count(run: Run, counts: Callable[[Record], bool]) -> str:
+    return str(sum(counts(record) for record in run.records))
+
+
+def _recoveries(run: Run) -> str:
+    found = [r["recoveries"] for r in run.records if isinstance(r.get("recoveries"), int)]
+    return str(max(found)) if found else "–"
+
+
+def _verified(verdict: dict[str, Any] | None) -> str:
+    return (
+        "–" if verdict is None else "✓ the same update" if verdict["same"] else "✗ another update"
+    )
+
+
+def _versions(run: Run) -> str:
+    known = [(name, run.config.get(name)) for name in ("wholebatch", "torch", "python")]
+    return ", ".join(f"{name} {version}" for name, version in known if version)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
