@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "accumulator"}),
     frozenset({"runners", "memory", "state", "checkpoint", "driving", "joining", "shards"}),
     frozenset({"window", "execute", "coupled"}),
-    frozenset({"target", "feed", "units"}),
+    frozenset({"target", "feed", "units", "gradients"}),
     frozenset(
         {
             "backward",

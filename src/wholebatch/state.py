@@ -101,10 +101,7 @@ def _window_state(window: Window) -> dict[str, Any]:
         "owners": list(window.owners),
         "loss_scale": window.loss_scale,
         "seconds": time.perf_counter() - window.started,
-        "gradients": [
-            None if parameter.grad is None else parameter.grad.detach().clone()
-            for parameter in window.inputs
-        ],
+        "gradients": window.store.saved(),
     }
 
 
@@ -137,6 +134,4 @@ def _load_window(window: Window, state: dict[str, Any]) -> None:
     window.owners = list(state["owners"])
     window.loss_scale = state["loss_scale"]
     window.started = time.perf_counter() - state["seconds"]
-    for parameter, gradient in zip(window.inputs, state["gradients"], strict=True):
-        if gradient is not None:
-            parameter.grad = gradient.to(parameter.device, copy=True)
+    window.store.load(state["gradients"])

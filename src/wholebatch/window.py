@@ -21,13 +21,12 @@ from wholebatch.backward import Backward, backward_into
 from wholebatch.close import (
     CloseOptions,
     check_counts,
-    close_gradients,
     first_nonfinite,
     power_of_two_near,
     read_scalars,
-    stepping,
 )
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
+from wholebatch.gradients import DeviceStore, Store, refuse_stray
 from wholebatch.hooks import DeferredHooks
 from wholebatch.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.step import Step
@@ -43,11 +42,14 @@ _SINGLE_WEIGHT = {SINGLE: 1.0}
 class Window:
     """The micro-batches that together make one update."""
 
-    def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
+    def __init__(
+        self, target: Target, options: CloseOptions, sync: Sync, store: Store | None = None
+    ) -> None:
         self.target = target
         clips = sync.clip_norm is not None
         self.options = replace(options, clip_norm=sync.clip_norm) if clips else options
         self.sync = sync
+        self.store = DeviceStore(target, self.options, sync) if store is None else store
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
@@ -83,12 +85,12 @@ class Window:
         """Open the window. `known`: all units by term, counted over the window and all ranks."""
         if self.is_open:
             raise WindowError("begin() on an open window: close or discard it first")
-        self._refuse_stray_gradients()
-        self.target.sixteen_bit.begin()
+        refuse_stray(self.target)
         self.groups = self.target.groups()
         self.inputs = [parameter for group in self.groups for parameter in group]
         if not self.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        self.store.begin(self.inputs)
         self.sync.begin(self.inputs)
         self._hooks.take(self.inputs)
         self.known = known
@@ -108,21 +110,6 @@ class Window:
             device = self.inputs[0].device
             units = float(self.sync.largest(torch.tensor(float(units), device=device)))
         return power_of_two_near(1.0 / max(float(units), 1.0))
-
-    def _refuse_stray_gradients(self) -> None:
-        for group in self.target.groups():
-            for parameter in group:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if gradient.is_sparse or bool(gradient.any()):
-                    raise WindowError(
-                        f"{self.target.name_of(parameter)} already holds a gradient that this "
-                        "window did not make, and it would be added in: call "
-                        "optimizer.zero_grad() first, or give that loss to the window too "
-                        "(backward(..., more=True))"
-                    )
-                parameter.grad = None
 
     # -------------------------------------------------------------------- add
 
@@ -185,14 +172,17 @@ class Window:
                 if sync.grows_own_graph
                 else backward_into(self.inputs, self.target.models, totals)
             )
+        self.store.is_last = self.closing
         try:
             if sync.ranks == 1 and not sync.grows_own_graph:
                 self._backward_into.run(totals, seeds)
             else:
+                reduces = self.closing and self.store.in_grad
                 with sync.backward(
-                    self.inputs, reduces=self.closing, overlap=self._backward_into.overlaps
+                    self.inputs, reduces=reduces, overlap=self._backward_into.overlaps
                 ):
                     self._backward_into.run(totals, seeds)
+            self.store.backward_made()
         except BaseException:
             self.broken = True  # some gradients of this micro-batch are in, others are not
             raise
@@ -250,7 +240,7 @@ class Window:
         if self.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not self.reduced:
-            self.sync.reduce_now(self.inputs)
+            self.store.reduce_now()
         weights = self.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
@@ -266,15 +256,7 @@ class Window:
         else:
             check_counts(self.known, units_of)
             normalise = 1.0
-        closed = close_gradients(
-            self.sync.holders(self.groups),
-            self.target.optimizers,
-            self.options,
-            normalise / self.loss_scale,
-            before_clip=self._hooks.run if self._hooks else None,
-            total_norm=self.sync.total_norm,
-            in_place=bool(self.target.sixteen_bit),
-        )
+        closed = self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
         finite = closed.finite and all(map(math.isfinite, sum_of.values()))
         skipped = None if finite else self._nonfinite(totals, sum_of)
         if finite:
@@ -313,7 +295,7 @@ class Window:
         if self.sync.ranks == 1:
             self.ranks_with_more = int(self.has_more)
         else:
-            absent = self.sync.filled_in()
+            absent = self.store.absent()
             shared = self.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
             values = self.sync.sum([*values, float(self.has_more), *present])
@@ -321,7 +303,7 @@ class Window:
             self.ranks_with_more = int(more)
             for parameter, count in zip(shared, counts, strict=True):
                 if count == 0:
-                    parameter.grad = None
+                    self.store.drop(parameter)
         return (
             dict(zip(names, values, strict=False)),
             dict(zip(names, values[len(names) :], strict=False)),
@@ -336,10 +318,7 @@ class Window:
         return self.close()
 
     def _update(self, remaining: float, loss: float) -> None:
-        self.target.sixteen_bit.round_once()
-        for optimizer in self.target.optimizers:
-            with stepping(optimizer, remaining):
-                optimizer.step()
+        self.store.step(remaining)
         self.updates += 1
         for scheduler in self.target.schedulers:
             step_scheduler(scheduler, loss)
@@ -392,9 +371,7 @@ class Window:
 
     def discard(self) -> None:
         """Drop what the window holds. Parameters and optimizer state stay as they are."""
-        for parameter in self.inputs:
-            parameter.grad = None
+        self.store.discard()
         self.sync.discard()
-        self.target.sixteen_bit.end()
         self._hooks.give_back()
         self._clear()

@@ -1,0 +1,6 @@
+"""Where a window's gradients go, and how they reach the update."""
+
+from wholebatch.gradients.device import DeviceStore
+from wholebatch.gradients.store import Store, refuse_stray
+
+__all__ = ["DeviceStore", "Store", "refuse_stray"]

@@ -1,0 +1,56 @@
+"""Gradients stay in `.grad`, beside the parameters: the plain window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from wholebatch.close import Closed, close_gradients, stepping
+from wholebatch.gradients.store import Store
+from wholebatch.hooks import DeferredHooks
+
+__all__ = ["DeviceStore"]
+
+
+class DeviceStore(Store):
+    """Autograd adds into `.grad`; the close and the optimizer read them there."""
+
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        super().begin(parameters)
+        self.target.sixteen_bit.begin()
+
+    def close(
+        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
+    ) -> Closed:
+        return close_gradients(
+            self.sync.holders(groups),
+            self.target.optimizers,
+            self.options,
+            normalise,
+            before_clip=hooks.run if hooks else None,
+            total_norm=self.sync.total_norm,
+            in_place=bool(self.target.sixteen_bit),
+        )
+
+    def step(self, remaining: float) -> None:
+        self.target.sixteen_bit.round_once()
+        for optimizer in self.target.optimizers:
+            with stepping(optimizer, remaining):
+                optimizer.step()
+
+    def saved(self) -> list[Tensor | None]:
+        return [
+            None if parameter.grad is None else parameter.grad.detach().clone()
+            for parameter in self.parameters
+        ]
+
+    def load(self, saved: Any) -> None:
+        for parameter, gradient in zip(self.parameters, saved, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device, copy=True)
+
+    def discard(self) -> None:
+        super().discard()
+        self.target.sixteen_bit.end()
