@@ -54,24 +54,25 @@ class Moments:
 
 
 class Merged:
-    """Count, mean and M2 per channel of the whole batch, and what follows from them, made once."""
+    """Count, mean and variance per channel of the whole batch, and what follows, made once."""
 
-    def __init__(self, count: int | Tensor, mean: Tensor, m2: Tensor, marks: Tensor) -> None:
+    def __init__(self, count: int | Tensor, mean: Tensor, var: Tensor, means: Tensor) -> None:
         self.count = count
         self.mean = mean
-        self.m2 = m2
-        self.marks = marks  # the sum of each part's mean: which of several calls was this?
-        self._invstd: dict[float, Tensor] = {}
-
-    @cached_property
-    def var(self) -> Tensor:
+        self.var = var
         """The biased variance: what the batch is normalised with."""
-        return self.m2 / self.count
+        self._means = means
+        self._invstd: dict[float, Tensor] = {}
 
     @property
     def unbiased_var(self) -> Tensor:
         """The unbiased variance: what the running variance moves towards."""
-        return self.m2 / (self.count - 1)
+        return self.var * (self.count / (self.count - 1))
+
+    @cached_property
+    def marks(self) -> Tensor:
+        """The sum of each part's mean: which of several calls of a layer was this?"""
+        return self._means.sum(1)
 
     @cached_property
     def one(self) -> Tensor:
@@ -104,21 +105,42 @@ def moments(x: Tensor) -> Moments:
 
 def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
     """The moments of all parts together and, with `reduce`, of all ranks' parts together."""
-    means = torch.stack([part.mean for part in parts])
-    variances = torch.stack([part.var for part in parts])
-    counts = [part.count for part in parts]
-    weights: Tensor | float = float(counts[0])
-    if len(set(counts)) > 1:
-        column = torch.tensor(counts, dtype=means.dtype, device="cpu")[:, None]
-        weights = column.to(means.device, non_blocking=True)
-    sums = (means * weights).sum(0)
+    both = torch.stack([each for part in parts for each in (part.mean, part.var)])
+    means, variances = both.view(len(parts), 2, -1).unbind(1)
+    counts = tuple(part.count for part in parts)
     count: int | Tensor = sum(counts)
+    even = len(set(counts)) == 1
+    if even and reduce is None:  # few kernels: there are as many such meetings as layers
+        between, mean = torch.var_mean(means, 0, correction=0)
+        return Merged(count, mean, variances.mean(0).add_(between), means)
+    weights = float(counts[0]) if even else _column(counts, means)
+    sums = (means * weights).sum(0)
     if reduce is not None:
         of_all = reduce(torch.cat([sums, sums.new_full((1,), float(count))]))
         sums, count = of_all[:-1], of_all[-1]
     mean = sums / count
-    m2 = (variances.add_((means - mean).square_()) * weights).sum(0)
-    return Merged(count, mean, m2 if reduce is None else reduce(m2), means.sum(1))
+    m2 = ((variances + (means - mean).square_()) * weights).sum(0)
+    return Merged(count, mean, (m2 if reduce is None else reduce(m2)) / count, means)
+
+
+_columns: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
+_MOST_COLUMNS = 64
+
+
+def _column(counts: tuple[int, ...], like: Tensor) -> Tensor:
+    """The counts as a column on the device, without a copy from the host that would have to wait.
+
+    What is made while a CUDA graph is recorded belongs to that graph, and is not kept.
+    """
+    key = (counts, like.dtype, like.device)
+    found = _columns.get(key)
+    if found is None:
+        found = torch.cat([like.new_full((1, 1), float(count)) for count in counts])
+        if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if len(_columns) >= _MOST_COLUMNS:
+                _columns.clear()
+            _columns[key] = found
+    return found
 
 
 def normalise(
@@ -197,20 +219,27 @@ def move(module: _BatchNorm, whole: Merged) -> None:
     """Move a layer's running statistics as one training-mode forward of the whole batch does."""
     if not (module.training and module.track_running_stats):
         return
-    factor = 0.0 if module.momentum is None else module.momentum
+    factor: float | Tensor = 0.0 if module.momentum is None else module.momentum
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-        if module.momentum is None:
-            factor = 1.0 / float(module.num_batches_tracked)
+        if module.momentum is None:  # stays on the device: nothing waits for it
+            factor = module.num_batches_tracked.double().reciprocal()
     move_buffers(module.running_mean, module.running_var, factor, whole)
 
 
 def move_buffers(
-    running_mean: Tensor | None, running_var: Tensor | None, factor: float, whole: Merged
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    factor: float | Tensor,
+    whole: Merged,
 ) -> None:
     """running = (1 - factor) · running + factor · (the whole batch's), in the wider type."""
     for buffer, value in ((running_mean, whole.mean), (running_var, whole.unbiased_var)):
-        if buffer is not None:
+        if buffer is None:
+            continue
+        if isinstance(factor, float) and buffer.dtype == value.dtype:
+            buffer.lerp_(value, factor)
+        else:
             buffer.copy_(buffer * (1.0 - factor) + value * factor)
 
 

@@ -128,20 +128,23 @@ class Meetings:
         mine: tuple[Tensor, Tensor],
         make: Callable[[Tensor], InputGradient],
         count: int | Tensor,
-    ) -> InputGradient:
-        """What `make` makes of the whole batch's backward sums of a layer, over its count."""
+    ) -> tuple[InputGradient, _OfAll]:
+        """What `make` makes of the whole batch's backward sums of a layer, over its count.
+
+        With it the sums of this rank's parties, for the first that asks.
+        """
         if not self._open:
             raise WindowError(
                 f"backward through BatchNorm {name!r} outside of the run that its forward was in: "
                 "call backward inside it"
             )
 
-        def total(parts: list[tuple[Tensor, Tensor]]) -> InputGradient:
+        def total(parts: list[tuple[Tensor, Tensor]]) -> tuple[InputGradient, _OfAll]:
             whole = torch.stack([each for part in parts for each in part])
-            whole = whole.view(len(parts), 2, -1).sum(0)
+            own = whole = whole.view(len(parts), 2, -1).sum(0)
             if self._reduce is not None:
                 whole = self._reduce(whole)
-            return make(whole / count)
+            return make(whole / count), _OfAll(own)
 
         return self._baton.meet(f"the backward of BatchNorm {name!r}", mine, total)
 
@@ -162,6 +165,20 @@ class Meetings:
     def first(self) -> bool:
         """Whether this thread is the first party's."""
         return self._baton.party == 0
+
+
+class _OfAll:
+    """The sums of all parties, which are the gradients of weight and bias: added once, not by each.
+
+    They are taken by the first party that asks; the others have nothing to add.
+    """
+
+    def __init__(self, sums: Tensor) -> None:
+        self._sums: Tensor | None = sums
+
+    def take(self) -> tuple[Tensor, Tensor] | None:
+        sums, self._sums = self._sums, None
+        return None if sums is None else (sums[0], sums[1])
 
 
 class _Normalise(torch.autograd.Function):
@@ -192,22 +209,23 @@ class _Normalise(torch.autograd.Function):
             )
         x, weight = ctx.saved_tensors
         whole, eps = ctx.whole, ctx.eps
-        mine = backward_sums(dy, x, whole, eps)
+        sums: tuple[Tensor, Tensor] | None = backward_sums(dy, x, whole, eps)
         dx = dweight = dbias = None
-        if ctx.needs_input_grad[1]:
-            dweight = mine[1] * whole.invstd(eps)
-            if dweight.dtype != weight.dtype:
-                dweight = dweight.to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            dbias = mine[0] if mine[0].dtype == ctx.bias_dtype else mine[0].to(ctx.bias_dtype)
         if ctx.needs_input_grad[0]:
-            shared = ctx.meetings.input_gradient(
+            shared, of_all = ctx.meetings.input_gradient(
                 ctx.name,
-                mine,
+                sums,
                 lambda means: InputGradient(weight, whole, means, eps, x.dim()),
                 whole.count,
             )
+            sums = of_all.take()
             dx = shared.of(dy, x)
+        if sums is not None and ctx.needs_input_grad[1]:
+            dweight = sums[1] * whole.invstd(eps)
+            if dweight.dtype != weight.dtype:
+                dweight = dweight.to(weight.dtype)
+        if sums is not None and ctx.needs_input_grad[2]:
+            dbias = sums[0] if sums[0].dtype == ctx.bias_dtype else sums[0].to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None, None, None
 
 
