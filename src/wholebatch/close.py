@@ -29,12 +29,15 @@ from wholebatch.errors import LossError, OptionError
 __all__ = [
     "CloseOptions",
     "Closed",
+    "Holder",
     "check_counts",
     "close_gradients",
+    "dense_gradients",
     "first_nonfinite",
     "power_of_two_near",
     "read_scalars",
     "stepping",
+    "takes_grad_scale",
 ]
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
@@ -94,6 +97,8 @@ class Closed:
     clip: float
     finite: bool
     remaining: float = 1.0
+    stepped: bool = False
+    """Whether the optimizers have stepped already (`ahead`)."""
 
 
 def close_gradients(
@@ -111,12 +116,12 @@ def close_gradients(
     `before_clip` (the user's gradient hooks) sees complete, normalised gradients, as it would
     for the undivided batch. `in_place` forces the factor into the gradients.
     """
-    gradients = [_dense_gradients(group) for group in groups]
+    gradients = [dense_gradients(group) for group in groups]
     if before_clip is not None:
         _multiply(_flat(gradients), normalise)
         normalise = 1.0
         before_clip()
-        gradients = [_dense_gradients(group) for group in groups]
+        gradients = [dense_gradients(group) for group in groups]
     raw_norms = _norms(gradients, options.clip_norm, total_norm)
     norms = [raw * normalise for raw in raw_norms]
     norm = math.hypot(*norms)
@@ -139,7 +144,7 @@ def close_gradients(
         torch._foreach_clamp_max_(flat, options.clip_value)
         torch._foreach_clamp_min_(flat, -options.clip_value)
         return Closed(norm=norm, clip=1.0, finite=True)
-    if not in_place and all(_takes_grad_scale(optimizer) for optimizer in optimizers):
+    if not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers):
         return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
     _multiply(flat, factor)
     return Closed(norm=norm, clip=clips[0], finite=True)
@@ -208,7 +213,7 @@ def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> N
             )
 
 
-def _dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
+def dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
     """The gradients as dense real tensors that share memory with `.grad`."""
     dense = []
     for parameter in parameters:
@@ -256,7 +261,7 @@ def _wide_norm(gradients: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]]
     return math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in gradients]))
 
 
-def _takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer multiplies by a float32 factor in its kernel, exactly enough."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         group.get("fused")

@@ -138,6 +138,12 @@ class WholeBatch:
         return self._window.updates
 
     @property
+    def micro_batch_size(self) -> int | None:
+        """Samples in a micro-batch: as given, or what "auto" has chosen; None where it has not."""
+        given = self.micro_batch
+        return given if isinstance(given, int) else self._fitting.size
+
+    @property
     def recoveries(self) -> int:
         """How often a window ran out of memory and was begun again with smaller micro-batches."""
         return len(self._fitting.recovered)
@@ -155,6 +161,14 @@ class WholeBatch:
         """
         self.last_step = self._window_of(self._fitting.split(batch), after_micro)
         return self.last_step
+
+    def choose(self, batch: Any) -> str | None:
+        """Let "auto" choose for batches like this one now, not at the first step; what, and why.
+
+        Two lines, or None where nothing was predicted. On several ranks, all of them call it.
+        """
+        self._fitting.split(batch)
+        return self._fitting.said
 
     def _window_of(self, micros: list[Any], after_micro: AfterMicro | None) -> Step:
         window = self._window
@@ -219,12 +233,14 @@ class WholeBatch:
 
     # --------------------------------------------------------------- the loop
 
-    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def over(self, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
         """The loader's batches, for `step`; ranks may have different numbers of them.
 
         A rank that has run out takes part in the updates of the others, with nothing to add.
+        `ahead=True` reads the next batch while the device still computes; what the loader draws
+        from the global random generator is then drawn before the step ends.
         """
-        return batches_of(self, loader)
+        return batches_of(self, loader, ahead=ahead)
 
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data; `like`, a batch, is not counted."""

@@ -12,17 +12,18 @@ from wholebatch.units import count_units
 
 if TYPE_CHECKING:
     from wholebatch.engine import WholeBatch
+    from wholebatch.window import Window
 
 __all__ = ["batches_of", "join"]
 
 NOTHING = object()
 
 
-def batches_of(train: WholeBatch, loader: Iterable[Any]) -> Iterator[Any]:
+def batches_of(train: WholeBatch, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
     """The loader's batches, and then windows of the other ranks until all have run out."""
     window = train._window
     if window.sync.ranks == 1:
-        yield from loader
+        yield from _read_ahead(window, loader) if ahead else loader
         return
     iterator = iter(loader)
     batch = next(iterator, NOTHING)
@@ -37,6 +38,32 @@ def batches_of(train: WholeBatch, loader: Iterable[Any]) -> Iterator[Any]:
     while window.ranks_with_more:
         _all_have_data(train)
         train.join(last)
+
+
+def _read_ahead(window: Window, loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, each read while the device makes the update of the one before."""
+    iterator = iter(loader)
+    read: list[tuple[Any, BaseException | None]] = []
+
+    def read_one() -> None:
+        if not read:
+            try:
+                read.append((next(iterator, NOTHING), None))
+            except Exception as problem:  # belongs to the batch that will be asked for
+                read.append((NOTHING, problem))
+
+    window.while_waiting = read_one
+    try:
+        while True:
+            read_one()
+            batch, problem = read.pop()
+            if problem is not None:
+                raise problem
+            if batch is NOTHING:
+                return
+            yield batch
+    finally:
+        window.while_waiting = None
 
 
 def join(train: WholeBatch, like: Any) -> Step:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from wholebatch.backward import Backward, backward_into
 from wholebatch.close import (
+    Closed,
     CloseOptions,
     check_counts,
     first_nonfinite,
@@ -27,6 +28,7 @@ from wholebatch.close import (
 )
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
 from wholebatch.gradients import DeviceStore, Store, refuse_stray
+from wholebatch.gradients.ahead import Sums
 from wholebatch.hooks import DeferredHooks
 from wholebatch.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.step import Step
@@ -55,6 +57,7 @@ class Window:
         self.next_seed: float | None = None
         self.has_more = False  # whether this rank knows of another window after this one
         self.ranks_with_more = 0  # how many ranks did, at the last close
+        self.while_waiting: Callable[[], None] | None = None  # the host has time in a close ahead
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self._hooks = DeferredHooks()
         self._backward_into = Backward(torch.autograd.backward)
@@ -127,7 +130,7 @@ class Window:
         if self.known is not None and total.dtype in (torch.bfloat16, torch.float16):
             # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
             self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
-        self._backward([total], [self.seed_of(SINGLE, total, 1.0)])
+        self.backward([total], [self.seed_of(SINGLE, total, 1.0)])
         self.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT)
 
     def add_loss(self, loss: Loss | Terms) -> None:
@@ -149,7 +152,7 @@ class Window:
             )
         terms = loss.by_name.items()
         weights = {name: term.weight for name, term in terms}
-        self._backward(
+        self.backward(
             [term.total for _, term in terms],
             [self.seed_of(name, term.total, term.weight) for name, term in terms],
         )
@@ -159,7 +162,10 @@ class Window:
             weights,
         )
 
-    def _backward(self, totals: list[Tensor], seeds: list[Tensor]) -> None:
+    def backward(
+        self, totals: Sequence[Tensor], seeds: Sequence[Tensor], also: Sequence[Tensor] = ()
+    ) -> None:
+        """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
         if self.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
@@ -170,7 +176,7 @@ class Window:
             self._backward_into = (
                 Backward(sync.run_backward)
                 if sync.grows_own_graph
-                else backward_into(self.inputs, self.target.models, totals)
+                else backward_into([*self.inputs, *also], self.target.models, totals)
             )
         self.store.is_last = self.closing
         try:
@@ -241,6 +247,7 @@ class Window:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not self.reduced:
             self.store.reduce_now()
+        ahead = self._close_ahead()
         weights = self.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
@@ -256,11 +263,11 @@ class Window:
         else:
             check_counts(self.known, units_of)
             normalise = 1.0
-        closed = self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
+        closed = ahead or self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
         finite = closed.finite and all(map(math.isfinite, sum_of.values()))
         skipped = None if finite else self._nonfinite(totals, sum_of)
         if finite:
-            self._update(closed.remaining, loss)
+            self._update(closed, loss)
         if self.target.scale is not None:
             self.target.scale.update(finite=finite)
         if skipped is not None:
@@ -317,8 +324,22 @@ class Window:
         self.begin(0, known=known)
         return self.close()
 
-    def _update(self, remaining: float, loss: float) -> None:
-        self.store.step(remaining)
+    def _close_ahead(self) -> Closed | None:
+        """Let the device close the window while the host waits; the numbers are read either way."""
+        if not self.totals:
+            return None
+        sums = Sums(self.totals, self.units, self.known, self.seed, self.loss_scale)
+        ahead = self.store.close_ahead(self.groups, sums, self._hooks, self.while_waiting)
+        if ahead is None:
+            return None
+        self.totals = {name: [*values] for name, values in ahead.totals.items()}
+        self.units = {name: [*values] for name, values in ahead.units.items()}
+        self.seed = ahead.seed
+        return ahead.closed
+
+    def _update(self, closed: Closed, loss: float) -> None:
+        if not closed.stepped:
+            self.store.step(closed.remaining)
         self.updates += 1
         for scheduler in self.target.schedulers:
             step_scheduler(scheduler, loss)
@@ -356,7 +377,8 @@ class Window:
             which = f"micro-batch {culprit + 1} of {self.micro_batches}{on}"
             where = f"{which} has a loss that is not finite"
         elif not losses_finite:
-            where = "another rank has a loss that is not finite"
+            who = "another rank" if self.owners else "the whole batch"
+            where = f"{who} has a loss that is not finite"
         else:
             where = "the losses are finite but the gradients are not"
         if self.options.nonfinite == "skip":

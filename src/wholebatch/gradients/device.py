@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from wholebatch.close import Closed, close_gradients, stepping
+from wholebatch.gradients.ahead import Ahead, Sums, can_close_ahead, close_ahead
 from wholebatch.gradients.store import Store
 from wholebatch.hooks import DeferredHooks
 
@@ -20,6 +21,27 @@ class DeviceStore(Store):
     def begin(self, parameters: list[nn.Parameter]) -> None:
         super().begin(parameters)
         self.target.sixteen_bit.begin()
+
+    def close_ahead(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        sums: Sums,
+        hooks: DeferredHooks,
+        while_waiting: Callable[[], None] | None,
+    ) -> Ahead | None:
+        target = self.target
+        if self.sync.ranks > 1 or self.sync.grows_own_graph or hooks or target.sixteen_bit:
+            return None
+        if not can_close_ahead(target.optimizers, self.options, target.device):
+            return None
+        return close_ahead(
+            sums,
+            groups,
+            target.optimizers,
+            self.options,
+            total_norm=self.sync.total_norm,
+            while_waiting=while_waiting,
+        )
 
     def close(
         self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks

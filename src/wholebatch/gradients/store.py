@@ -8,13 +8,14 @@ store's affair alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from wholebatch.close import Closed, CloseOptions
 from wholebatch.errors import WindowError
+from wholebatch.gradients.ahead import Ahead, Sums
 from wholebatch.hooks import DeferredHooks
 from wholebatch.sync import Sync
 
@@ -66,6 +67,16 @@ class Store(ABC):
     def drop(self, parameter: nn.Parameter) -> None:
         """No rank has made a gradient for it: it is to have none."""
         parameter.grad = None
+
+    def close_ahead(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        sums: Sums,
+        hooks: DeferredHooks,
+        while_waiting: Callable[[], None] | None,
+    ) -> Ahead | None:
+        """The whole close on the device, read afterwards; None where the host must decide."""
+        return None
 
     @abstractmethod
     def close(

@@ -1,0 +1,190 @@
+"""The close on the device: the same update, bit for bit, as the close on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from wholebatch.gradients import ahead
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the CPU close ahead, as a CUDA device does; counts how often it was asked to."""
+    asked: list[int] = []
+    real = ahead.can_close_ahead
+
+    def can(optimizers: Any, options: Any, device: torch.device) -> bool:
+        able = real(optimizers, options, torch.device("cuda"))
+        asked.append(int(able))
+        return able
+
+    monkeypatch.setattr("wholebatch.gradients.device.can_close_ahead", can)
+    return asked
+
+
+def make(
+    *, fused: bool = True, adam: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> tuple[nn.Module, wb.WholeBatch]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer = adam(model.parameters(), lr=0.01, fused=fused)  # type: ignore[call-arg]
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4, **options)
+    return model, train
+
+
+def loss(model: Any, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def batch(seed: int, size: int = 11) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 3, (size,), generator=generator)
+    labels[::4] = -100
+    return {"x": torch.randn(size, 5, generator=generator), "y": labels}
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def count(micro: dict[str, Tensor]) -> int:
+    return int((micro["y"] != -100).sum())
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05, 50.0])
+@pytest.mark.parametrize("units", [None, count])
+@pytest.mark.parametrize("adam", [torch.optim.Adam, torch.optim.AdamW])
+def test_same_bits_as_the_close_on_the_host(
+    here: list[int], clip_norm: float | None, units: Any, adam: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, train = make(clip_norm=clip_norm, units=units, adam=adam)
+    found = [train.step(batch(seed)) for seed in range(4)]
+    assert here == [1, 1, 1, 1]
+    monkeypatch.undo()
+    plain, on_host = make(clip_norm=clip_norm, units=units, adam=adam)
+    wanted = [on_host.step(batch(seed)) for seed in range(4)]
+    assert all(map(torch.equal, bits(model), bits(plain)))
+    for step, other in zip(found, wanted, strict=True):
+        assert (step.update, step.units, step.clip) == (other.update, other.units, other.clip)
+        assert step.loss == pytest.approx(other.loss, rel=1e-15)
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-15)
+    assert here == [1, 1, 1, 1]
+
+
+def test_a_window_that_is_not_finite_changes_nothing(here: list[int]) -> None:
+    model, train = make()
+    train.step(batch(0))
+    before = bits(model)
+    state = [value.clone() for value in train_state(train)]
+    bad = batch(1)
+    bad["x"][5] = math.nan
+    with pytest.raises(wb.errors.NonFiniteError, match="micro-batch 2 of 3"):
+        train.step(bad)
+    assert here == [1, 1]
+    assert all(map(torch.equal, bits(model), before))
+    assert all(map(torch.equal, train_state(train), state))
+    assert train.step(batch(2)).update == 2
+
+
+def train_state(train: wb.WholeBatch) -> list[Tensor]:
+    optimizer = train._window.target.optimizers[0]
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def test_not_finite_at_the_first_window_and_skipped(here: list[int]) -> None:
+    model, train = make(nonfinite="skip")
+    before = bits(model)
+    bad = batch(1)
+    bad["x"][5] = math.inf
+    assert train.step(bad).skipped is not None
+    assert all(map(torch.equal, bits(model), before))
+    train.step(batch(2))
+    plain, other = make()
+    other.step(batch(2))
+    assert all(map(torch.equal, bits(model), bits(plain)))
+
+
+def test_no_units(here: list[int]) -> None:
+    _, train = make(zero_units="skip")
+    empty = batch(0)
+    empty["y"][:] = -100
+    step = train.step(empty)
+    assert step.skipped == "no units"
+    assert train.updates == 0
+
+
+def test_wrong_counts_are_refused_before_the_update(here: list[int]) -> None:
+    model, train = make(units=lambda micro: len(micro["y"]))
+    before = bits(model)
+    with pytest.raises(wb.errors.LossError, match="both must count the same thing"):
+        train.step(batch(0))
+    assert here == [1]
+    assert all(map(torch.equal, bits(model), before))
+
+
+def test_huge_gradients_are_left_to_the_host(here: list[int]) -> None:
+    """Their norm overflows in fp32, although they are finite."""
+
+    def huge(model: Any, micro: dict[str, Tensor]) -> wb.Loss:
+        return wb.Loss(loss(model, micro).total * 1e24, count(micro))
+
+    torch.manual_seed(3)
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    train = wb.WholeBatch(model, optimizer, loss=huge, micro_batch=4, clip_norm=1.0)
+    step = train.step(batch(0))
+    assert here == [1]
+    assert step.skipped is None
+    assert 1e22 < step.grad_norm < 1e25
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_only_where_the_optimizer_steps_on_the_device(here: list[int], fused: bool) -> None:
+    _, train = make(fused=fused)
+    train.step(batch(0))
+    assert here == [int(fused)]
+
+
+def test_not_with_hooks_on_the_optimizer(here: list[int]) -> None:
+    _, train = make()
+    seen = []
+    train._window.target.optimizers[0].register_step_pre_hook(lambda *_: seen.append(1))
+    train.step(batch(0))
+    assert here == [0]
+    assert seen == [1]
+
+
+def test_a_loader_is_read_while_the_device_steps(here: list[int]) -> None:
+    _, train = make()
+    read: list[int] = []
+
+    def loader() -> Any:
+        for seed in range(3):
+            read.append(seed)
+            yield batch(seed)
+
+    seen = []
+    for given in train.over(loader(), ahead=True):
+        train.step(given)
+        seen.append(len(read))
+    assert seen == [2, 3, 3]
+    assert train.updates == 3
+
+
+def test_what_the_loader_raises_comes_when_its_batch_is_asked_for(here: list[int]) -> None:
+    _, train = make()
+
+    def loader() -> Any:
+        yield batch(0)
+        raise OSError("no such file")
+
+    batches = train.over(loader(), ahead=True)
+    assert train.step(next(batches)).update == 1
+    with pytest.raises(OSError, match="no such file"):
+        next(batches)
