@@ -43,7 +43,11 @@ run: setup ## train the embedded default recipe (about two minutes on two cores)
 	$(BIN)/wholebatch train
 
 test: $(VENV)/.dev ## run all tests (JOBS=2 processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/browser
+
+browser-test: $(VENV)/.dev ## test the HTML pages in Debian's Chromium; installs it if it is missing
+	@scripts/chromium
+	BROWSER_REQUIRED=1 $(BIN)/python -m pytest tests/browser
 
 check: $(VENV)/.dev ## ruff, ruff format, mypy --strict, the import layers
 	$(BIN)/ruff check .
@@ -55,10 +59,15 @@ format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are errors
+	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	@echo "build/site/index.html"
+
 bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/tokens.py
+	$(BIN)/wholebatch report docs/benchmarks/*.json --title 'wholebatch: benchmarks' --out build/benchmarks.html
 
 compare: $(VENV)/.dev ## hold every integration beside its library's own accumulation; writes docs/comparison.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py

@@ -43,7 +43,8 @@ def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
         items = [(str(name), row) for name, row in results.items() if isinstance(row, Mapping)]
         return [name for name, _ in items], [row for _, row in items]
     rows = [row for row in data.get("rows", ()) if isinstance(row, Mapping)]
-    labels, rest = [], []
+    labels: list[str] = []
+    rest: list[Row] = []
     for number, row in enumerate(rows, start=1):
         words = [key for key, value in row.items() if isinstance(value, str)][:2]
         said = ", ".join(str(row[key]) for key in words)
