@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from wholebatch import errors as errors
     from wholebatch.accumulator import Accumulator
-    from wholebatch.coupled import audit
+    from wholebatch.coupled import (
+        Coupled,
+        audit,
+        clip_loss,
+        info_nce,
+        siglip_loss,
+        supcon_loss,
+    )
     from wholebatch.driving import over
     from wholebatch.engine import WholeBatch
     from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
@@ -40,6 +47,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
+    "Coupled",
     "Loss",
     "Pipeline",
     "Step",
@@ -48,11 +56,15 @@ __all__ = [
     "audit",
     "by_epoch",
     "causal_lm",
+    "clip_loss",
     "cross_entropy",
     "errors",
+    "info_nce",
     "mean_loss",
     "over",
+    "siglip_loss",
     "split",
+    "supcon_loss",
     "tokens",
     "unpadded",
     "verify",
@@ -62,6 +74,7 @@ __all__ = [
 # imports for type checkers above to the same names.
 _HOMES = {
     "Accumulator": "accumulator",
+    "Coupled": "coupled",
     "Loss": "loss",
     "Pipeline": "runners.pipeline",
     "Step": "step",
@@ -69,11 +82,15 @@ _HOMES = {
     "audit": "coupled",
     "by_epoch": "steps",
     "causal_lm": "loss",
+    "clip_loss": "coupled",
     "cross_entropy": "loss",
     "errors": "errors",
+    "info_nce": "coupled",
     "mean_loss": "loss",
     "over": "driving",
+    "siglip_loss": "coupled",
     "split": "splitting",
+    "supcon_loss": "coupled",
     "tokens": "splitting",
     "unpadded": "splitting",
     "verify": "proof",

@@ -27,7 +27,7 @@ class Backward:
 
 
 def backward_into(
-    parameters: Sequence[nn.Parameter], models: Iterable[nn.Module], totals: Iterable[Tensor]
+    parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
 ) -> Backward:
     """A backward for graphs like those of `totals` that adds into `parameters` alone."""
     if not _is_reentrant(totals):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,13 +11,22 @@ from torch import nn
 from wholebatch import precision as precisions
 from wholebatch import randomness, state
 from wholebatch.close import ClipNorm, CloseOptions, Policy, read_scalars
-from wholebatch.errors import NonFiniteError, OptionError, StateError, WindowError
+from wholebatch.coupled.contrastive import Coupled
+from wholebatch.errors import NonFiniteError, StateError, WindowError
 from wholebatch.execute import Execute
+from wholebatch.gradients import GradientsOn, OptimizerOn
+from wholebatch.gradients import choose as choose_store
 from wholebatch.joining import batches_of, join
 from wholebatch.memory.budget import Memory
 from wholebatch.memory.fitting import Fitting
 from wholebatch.memory.sizing import Sizing
-from wholebatch.runners.feeding import AfterMicro, Feeding, LossFunction
+from wholebatch.runners.feeding import (
+    AfterMicro,
+    Feeding,
+    LossFunction,
+    check_functions,
+    modules_of,
+)
 from wholebatch.runners.replay import find_nonfinite
 from wholebatch.splitting import Tokens
 from wholebatch.splitting.budget import check_micro_batch
@@ -57,14 +66,17 @@ class WholeBatch:
     `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
     fraction, or what is free). A window that runs out of memory all the same begins again with
     smaller micro-batches, and makes the update that it would have made with those from the start.
+
+    `gradients="host"` sums the gradients in the host's memory, and `optimizer_on="host"` keeps the
+    optimizer's state there too: the same update, in less memory of the device.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        loss: LossFunction,
+        loss: LossFunction | Coupled,
         micro_batch: MicroBatch = "auto",
         units: UnitsFunction | None = None,
         precision: str = "full",
@@ -76,21 +88,23 @@ class WholeBatch:
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
         batchnorm: str = "exact",
+        dropout: str = "fresh",
         memory: Memory | None = None,
         execute: Execute = "auto",
+        gradients: GradientsOn = "device",
+        optimizer_on: OptimizerOn = "device",
         sync: str = "auto",
         batch_size: int | Callable[[Any], int] | None = None,
         static: str | Sequence[str] = (),
         allow_untested_device: bool = False,
     ) -> None:
-        for name, function in (("loss", loss), ("units", units)):
-            if function is not None and not callable(function):
-                raise OptionError(f"{name}={function!r}: must be a function")
+        check_functions(loss, units)
         check_micro_batch(micro_batch)
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
-        engine = choose_sync(model, sync=sync)
+        root, models = modules_of(model)
+        engine = choose_sync(models, sync=sync)
         target = build_target(
-            model,
+            models,
             optimizer,
             options=options,
             scheduler=scheduler,
@@ -101,24 +115,35 @@ class WholeBatch:
             sync=engine,
         )
         self.model = model
+        self._root = root
         self.micro_batch = micro_batch
         self.last_step: Step | None = None
         self._units = units
         self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
         self._precision = precisions.choose(precision, target.device.type)
-        self._window = Window(target, options, engine)
+        store = choose_store(
+            gradients,
+            optimizer_on=optimizer_on,
+            target=target,
+            options=options,
+            sync=engine,
+            counts_units=units is not None,
+        )
+        self._window = Window(target, options, engine, store)
         self._feeding = Feeding(
             model,
             loss,
+            root=root,
             window=self._window,
             precision=self._precision,
             execute=execute,
             batchnorm=batchnorm,
+            dropout=dropout,
         )
         self._counted: list[str] = [SINGLE]
         self._fitting = Fitting(
-            model,
-            loss,
+            root,
+            loss.stand_in if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
             micro_batch=micro_batch,
             memory=memory,
@@ -128,6 +153,8 @@ class WholeBatch:
             sync=engine,
             is_coupled=self._feeding.needs_lock_step,
         )
+        if self._feeding.whole_loss is not None and engine.ranks > 1:
+            self._fitting.recovers = False  # a rank that begins again would gather alone
         self._stepping = False
         self._done = 0  # micro-batches of the open window that are in it
         self._of = 0
@@ -203,7 +230,8 @@ class WholeBatch:
     def _begin(self, known: dict[str, float] | None) -> None:
         if known is not None:
             self._window.begin(known=known)
-        self._feeding.begin_window()
+        numbered = self._feeding.numbers_samples
+        self._feeding.begin_window(self._fitting.samples if numbered else 0)
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -229,6 +257,7 @@ class WholeBatch:
             reduces=window.sync.ranks == 1 or not self._fitting.recovers,
             before_micro=at,
             after_micro=self._told(after_micro),
+            numbers=self._fitting.numbers_of(micros) if self._feeding.numbers_samples else (),
         )
 
     # --------------------------------------------------------------- the loop
@@ -271,21 +300,28 @@ class WholeBatch:
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
                 raise
-            index, where = find_nonfinite(self.model, micros, self._feeding.forward, start)
+            if self._feeding.whole_loss is not None:
+                index, where = self._feeding.whole_loss.find_nonfinite()
+            else:
+                index, where = find_nonfinite(self._root, micros, self._feeding.forward, start)
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        if self._stepping and self._feeding.whole_loss is not None:
+            raise StateError(
+                "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
+                "this window alone; save between steps"
+            )
         saved = state.progress("WholeBatch", self._window)
-        policy = self._feeding.policy
         saved.update(
             sizing=None if self._fitting.sizing is None else self._fitting.sizing.state_dict(),
             most=None if self._fitting.sizing is None else self._fitting.sizing.most,
             done=self._done,
             of=self._of,
-            batchnorm=None if policy is None else policy.state_dict(),
+            **self._feeding.state_dict(),
         )
         return saved
 
@@ -299,9 +335,7 @@ class WholeBatch:
             self._fitting.sizing.load_state_dict(saved["sizing"])
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
-        policy = self._feeding.policy
-        if policy is not None and saved["batchnorm"] is not None:
-            policy.load_state_dict(saved["batchnorm"])
+        self._feeding.load_state_dict(saved)
 
     def _resume_at(self, micros: Sequence[Any]) -> int:
         if len(micros) != self._of:

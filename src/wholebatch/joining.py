@@ -70,14 +70,15 @@ def join(train: WholeBatch, like: Any) -> Step:
     """One step of the other ranks, with nothing to add; `like` is a batch that is not counted."""
     window = train._window
     window.has_more = False
-    if train._feeding.needs_lock_step():
+    why = train._feeding.needs_every_rank()
+    if why is not None:
         raise RankError(
-            f"rank {window.sync.rank} has no sample of this batch, and "
-            'batchnorm="exact" needs every rank at every BatchNorm: make the batch larger'
+            f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch larger"
         )
     if train._units is not None and like is not NOTHING:
         train._counted = sorted(count_units(train._units, [like]))
     known = None if train._units is None else train._count([])
+    train._feeding.begin_window()
     if not window.sync.counts_must_agree:
         return window.join(known)
     if like is NOTHING:
@@ -100,9 +101,11 @@ def join(train: WholeBatch, like: Any) -> Step:
 
 def _all_have_data(train: WholeBatch) -> None:
     window = train._window
-    if window.ranks_with_more < window.sync.ranks and train._feeding.needs_lock_step():
+    if window.ranks_with_more == window.sync.ranks:
+        return
+    why = train._feeding.needs_every_rank()
+    if why is not None:
         raise RankError(
             f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
-            'and batchnorm="exact" needs all of them at every BatchNorm: give every rank '
-            "equally many batches"
+            f"and {why}: give every rank equally many batches"
         )

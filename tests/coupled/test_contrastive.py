@@ -11,7 +11,7 @@ from wholebatch.coupled.contrastive import (
     Coupled,
     clip_loss,
     siglip_loss,
-    supervised_contrastive_loss,
+    supcon_loss,
 )
 from wholebatch.errors import LossError, OptionError
 from wholebatch.loss import Loss
@@ -73,7 +73,7 @@ def test_supervised(rows: int) -> None:
             counted += 1
             log_sum = torch.stack([n[i] @ n[j] / 0.1 for j in others]).logsumexp(0)
             want = want - torch.stack([n[i] @ n[j] / 0.1 - log_sum for j in mates]).mean()
-    loss = supervised_contrastive_loss(z, labels, temperature=0.1, rows=rows)
+    loss = supcon_loss(z, labels, temperature=0.1, rows=rows)
     assert int(loss.units) == counted == 9
     assert torch.allclose(loss.total, want, rtol=1e-12)
     assert same(gradients(loss.total, z), gradients(want, z))
@@ -100,7 +100,7 @@ def test_refusals() -> None:
     with pytest.raises(OptionError, match="rows=0"):
         siglip_loss(a, b, rows=0)
     with pytest.raises(LossError, match=r"labels of shape \(3,\) for 11 samples"):
-        supervised_contrastive_loss(a, torch.zeros(3))
+        supcon_loss(a, torch.zeros(3))
     with pytest.raises(OptionError, match="encode"):
         Coupled(None, lambda all: Loss(all, 1))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="tolerance=-1"):

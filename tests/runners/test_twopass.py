@@ -15,11 +15,11 @@ from wholebatch.coupled.contrastive import (
     Coupled,
     clip_loss,
     siglip_loss,
-    supervised_contrastive_loss,
+    supcon_loss,
 )
 from wholebatch.errors import LossError, WindowError
 from wholebatch.loss import Loss
-from wholebatch.runners.twopass import run_two_pass
+from wholebatch.runners.twopass import run_two_pass as two_passes
 
 SPLITS = [[12], [4, 4, 4], [5, 1, 6], [1] * 12]
 
@@ -54,14 +54,25 @@ def encode(model: Clip, micro: dict[str, Tensor]) -> dict[str, Tensor]:
 LOSSES: dict[str, Callable[[Clip, dict[str, Tensor]], Loss]] = {
     "clip": lambda m, r: clip_loss(r["image"], r["text"], scale=m.scale.exp(), rows=5),
     "siglip": lambda m, r: siglip_loss(r["image"], r["text"], scale=m.scale.exp(), rows=5),
-    "supcon": lambda m, r: supervised_contrastive_loss(
+    "supcon": lambda m, r: supcon_loss(
         torch.cat([r["image"], r["text"]]), torch.cat([r["label"], r["label"]]), rows=7
     ),
 }
 
 
-def backward(loss: Any) -> None:
+def backward(loss: Any, leaves: Any = ()) -> None:
     (loss.total / loss.units).backward()
+
+
+def inject_plainly(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+
+
+def run_two_pass(coupled: Coupled, model: Any, micros: Any, **options: Any) -> None:
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    options.setdefault("inject", inject_plainly)
+    two_passes(coupled, model, micros, modules=modules, **options)
 
 
 def grads(model: nn.Module) -> Tensor:
@@ -154,7 +165,7 @@ def test_several_models_frozen_towers_and_a_scaled_backward() -> None:
     def both(models: tuple[nn.Module, nn.Module], micro: dict[str, Tensor]) -> list[Tensor]:
         return [models[0](micro["image"]), models[1](micro["text"])]
 
-    def scaled(loss: Any) -> None:
+    def scaled(loss: Any, leaves: Any = ()) -> None:
         (1024.0 * loss.total).backward()
 
     scaled(clip_loss(*both(references, data)))

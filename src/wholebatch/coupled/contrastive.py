@@ -31,8 +31,11 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import LossError, OptionError
 from wholebatch.loss import Loss, Terms
+from wholebatch.splitting.structure import flatten
 
-__all__ = ["Coupled", "clip_loss", "siglip_loss", "supervised_contrastive_loss"]
+__all__ = ["Coupled", "clip_loss", "info_nce", "siglip_loss", "supcon_loss"]
+
+_CHUNK = 1 << 25  # similarities at a time: 128 MiB in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,13 @@ class Coupled:
         if self.tolerance is not None and self.tolerance < 0:
             raise OptionError(f"Coupled(tolerance={self.tolerance}): must not be negative")
 
+    def stand_in(self, model: Any, micro: Any) -> Loss:
+        """Forward and backward of one micro-batch as far as memory is concerned."""
+        tensors = [leaf.value for leaf in flatten(self.encode(model, micro))[0]]
+        made = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+        total = sum((t.float().square().sum() for t in made), torch.zeros(()))
+        return Loss(total, 1)
+
 
 def clip_loss(
     a: Tensor,
@@ -67,19 +77,20 @@ def clip_loss(
     scale: Tensor | float = 1 / 0.07,
     symmetric: bool = True,
     normalise: bool = True,
-    rows: int = 1024,
+    rows: int | None = None,
 ) -> Loss:
     """InfoNCE between two views of the same samples: row i of `a` belongs to row i of `b`.
 
     The sum over samples of the cross entropy of `scale · a_i · b_j` over j, whose answer is i; with
-    `symmetric` the mean of both directions, as CLIP has it. `rows` of the similarities at a time.
+    `symmetric` the mean of both directions, as CLIP has it. `rows` of the similarities are computed
+    at a time, by default so many that a chunk has 2^25 of them.
 
     >>> a, b = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
     >>> loss = clip_loss(a, b, rows=2)
     >>> loss.units
     6
     """
-    _check(a, b, rows)
+    rows = _check(a, b, rows)
     if normalise:
         a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
 
@@ -93,6 +104,24 @@ def clip_loss(
     return Loss(total, len(a))
 
 
+def info_nce(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    temperature: Tensor | float = 0.07,
+    normalise: bool = True,
+    rows: int | None = None,
+) -> Loss:
+    """InfoNCE in one direction: query i is to find key i among all keys of the batch.
+
+    >>> info_nce(torch.randn(6, 4), torch.randn(6, 4)).units
+    6
+    """
+    return clip_loss(
+        queries, keys, scale=1.0 / temperature, symmetric=False, normalise=normalise, rows=rows
+    )
+
+
 def siglip_loss(
     a: Tensor,
     b: Tensor,
@@ -100,13 +129,13 @@ def siglip_loss(
     scale: Tensor | float = 10.0,
     bias: Tensor | float = -10.0,
     normalise: bool = True,
-    rows: int = 1024,
+    rows: int | None = None,
 ) -> Loss:
     """SigLIP: every pair is a yes-or-no question, yes for the pairs (i, i).
 
     The sum over i and j of `-log sigmoid(±(scale · a_i · b_j + bias))`, over the number of samples.
     """
-    _check(a, b, rows)
+    rows = _check(a, b, rows)
     if normalise:
         a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
 
@@ -124,13 +153,13 @@ def siglip_loss(
     return Loss(_in_rows(at, a, b, (scale, bias), rows), len(a))
 
 
-def supervised_contrastive_loss(
+def supcon_loss(
     z: Tensor,
     labels: Tensor,
     *,
     temperature: Tensor | float = 0.07,
     normalise: bool = True,
-    rows: int = 1024,
+    rows: int | None = None,
 ) -> Loss:
     """SupCon: samples with the same label attract each other, all others repel.
 
@@ -138,7 +167,7 @@ def supervised_contrastive_loss(
     `-log softmax(z_i · z_j / temperature)`, the softmax being over all j other than i. The units
     are the samples that have one.
     """
-    _check(z, z, rows)
+    rows = _check(z, z, rows)
     if labels.shape != z.shape[:1]:
         raise LossError(
             f"labels of shape {tuple(labels.shape)} for {len(z)} samples: one label per sample"
@@ -176,11 +205,15 @@ def _in_rows(
     return total
 
 
-def _check(a: Tensor, b: Tensor, rows: int) -> None:
+def _check(a: Tensor, b: Tensor, rows: int | None) -> int:
+    """The number of rows at a time: as given, or as many as keep a chunk's size constant."""
     if a.dim() != 2 or a.shape != b.shape:
         raise LossError(
             f"representations of shapes {tuple(a.shape)} and {tuple(b.shape)}: both must be "
             "(samples, features)"
         )
+    if rows is None:
+        return max(1, _CHUNK // max(1, len(b)))
     if rows < 1:
-        raise OptionError(f"rows={rows}: must be a positive number of rows")
+        raise OptionError(f"rows={rows}: must be a positive number of rows, or None")
+    return rows

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Literal, final, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.errors import UnsupportedError, WindowError
+from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
-__all__ = ["PerSample"]
+__all__ = ["Choice", "PerSample", "check_dropout"]
+
+Choice = Literal["fresh", "per-sample"]
 
 _aten = torch.ops.aten
 _FUSED = frozenset(
@@ -43,11 +45,16 @@ class PerSample:
     """Masks that follow their samples, one window at a time."""
 
     def __init__(self) -> None:
-        self._seed: int | None = None
+        self.seed: int | None = None
 
-    def begin_window(self) -> None:
-        """Draw this window's seed: all of its micro-batches share it."""
-        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+    @staticmethod
+    def draw_seed() -> int:
+        """A seed for a window, from the global generator; small enough for a float64."""
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**53).item())
+
+    def begin_window(self, seed: int | None = None) -> None:
+        """A new window: all of its micro-batches share the seed, drawn if it is not given."""
+        self.seed = self.draw_seed() if seed is None else seed
 
     @contextmanager
     def micro(self, samples: Sequence[int] | Tensor) -> Iterator[None]:
@@ -56,17 +63,41 @@ class PerSample:
         Tensors that are dropped from must have the samples as their first dimension, or the samples
         times something (heads) as PyTorch's attention has it.
         """
-        if self._seed is None:
+        if self.seed is None:
             raise WindowError("PerSample.micro before begin_window: the window has no seed yet")
         # Which dropout it is comes from the global generator, so that a checkpointed block, which
         # puts its state back, gets the same masks when it is computed again.
         before = torch.get_rng_state()
-        torch.default_generator.manual_seed(self._seed)
+        torch.default_generator.manual_seed(self.seed)
         try:
             with _Masks(torch.as_tensor(samples, dtype=torch.int64)):
                 yield
         finally:
             torch.set_rng_state(before)
+
+
+def check_dropout(choice: str, model: nn.Module) -> PerSample | None:
+    """What `dropout=` asks for; None for "fresh". Layers it cannot serve are refused by name."""
+    if choice not in get_args(Choice):
+        raise OptionError(f'dropout={choice!r}: must be "fresh" or "per-sample"')
+    if choice == "fresh":
+        return None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
+            why = "drops between its layers with time as the first dimension"
+        elif (
+            isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+            and not module.self_attn.batch_first
+            and any(isinstance(part, nn.Dropout) and part.p for part in module.modules())
+        ):
+            why = "is built with batch_first=False, so time is its first dimension"
+        else:
+            continue
+        raise UnsupportedError(
+            f'dropout="per-sample": {name or "the model"} ({type(module).__name__}) {why}, and '
+            'masks that follow their samples need the samples there; use dropout="fresh"'
+        )
+    return PerSample()
 
 
 class _Masks(TorchDispatchMode):

@@ -21,7 +21,7 @@ from wholebatch.memory.recover import Recovered, Recovery, within
 from wholebatch.memory.sizing import Sizing
 from wholebatch.memory.trial import held_bytes, try_out
 from wholebatch.precision import LossScale
-from wholebatch.splitting import Tokens, batch_size_of, split
+from wholebatch.splitting import Tokens, batch_size_of, split_numbered
 from wholebatch.sync import Sync
 
 __all__ = ["Attempt", "Fitting"]
@@ -80,6 +80,7 @@ class Fitting:
         self.said: str | None = None
         """What "auto" chose and why, in two lines, once it has."""
         self._chosen_for: int | None = None
+        self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
 
     @property
     def recovered(self) -> list[Recovered]:
@@ -94,12 +95,33 @@ class Fitting:
     def split(self, batch: Any) -> list[Any]:
         """The micro-batches of this batch."""
         if self._micro_batch != "auto":
-            return list(split(batch, self._micro_batch, **self._layout))  # type: ignore[arg-type]
+            return self._numbered(split_numbered(batch, self._micro_batch, **self._layout))  # type: ignore[arg-type]
         samples = batch_size_of(batch, **self._layout)
         if self.sizing is None:
             self.sizing = Sizing(min(self._agreed_choice(batch, samples), samples), most=samples)
         self.sizing.most = max(self.sizing.most, samples)
-        return list(split(batch, min(samples, self.sizing.size), **self._layout))
+        return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self._layout))
+
+    def _numbered(self, split: list[tuple[Any, Sequence[int]]]) -> list[Any]:
+        self._split = [(id(micro), numbers) for micro, numbers in split]
+        return [micro for micro, _ in split]
+
+    @property
+    def samples(self) -> int:
+        """Samples in the batch that was split last."""
+        return sum(len(numbers) for _, numbers in self._split)
+
+    def numbers_of(self, parts: Sequence[Any]) -> list[list[int]]:
+        """Of each part, its samples' places in the batch that was split last; cut or not."""
+        sizes = {micro: len(numbers) for micro, numbers in self._split}
+        order = [number for _, numbers in self._split for number in numbers]
+        found: list[list[int]] = []
+        start = 0
+        for part in parts:  # a cut leaves the order as it was
+            size = sizes.get(id(part)) or batch_size_of(part, static=self._layout["static"])
+            found.append(order[start : start + size])
+            start += size
+        return found
 
     def run(
         self, micros: Sequence[Any], attempt: Attempt, discard: Callable[[], None]

@@ -1,8 +1,9 @@
-"""Who feeds a window: its micro-batches one after the other, or all of them in lock-step."""
+"""Who feeds a window: one micro-batch after the other, all in lock-step, or in two passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -12,18 +13,21 @@ from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.coupled.batchnorm import Policy
+from wholebatch.coupled.contrastive import Coupled
+from wholebatch.coupled.dropout import PerSample, check_dropout
 from wholebatch.coupled.statistics import Statistics
-from wholebatch.errors import UnsupportedError
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.execute import Execute, Executor, check_execute
 from wholebatch.loss import Loss, Terms, as_loss
 from wholebatch.precision import Precision
 from wholebatch.runners.lockstep import LockStep
 from wholebatch.runners.sequential import run_sequential
-from wholebatch.splitting import to_device
+from wholebatch.runners.wholeloss import WholeLoss
+from wholebatch.splitting import batch_size_of, to_device
 from wholebatch.units import SINGLE
 from wholebatch.window import Window
 
-__all__ = ["AfterMicro", "Feeding", "LossFunction"]
+__all__ = ["AfterMicro", "Feeding", "LossFunction", "check_functions", "modules_of"]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
@@ -32,40 +36,48 @@ AfterMicro: TypeAlias = Callable[[int, int], None]
 class Feeding:
     """Runs the forwards and backwards of a window by whoever its model needs.
 
-    A model whose BatchNorms use batch statistics, with `batchnorm="exact"`, needs lock-step; any
-    other takes one micro-batch after the other, each run by the executor.
+    A model whose BatchNorms use batch statistics, with `batchnorm="exact"`, needs lock-step; a
+    `Coupled` loss needs two passes (of lock-step, if it must be); any other takes one micro-batch
+    after the other, each run by the executor. `model` is what the loss function is given; `root`
+    holds all modules of it.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: LossFunction,
+        model: Any,
+        loss: LossFunction | Coupled,
         *,
+        root: nn.Module,
         window: Window,
         precision: Precision,
         execute: Execute,
         batchnorm: str,
+        dropout: str,
     ) -> None:
         self.model = model
         self._loss = loss
+        self._drop = check_dropout(dropout, root)
+        self._numbers: dict[int, Sequence[int]] = {}
+        self._first_number = 0
         self._window = window
         self._precision = precision
         self._device = window.target.device
         sync = window.sync
-        self._norms = [*batchnorms(model), *tracked_instance_norms(model)]
+        self._norms = [*batchnorms(root), *tracked_instance_norms(root)]
         self._lock_step = LockStep(
             self._norms,
-            model=model,
+            model=root,
             hold="auto",
             reduce=sync.sum_tensor if sync.ranks > 1 else None,
         )
         self.policy: Policy | None = None
         if batchnorm != "exact":
-            self.policy = choose_batchnorm(batchnorm, model)
+            self.policy = choose_batchnorm(batchnorm, root)
+        self._whole = WholeLoss(loss, model, window=window) if isinstance(loss, Coupled) else None
         self.executor = Executor(
-            check_execute(execute, self._device),
-            model=model,
-            loss=loss,
+            self._executed(check_execute(execute, self._device)),
+            model=root,
+            loss=loss.stand_in if isinstance(loss, Coupled) else loss,
             window=window,
             precision=precision,
             device=self._device,
@@ -74,12 +86,43 @@ class Feeding:
             keeps_moments=isinstance(self.policy, Statistics),
         )
 
+    def _executed(self, execute: Execute) -> Execute:
+        """How micro-steps run: what only eager code can do is refused where a graph is asked."""
+        why = None
+        if self._whole is not None:
+            why = "a loss of wb.Coupled runs encode twice (compile the encoder itself instead)"
+        elif self._drop is not None:
+            why = 'dropout="per-sample" makes its masks in Python'
+        elif not isinstance(self.model, nn.Module):
+            why = "several models"
+        if why is not None and execute in ("compile", "graph"):
+            raise OptionError(f'execute="{execute}": not possible here: {why}; use "auto"')
+        return execute if why is None else "eager"
+
     # ------------------------------------------------------------ the windows
 
-    def begin_window(self) -> None:
-        """The first micro-batch of an attempt at a window comes next."""
+    @property
+    def numbers_samples(self) -> bool:
+        """Whether `begin_window` and `run` need to know which samples are where."""
+        return self._drop is not None
+
+    def begin_window(self, samples: int = 0) -> None:
+        """The first micro-batch of an attempt at a window, of so many samples, comes next."""
         if self.policy is not None:
             self.policy.begin_window()
+        if self._drop is not None:
+            self._agree_on_samples(self._drop, samples)
+
+    def _agree_on_samples(self, drop: PerSample, samples: int) -> None:
+        """One seed for all ranks, and a number for every sample of the global batch."""
+        sync = self._window.sync
+        seed = drop.draw_seed()
+        values = [0.0] * (1 + sync.ranks)
+        values[0] = float(seed) if sync.rank == 0 else 0.0
+        values[1 + sync.rank] = float(samples)
+        values = sync.sum(values)
+        drop.begin_window(int(values[0]))
+        self._first_number = int(sum(values[1 : 1 + sync.rank]))
 
     def end_window(self) -> None:
         """The window's update is made."""
@@ -99,9 +142,32 @@ class Feeding:
         reduces: bool,
         before_micro: Callable[[int], None],
         after_micro: AfterMicro,
+        numbers: Sequence[Sequence[int]] = (),
     ) -> None:
-        """The forwards and backwards of `micros[first:]`; the last backward may reduce."""
-        if not self.in_lock_step(micros):
+        """The forwards and backwards of `micros[first:]`; the last backward may reduce.
+
+        `numbers`: of each micro-batch, its samples' places in this rank's batch.
+        """
+        self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
+        together = self.in_lock_step(micros)
+        if together and self._window.sync.counts_must_agree:
+            raise UnsupportedError(
+                'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
+                "which cannot wait for each other in lock-step; use DDP, or another batchnorm="
+            )
+        if self._whole is not None:
+            self._whole.run(
+                micros,
+                reduces=reduces,
+                moved=self._moved,
+                sampling=self._sampling,
+                computing=self._precision.forward,
+                between=self._between_passes,
+                each=self._each_in_lock_step if together else None,
+                before_micro=before_micro,
+                after_micro=after_micro,
+            )
+        elif not together:
             run_sequential(
                 self._window,
                 micros,
@@ -123,6 +189,25 @@ class Feeding:
             return own
         return int(sync.largest(torch.tensor(float(own), device=self._device)))
 
+    @property
+    def whole_loss(self) -> WholeLoss | None:
+        """The two passes, where the loss is of the whole batch."""
+        return self._whole
+
+    def needs_every_rank(self) -> str | None:
+        """Why no rank may be without data; None where one may."""
+        if self._whole is not None:
+            return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
+        if self.needs_lock_step():
+            return 'batchnorm="exact" needs every rank at every BatchNorm'
+        return None
+
+    def _between_passes(self) -> None:
+        # What was cast without a graph leads no gradient back; autocast would keep it.
+        torch.clear_autocast_cache()
+        if self.policy is not None:
+            self.policy.begin_window()  # the second pass counts
+
     # -------------------------------------------------------------- lock-step
 
     def in_lock_step(self, micros: Sequence[Any]) -> bool:
@@ -137,33 +222,104 @@ class Feeding:
     def _run_in_lock_step(self, micros: Sequence[Any]) -> None:
         """All micro-batches together, meeting at every BatchNorm; done all at once."""
 
-        def backward(loss: Loss | Terms) -> None:
-            self._window.add_loss(loss)
+        def forward(micro: Any) -> tuple[Any, Loss | Terms]:
+            return micro, self.forward(micro)
+
+        def backward(made: tuple[Any, Loss | Terms]) -> None:
+            with self._sampling(made[0]):  # a checkpointed block draws its masks again
+                self._window.add_loss(made[1])
             self._window.micro_batch_done()
 
-        if self._window.sync.counts_must_agree:
-            raise UnsupportedError(
-                'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
-                "which cannot wait for each other in lock-step; use DDP, or another batchnorm="
-            )
-        self._lock_step.run(micros, forward=self.forward, backward=backward)
+        self._lock_step.run(micros, forward=forward, backward=backward)
+
+    def _each_in_lock_step(
+        self,
+        items: Sequence[tuple[int, Any]],
+        forward: Callable[[tuple[int, Any]], Any],
+        backward: Callable[[Any], Any],
+    ) -> list[Any]:
+        return self._lock_step.run(items, forward=forward, backward=backward)
 
     # ---------------------------------------------------------- a micro-batch
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """The loss of a micro-batch, in the window's precision and on the model's device."""
+        with self._sampling(micro):
+            return self._computed(micro, loss_function or self._loss)
+
+    def _computed(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
+        assert not isinstance(loss_function, Coupled)
         micro = to_device(micro, self._device)
         with self._precision.forward():
-            loss = as_loss((loss_function or self._loss)(self.model, micro))
+            loss = as_loss(loss_function(self.model, micro))
         if self.policy is not None:
             self.policy.micro()
         return loss
 
     def micro_step(self, micro: Any) -> None:
         """Forward and backward of a micro-batch, entered in the window."""
-        self.executor.micro_step(micro)
+        with self._sampling(micro):
+            self.executor.micro_step(micro)
 
     def _eager(self, micro: Any, loss_function: LossFunction) -> Loss | Terms:
-        loss = self.forward(micro, loss_function)
+        loss = self._computed(micro, loss_function)
         self._window.add_loss(loss)
         return loss
+
+    def _moved(self, micro: Any) -> Any:
+        return to_device(micro, self._device)
+
+    def _sampling(self, micro: Any) -> AbstractContextManager[None]:
+        """Where the masks of dropout follow their samples: within it they are those of `micro`."""
+        if self._drop is None:
+            return nullcontext()
+        numbers = self._numbers.get(id(micro))
+        if numbers is None:  # a stand-in, which is not counted
+            numbers = range(batch_size_of(micro))
+        return self._drop.micro(torch.tensor(numbers) + self._first_number)
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an open window holds beside its gradients."""
+        return {
+            "batchnorm": None if self.policy is None else self.policy.state_dict(),
+            "dropout": None if self._drop is None else (self._drop.seed, self._first_number),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with the window of `state_dict`."""
+        if self.policy is not None and saved["batchnorm"] is not None:
+            self.policy.load_state_dict(saved["batchnorm"])
+        if self._drop is not None and saved.get("dropout") is not None:
+            seed, self._first_number = saved["dropout"]
+            if seed is not None:
+                self._drop.begin_window(seed)
+
+
+def check_functions(loss: object, units: object) -> None:
+    """Refuse what cannot be called, and units where the loss brings its own."""
+    if isinstance(loss, Coupled):
+        if units is not None:
+            raise OptionError(
+                "units= with wb.Coupled: the loss of the whole batch returns its units before any "
+                "backward; leave units= out"
+            )
+    elif not callable(loss):
+        raise OptionError(f"loss={loss!r}: must be a function, or wb.Coupled")
+    if units is not None and not callable(units):
+        raise OptionError(f"units={units!r}: must be a function")
+
+
+def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:
+    """One module that holds everything, and the models one by one."""
+    if isinstance(model, nn.Module):
+        return model, [model]
+    models = list(model.values() if isinstance(model, Mapping) else model)
+    if not models or not all(isinstance(one, nn.Module) for one in models):
+        raise OptionError(
+            f"model={type(model).__name__}: must be an nn.Module, or a list or dict of them"
+        )
+    if isinstance(model, Mapping):
+        return nn.ModuleDict(dict(model)), models
+    return nn.ModuleList(models), models

@@ -8,24 +8,27 @@ that gradient through it. By the chain rule this is the gradient of the undivide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch import randomness
 from wholebatch.coupled.contrastive import Coupled
-from wholebatch.errors import LossError, WindowError
-from wholebatch.loss import Loss, Terms
+from wholebatch.errors import WindowError
+from wholebatch.loss import Loss, Terms, as_loss
+from wholebatch.runners.leaves import Leaves, Tree
 
-__all__ = ["run_two_pass"]
+__all__ = ["Each", "run_two_pass"]
 
-Inject = Callable[[int, list[Tensor], list[Tensor]], None]
-
-
-def _inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-    torch.autograd.backward(outputs, gradients)
+Inject: TypeAlias = Callable[[int, list[Tensor], list[Tensor]], None]
+Whole: TypeAlias = Callable[[Loss | Terms, list[Tensor]], None]
+Each: TypeAlias = Callable[
+    [Sequence[tuple[int, Any]], Callable[[tuple[int, Any]], Any], Callable[[Any], Any]], list[Any]
+]
+"""Runs `backward(forward(item))` for every item, in order or together; what it returned."""
 
 
 def run_two_pass(
@@ -33,140 +36,125 @@ def run_two_pass(
     model: Any,
     micros: Sequence[Any],
     *,
-    whole: Callable[[Loss | Terms], None],
-    inject: Inject = _inject,
+    whole: Whole,
+    inject: Inject,
+    modules: Iterable[nn.Module],
     moved: Callable[[Any], Any] = lambda micro: micro,
+    sampling: Callable[[Any], AbstractContextManager[Any]] = lambda micro: nullcontext(),
+    computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    between: Callable[[], None] = lambda: None,
+    before_micro: Callable[[int], None] = lambda index: None,
+    each: Each | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
-) -> None:
+) -> list[Tensor]:
     """Add the gradient of `coupled.loss` over all `micros` into the parameters.
 
-    `whole(loss)` is called once, with the loss of the whole batch, and runs its backward with the
-    scale it wants. `inject(index, outputs, gradients)` runs the backward of a micro-batch, the last
-    with `index == len(micros) - 1`; the scale is in the gradients already. Both passes call `moved`
-    for a micro-batch. `gather`, where there are ranks, gives a representation's rows of all ranks
-    with gradient. The caller's autocast applies to both passes alike.
+    `whole(loss, leaves)` is called once, with the loss of the whole batch, and runs its backward
+    into the leaves, with the scale it wants. `inject(index, outputs, gradients)` runs the backward
+    of a micro-batch; the scale is in the gradients already. Both passes call `moved(micro)` and
+    encode within `computing()`, as the loss is computed, and within `sampling(micro)`, as the
+    backward is run. `between` is called after the first pass, when `modules` have their buffers
+    back; `before_micro(index)` before each micro-batch of either pass. `gather`, where there are
+    ranks, gives a representation's rows of all ranks with gradient. `each` runs the micro-batches
+    of a pass (one after the other, if not given).
 
-    Buffers of the model are as after one pass; the random generators as after one pass.
+    Buffers of the modules are as after one pass, and so are the random generators. What is returned
+    says of each micro-batch, on the device, whether its representations were finite.
     """
-    buffers = [(b, b.detach().clone()) for m in _modules(model) for b in m.buffers()]
-    starts: list[dict[str, Any]] = []
-    encoded: list[_Leaves] = []
+    numbered = list(enumerate(micros))
+    alone = each is None
+    run = _one_by_one if each is None else each
+    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
+    starts: dict[int, dict[str, Any]] = {}
+
+    def first(item: tuple[int, Any]) -> Tree:
+        index, micro = item
+        before_micro(index)
+        starts[index] = randomness.capture()
+        with sampling(micro), computing():
+            return Tree.of(coupled.encode(model, moved(micro)))
+
+    start = randomness.capture()
     with torch.no_grad():
-        for micro in micros:
-            starts.append(randomness.capture())
-            encoded.append(_Leaves(coupled.encode(model, moved(micro))))
+        trees = run(numbered, first, lambda tree: tree)
+        finite = [tree.is_finite() for tree in trees]
+        whole_batch = Leaves.of(trees)
+        del trees
         for buffer, before in buffers:  # the second pass shall be the one that moves them
             buffer.copy_(before)
-    first = encoded[0]
-    leaves = [
-        _whole(parts) for parts in zip(*(e.checked_like(first) for e in encoded), strict=True)
-    ]
-    given = leaves if gather is None else [gather(leaf) for leaf in leaves]
-    whole(coupled.loss(first.rebuild(given)))
-    gradients = [leaf.grad for leaf in leaves]
-    cached = [leaf.detach() for leaf in leaves]
-    del leaves, given
+    between()
+    _whole_loss(coupled, whole_batch, whole=whole, computing=computing, gather=gather)
+    after = randomness.capture()
     farthest: list[Tensor] = []
-    place = [0] * len(cached)
-    for index, micro in enumerate(micros):
-        randomness.restore(starts[index])
-        again = _Leaves(coupled.encode(model, moved(micro))).checked_like(encoded[index])
-        outputs: list[Tensor] = []
-        parts: list[Tensor] = []
-        for k, tensor in enumerate(again):
-            rows = slice(place[k], place[k] + _rows(tensor))
-            place[k] = rows.stop
-            if tensor.is_floating_point():
-                farthest.append(_distance(tensor.detach(), cached[k][rows].view_as(tensor)))
-            gradient = gradients[k]
-            if gradient is not None and tensor.requires_grad:
-                outputs.append(tensor)
-                parts.append(gradient[rows].view_as(tensor))
-        inject(index, outputs, parts)
+
+    def again(item: tuple[int, Any]) -> tuple[int, Tree]:
+        index, micro = item
+        before_micro(index)
+        if alone:  # together, each has a stream of its own, which begins as it did
+            randomness.restore(starts[index])
+        with sampling(micro), computing():
+            return index, Tree.of(coupled.encode(model, moved(micro)))
+
+    def through(encoded: tuple[int, Tree]) -> None:
+        index, tree = encoded
+        farthest.extend(whole_batch.distances(index, tree))
+        outputs, gradients = whole_batch.gradients(index, tree)
+        with sampling(micros[index]):  # a checkpointed block draws its masks again
+            inject(index, outputs, gradients)
+
+    if not alone:
+        randomness.restore(start)
+    run(numbered, again, through)
+    randomness.restore(after)
     if farthest:
-        _check_replay(
-            torch.stack([f.to(farthest[0].device) for f in farthest]).max(), cached, coupled
-        )
+        worst = torch.stack([found.to(farthest[0].device) for found in farthest]).max()
+        _check_replay(float(worst), whole_batch.dtypes, coupled)
+    return finite
 
 
-class _Leaves:
-    """The tensors of what `encode` returned, and its structure."""
-
-    def __init__(self, tree: Any) -> None:
-        self._tree: Any = None
-        self.tensors: list[Tensor] = []
-        self._tree = self._take(tree)
-
-    def _take(self, tree: Any) -> Any:
-        if isinstance(tree, Tensor):
-            self.tensors.append(tree)
-            return len(self.tensors) - 1
-        if isinstance(tree, Mapping):
-            return {key: self._take(value) for key, value in tree.items()}
-        if isinstance(tree, (tuple, list)):
-            return type(tree)(self._take(value) for value in tree)
-        raise LossError(
-            f"encode returned {type(tree).__name__}: must be a tensor, or a dict, tuple or list of "
-            "tensors"
-        )
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        def put(tree: Any) -> Any:
-            if isinstance(tree, int):
-                return tensors[tree]
-            if isinstance(tree, dict):
-                return {key: put(value) for key, value in tree.items()}
-            return type(tree)(put(value) for value in tree)
-
-        return put(self._tree)
-
-    def checked_like(self, other: _Leaves) -> list[Tensor]:
-        if self._tree != other._tree:
-            raise LossError(
-                "encode returned another structure for another micro-batch: all must have the same "
-                "keys and lengths"
-            )
-        return self.tensors
+def _one_by_one(
+    items: Sequence[tuple[int, Any]],
+    forward: Callable[[tuple[int, Any]], Any],
+    backward: Callable[[Any], Any],
+) -> list[Any]:
+    return [backward(forward(item)) for item in items]
 
 
-def _whole(parts: tuple[Tensor, ...]) -> Tensor:
-    """One leaf over all micro-batches, apart from any graph; numbers become a vector."""
-    joined = torch.cat(
-        [part.detach().reshape(1) if part.dim() == 0 else part.detach() for part in parts]
-    )
-    return joined.requires_grad_(joined.is_floating_point())
+def _whole_loss(
+    coupled: Coupled,
+    whole_batch: Leaves,
+    *,
+    whole: Whole,
+    computing: Callable[[], AbstractContextManager[Any]],
+    gather: Callable[[Tensor], Tensor] | None,
+) -> None:
+    """The loss of the whole batch and its backward, after which only gradients are left."""
+    leaves = whole_batch.tensors
+    try:
+        with computing():
+            given = leaves if gather is None else [gather(leaf) for leaf in leaves]
+            loss = as_loss(coupled.loss(whole_batch.tree.rebuilt(given)))
+        whole(loss, [leaf for leaf in leaves if leaf.requires_grad])
+    except torch.OutOfMemoryError as error:
+        # Not one that smaller micro-batches would help against.
+        raise WindowError(
+            f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
+            f"holds the representations of all {len(leaves[0])} samples and what it computes from "
+            "them; compute it in fewer rows at a time (the ready losses have rows=), or make the "
+            "representations or the batch smaller"
+        ) from None
 
 
-def _rows(tensor: Tensor) -> int:
-    return 1 if tensor.dim() == 0 else len(tensor)
-
-
-def _modules(model: Any) -> list[nn.Module]:
-    if isinstance(model, nn.Module):
-        return [model]
-    values = model.values() if isinstance(model, Mapping) else model
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-        return []
-    return [value for value in values if isinstance(value, nn.Module)]
-
-
-def _distance(a: Tensor, b: Tensor) -> Tensor:
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    gap = (a.to(wide) - b.to(wide)).abs()
-    return (
-        (gap.amax() / b.to(wide).abs().amax().clamp_min(1e-30)).double()
-        if gap.numel()
-        else gap.sum().double()
-    )
-
-
-def _check_replay(farthest: Tensor, cached: Sequence[Tensor], coupled: Coupled) -> None:
+def _check_replay(found: float, dtypes: Iterable[torch.dtype], coupled: Coupled) -> None:
     allowed = coupled.tolerance
     if allowed is None:
-        # Some kernels add in another order each time: a few hundred roundings of the type.
-        widest = [torch.finfo(leaf.dtype).eps for leaf in cached if leaf.is_floating_point()]
-        allowed = 500 * max(widest)
-    found = float(farthest)
+        # Some kernels add in another order each time: a few hundred roundings of the type, a few
+        # of a 16-bit one, whose hundreds would be as large as the number itself.
+        allowed = max(
+            torch.finfo(dtype).eps * (8 if torch.finfo(dtype).bits <= 16 else 500)
+            for dtype in dtypes
+            if dtype.is_floating_point
+        )
     if not found <= allowed:
         raise WindowError(
             f"encode gave other representations the second time (relative difference {found:.1e}, "

@@ -2,7 +2,7 @@
 
 from wholebatch.splitting.budget import Tokens, tokens
 from wholebatch.splitting.device import to_device
-from wholebatch.splitting.division import drop_samples, split
+from wholebatch.splitting.division import drop_samples, split, split_numbered
 from wholebatch.splitting.layout import batch_size_of
 from wholebatch.splitting.loader import Unpadded, unpadded
 
@@ -12,6 +12,7 @@ __all__ = [
     "batch_size_of",
     "drop_samples",
     "split",
+    "split_numbered",
     "to_device",
     "tokens",
     "unpadded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from wholebatch.errors import OptionError
@@ -9,7 +10,7 @@ from wholebatch.splitting.budget import Tokens
 from wholebatch.splitting.layout import BatchSize, Static, is_positive, layout_of
 from wholebatch.splitting.packing import token_micro_batches
 
-__all__ = ["drop_samples", "split"]
+__all__ = ["drop_samples", "split", "split_numbered"]
 
 
 def split(
@@ -37,6 +38,13 @@ def split(
     says it (a number, or a function of the batch); `static` names the leaves to pass on unchanged
     although their first dimension is the number of samples: `static=("aux.class_weights",)`.
     """
+    return [micro for micro, _ in split_numbered(batch, micro_batch, batch_size, static)]
+
+
+def split_numbered(
+    batch: Any, micro_batch: int | Tokens, batch_size: BatchSize = None, static: Static = ()
+) -> list[tuple[Any, Sequence[int]]]:
+    """The micro-batches, each with the places that its samples had in the batch."""
     if not isinstance(micro_batch, Tokens) and not is_positive(micro_batch):
         raise OptionError(
             f"micro_batch={micro_batch!r}: must be a positive number of samples or "
@@ -45,8 +53,11 @@ def split(
     layout = layout_of(batch, batch_size=batch_size, static=static)
     if isinstance(micro_batch, Tokens):
         return token_micro_batches(layout, micro_batch)
-    starts = range(0, layout.size, micro_batch)
-    return [layout.take(slice(start, start + micro_batch)) for start in starts]
+    rows = range(layout.size)
+    return [
+        (layout.take(slice(start, start + micro_batch)), rows[start : start + micro_batch])
+        for start in rows[::micro_batch]
+    ]
 
 
 def drop_samples(

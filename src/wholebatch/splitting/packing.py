@@ -8,7 +8,7 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,11 @@ from wholebatch.splitting.structure import is_array
 __all__ = ["token_micro_batches"]
 
 
-def token_micro_batches(layout: Layout, by: Tokens) -> list[Any]:
-    """The micro-batches of a batch under a budget of tokens, the longest samples first."""
+def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[int]]]:
+    """The micro-batches of a batch under a budget of tokens, the longest samples first.
+
+    Each with the places that its samples had in the batch.
+    """
     lengths, width = lengths_of(layout, by)
     cuts: dict[int, tuple[int, ...]] = {}
     if lengths is not None and width is not None:
@@ -41,7 +44,7 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[Any]:
             )
         lengths = [width] * layout.size
     return [
-        _micro_batch(layout, rows, cuts, max(1, *(lengths[row] for row in rows)))
+        (_micro_batch(layout, rows, cuts, max(1, *(lengths[row] for row in rows))), rows)
         for rows in _pack(lengths, by)
     ]
 

@@ -1,0 +1,148 @@
+"""What `encode` returns: tensors in a structure, and those of all micro-batches put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.errors import LossError
+
+__all__ = ["Leaves", "Tree"]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The tensors of what `encode` returned for one micro-batch, in order, and their structure."""
+
+    tensors: list[Tensor]
+    shape: Any
+
+    @classmethod
+    def of(cls, given: Any) -> Tree:
+        tensors: list[Tensor] = []
+
+        def take(node: Any) -> Any:
+            if isinstance(node, (int, float)):
+                node = torch.tensor(float(node))
+            if isinstance(node, Tensor):
+                tensors.append(node)
+                return len(tensors) - 1
+            if node is None:
+                return None
+            if isinstance(node, Mapping):
+                return {key: take(value) for key, value in node.items()}
+            if isinstance(node, (tuple, list)):
+                return type(node)(take(value) for value in node)
+            raise LossError(
+                f"encode returned {type(node).__name__}: must be a tensor, or a dict, tuple or "
+                "list of tensors"
+            )
+
+        shape = take(given)
+        if not tensors:
+            raise LossError("encode returned no tensor: return the representations of its samples")
+        return cls(tensors, shape)
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        """The same structure around other tensors."""
+
+        def put(node: Any) -> Any:
+            if node is None:
+                return None
+            if isinstance(node, int):
+                return tensors[node]
+            if isinstance(node, dict):
+                return {key: put(value) for key, value in node.items()}
+            return type(node)(put(value) for value in node)
+
+        return put(self.shape)
+
+    def is_finite(self) -> Tensor:
+        """Whether all numbers are finite, without asking the device."""
+        checks = [tensor.isfinite().all() for tensor in self.tensors if tensor.is_floating_point()]
+        return torch.stack([c.to(checks[0].device) for c in checks]).all() if checks else _true()
+
+
+class Leaves:
+    """Every tensor over all micro-batches, apart from any graph; numbers become a vector."""
+
+    def __init__(self, tree: Tree, tensors: list[Tensor], rows: list[list[int]]) -> None:
+        self.tree = tree
+        self.tensors = tensors
+        self.dtypes = [tensor.dtype for tensor in tensors]
+        self._ends = rows
+
+    @classmethod
+    def of(cls, trees: list[Tree]) -> Leaves:
+        """Empties the trees as it goes: representations are held once."""
+        shape = trees[0].shape
+        for tree in trees:
+            if tree.shape != shape:
+                raise LossError(
+                    "encode returned another structure for another micro-batch: all must have the "
+                    "same keys and lengths"
+                )
+        joined: list[Tensor] = []
+        ends: list[list[int]] = []
+        for place in range(len(trees[0].tensors)):
+            parts = [_as_rows(tree.tensors[place].detach()) for tree in trees]
+            for tree in trees:
+                tree.tensors[place] = parts[0][:0]
+            stops = [0]
+            for part in parts:
+                stops.append(stops[-1] + len(part))
+            whole = torch.cat(parts)
+            del parts
+            joined.append(whole.requires_grad_(whole.is_floating_point()))
+            ends.append(stops)
+        return cls(Tree([], shape), joined, ends)
+
+    def distances(self, index: int, tree: Tree) -> Iterator[Tensor]:
+        """How far the representations of this micro-batch are from those of the first pass."""
+        self._check(tree)
+        for place, tensor in enumerate(tree.tensors):
+            if tensor.is_floating_point():
+                yield _distance(_as_rows(tensor.detach()), self._rows(place, index))
+
+    def gradients(self, index: int, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of this micro-batch that lead back, and the gradient of each."""
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for place, tensor in enumerate(tree.tensors):
+            gradient = self.tensors[place].grad
+            if gradient is not None and tensor.requires_grad:
+                start, stop = self._ends[place][index : index + 2]
+                outputs.append(tensor)
+                gradients.append(gradient[start:stop].view_as(tensor))
+        return outputs, gradients
+
+    def _check(self, tree: Tree) -> None:
+        if tree.shape != self.tree.shape:
+            raise LossError("encode returned another structure the second time")
+
+    def _rows(self, place: int, index: int) -> Tensor:
+        start, stop = self._ends[place][index : index + 2]
+        return self.tensors[place].detach()[start:stop]
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+def _true() -> Tensor:
+    return torch.tensor(True)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """The size of the difference relative to that of `b`; infinite if the rows do not match."""
+    if a.shape != b.shape:
+        return torch.tensor(float("inf"), dtype=torch.float64)
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    gap = torch.linalg.vector_norm(a.to(wide) - b.to(wide))
+    size = torch.linalg.vector_norm(b.to(wide)).clamp_min(torch.finfo(wide).tiny)
+    distance: Tensor = (gap / size).double()
+    return distance

@@ -1,0 +1,149 @@
+"""A loss of the whole batch in the ledger of a window: one entry, and a backward in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.close import power_of_two_near, read_scalars
+from wholebatch.coupled.contrastive import Coupled
+from wholebatch.errors import LossError, UnsupportedError
+from wholebatch.loss import Loss, Term, Terms
+from wholebatch.runners.gathered import Gathered
+from wholebatch.runners.twopass import Each, run_two_pass
+from wholebatch.units import SINGLE
+from wholebatch.window import Window
+
+__all__ = ["WholeLoss"]
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+class WholeLoss:
+    """Feeds windows by two passes; on several ranks the loss is that of the global batch.
+
+    Every rank computes the whole loss from all representations, with its share of the scale, so
+    that the sum over the ranks is one loss, for the parameters that only the loss uses too.
+    """
+
+    def __init__(self, coupled: Coupled, model: Any, *, window: Window) -> None:
+        sync = window.sync
+        if sync.grows_own_graph or sync.counts_must_agree:
+            raise UnsupportedError(
+                f"wb.Coupled on a model of {type(sync).__name__}: its forwards run collectives "
+                "of their own, and the two passes are tested with plain modules and "
+                "DistributedDataParallel (without SyncBatchNorm) only; use those"
+            )
+        self._coupled = coupled
+        self._model = model
+        self._window = window
+        self._gather = Gathered(sync) if sync.ranks > 1 else None
+        self._finite: list[Tensor] = []
+
+    def run(
+        self,
+        micros: Sequence[Any],
+        *,
+        reduces: bool,
+        moved: Callable[[Any], Any],
+        sampling: Callable[[Any], AbstractContextManager[Any]],
+        computing: Callable[[], AbstractContextManager[Any]],
+        between: Callable[[], None],
+        each: Each | None,
+        before_micro: Callable[[int], None],
+        after_micro: Callable[[int, int], None],
+    ) -> None:
+        """Both passes; each micro-batch is done when its second is."""
+        window = self._window
+
+        def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+            window.closing = reduces and each is None and index == len(micros) - 1
+            if outputs:
+                window.backward(outputs, gradients)
+            window.micro_batch_done()
+            if each is None:
+                after_micro(index + 1, len(micros))
+
+        self._finite = run_two_pass(
+            self._coupled,
+            self._model,
+            micros,
+            modules=window.target.models,
+            whole=self._add,
+            inject=inject,
+            moved=moved,
+            sampling=sampling,
+            computing=computing,
+            between=between,
+            before_micro=before_micro,
+            each=each,
+            gather=self._gather,
+        )
+        if each is not None:
+            after_micro(len(micros), len(micros))
+
+    def _add(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
+        """Backward of the whole loss, into the representations and what else it used."""
+        window = self._window
+        terms = _terms(loss)
+        units = self._agreed(terms)
+        window.begin(known=units)
+        if terms.keys() == {SINGLE} and terms[SINGLE].total.dtype in _SIXTEEN_BIT:
+            # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
+            window.seed, window.known = power_of_two_near(1.0 / (units[SINGLE] or 1.0)), None
+        share = 1.0 / window.sync.ranks
+        seeds = [
+            window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
+        ]
+        totals = [term.total for term in terms.values()]
+        window.backward(totals, seeds, also=leaves)
+        own = 1.0 if window.sync.rank == 0 else 0.0  # one of the equal losses is entered
+        window.record(
+            {name: term.total.detach() * own for name, term in terms.items()},
+            {name: units[name] * own for name in terms},
+            {name: term.weight for name, term in terms.items()},
+        )
+        window.owners.clear()  # the loss is of no micro-batch
+
+    def _agreed(self, terms: Mapping[str, Term]) -> dict[str, float]:
+        """The units of each term; all ranks must have computed the same loss."""
+        read = read_scalars(
+            [
+                *(term.units for term in terms.values()),
+                *(term.total.detach() for term in terms.values()),
+            ]
+        )
+        sync = self._window.sync
+        if sync.ranks > 1:
+            for own, summed in zip(read, sync.sum(read), strict=True):
+                if math.isfinite(own) and not math.isclose(
+                    summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
+                ):
+                    raise LossError(
+                        "the loss of the whole batch differs between the ranks (here "
+                        f"{own:g}, on average {summed / sync.ranks:g}): loss(all) is given the "
+                        "representations of all ranks and must be the same function of them on each"
+                    )
+        return dict(zip(terms, read, strict=False))
+
+    def find_nonfinite(self) -> tuple[int | None, str]:
+        """The first micro-batch of the last window to blame, and a sentence about it."""
+        finite = [bool(flag) for flag in self._finite]
+        if all(finite):
+            return None, "The representations are finite: it is the loss, or its way back"
+        index = finite.index(False)
+        return index, (
+            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
+            "finite"
+        )
+
+
+def _terms(loss: Loss | Terms) -> dict[str, Term]:
+    if isinstance(loss, Loss):
+        return {SINGLE: Term(loss.total, loss.units)}
+    return dict(loss.by_name)
