@@ -309,3 +309,36 @@ def test_tokens_is_a_value() -> None:
     assert str(tokens(4096)) == "4096 tokens"
     with pytest.raises(AttributeError):
         tokens(8).budget = 9  # type: ignore[misc]
+
+
+def test_a_multiple_makes_few_widths_and_keeps_every_token() -> None:
+    lengths = [37, 3, 12, 64, 50, 9, 33, 21, 17, 5, 60, 2]
+    width = 60 + 6
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.arange(1, length + 1)
+    by = tokens(160, pad={"ids": 0}, multiple=16)
+    micros = split({"ids": ids}, by)
+    widths = {micro["ids"].shape[1] for micro in micros}
+    assert widths <= {16, 32, 48, 64}
+    assert all(micro["ids"].numel() <= 160 for micro in micros)
+    kept = sorted(int((row != 0).sum()) for micro in micros for row in micro["ids"])
+    assert kept == sorted(lengths)
+    for micro in micros[:-1]:  # as many as the budget takes: one shape for each width
+        assert len(micro["ids"]) == 160 // micro["ids"].shape[1]
+
+
+def test_a_multiple_never_widens_the_batch_or_breaks_the_budget() -> None:
+    ids = torch.ones(3, 50, dtype=torch.long)
+    micros = split({"ids": ids}, tokens(55, pad={"ids": 0}, multiple=64))
+    assert [tuple(micro["ids"].shape) for micro in micros] == [(1, 50)] * 3
+    wide = torch.zeros(2, 70, dtype=torch.long)
+    wide[:, :50] = 1
+    micros = split({"ids": wide}, tokens(55, pad={"ids": 0}, multiple=64))
+    assert [tuple(micro["ids"].shape) for micro in micros] == [(1, 50)] * 2
+
+
+@pytest.mark.parametrize("multiple", [0, -64, 1.5, True, "64"])
+def test_an_impossible_multiple_is_refused(multiple: Any) -> None:
+    with pytest.raises(OptionError, match="multiple="):
+        tokens(128, multiple=multiple)

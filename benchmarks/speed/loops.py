@@ -57,7 +57,7 @@ def _wholebatch(execute: Any, *, fused: bool = True) -> Loop:
             precision="bf16" if AMP else "full",
             execute=execute,
         )
-        for batch in _loader(case, case.window):
+        for batch in train.over(_loader(case, case.window), ahead=True):
             yield train.step(batch).loss
 
     return loop

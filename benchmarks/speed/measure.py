@@ -71,7 +71,7 @@ def _row(
     updates = LOOPS[mode](case, model, micro or case.window)
     losses = []
     began = time.perf_counter()
-    for _ in range(4):
+    for _ in range(max(4, 2 * case.windows + 1)):  # every shape twice, where shapes differ
         losses.append(next(updates))
         synchronize()
         sys.stderr.write(f"window {len(losses)} after {time.perf_counter() - began:.1f} s\n")

@@ -44,6 +44,7 @@ def take_apart(micro: Any) -> Inputs:
     """The micro-batch's tensors and key, or CannotTrace where it holds something opaque."""
     leaves, structure = flatten(micro)
     parts: list[Hashable] = []
+    values: list[Any] = []
     for leaf in leaves:
         value = leaf.value
         if isinstance(value, Tensor):
@@ -52,6 +53,8 @@ def take_apart(micro: Any) -> Inputs:
                     f"{leaf.name or 'the micro-batch'} is a {type(value).__name__} of layout "
                     f"{value.layout}, and a graph takes dense tensors"
                 )
+            if not _is_dense(value):  # a slice of a wider batch: its strides tell nothing
+                value = value.contiguous()
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
         elif isinstance(value, _VALUES):
             parts.append((leaf.name, type(value), value))
@@ -60,6 +63,21 @@ def take_apart(micro: Any) -> Inputs:
                 f"{leaf.name or 'the micro-batch'} is a {type(value).__name__}, which may differ "
                 "in ways that a graph does not see"
             )
-    values = tuple(leaf.value for leaf in leaves)
+        values.append(value)
     tensors = tuple(value for value in values if isinstance(value, Tensor))
-    return Inputs(tensors, tuple(parts), values, structure)
+    return Inputs(tensors, tuple(parts), tuple(values), structure)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=_by_stride):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _by_stride(dimension: tuple[int, int]) -> tuple[int, int]:
+    return dimension[1], dimension[0]

@@ -26,10 +26,15 @@ class Tokens:
     lengths: str | None = None
     trim: Mapping[str, tuple[int, ...]] | None = None
     sort: bool = True
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         if not is_positive(self.budget):
             raise OptionError(f"tokens({self.budget!r}): must be a positive number of tokens")
+        if not is_positive(self.multiple):
+            raise OptionError(
+                f"tokens(multiple={self.multiple!r}): must be a positive number of tokens"
+            )
         declared = [name for name in ("mask", "pad", "lengths") if getattr(self, name) is not None]
         if len(declared) > 1:
             raise OptionError(
@@ -66,6 +71,7 @@ def tokens(
     lengths: str | None = None,
     trim: Mapping[str, tuple[int, ...]] | None = None,
     sort: bool = True,
+    multiple: int = 1,
 ) -> Tokens:
     """Micro-batches of at most `budget` padded tokens, for `split` and `WholeBatch`.
 
@@ -85,6 +91,9 @@ def tokens(
     (an attention mask `[samples, 1, tokens, tokens]`), `trim={"name": (2, 3)}` says which
     dimensions to trim, and `trim={"name": ()}` that none is. `sort=False` keeps the order.
 
+    `multiple=64` trims to multiples of 64 tokens, so that few shapes of micro-batches come up:
+    each gets a graph of its own where micro-steps are compiled or recorded (`execute=`).
+
     >>> import torch
     >>> batch = {
     ...     "input_ids": torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 7], [8, 9, 0, 0]]),
@@ -94,7 +103,9 @@ def tokens(
     >>> [micro["input_ids"].tolist() for micro in split(batch, tokens(6, lengths="length"))]
     [[[4, 5, 6, 7]], [[1, 2], [8, 9], [3, 0]]]
     """
-    return Tokens(budget, mask=mask, pad=pad, lengths=lengths, trim=trim, sort=sort)
+    return Tokens(
+        budget, mask=mask, pad=pad, lengths=lengths, trim=trim, sort=sort, multiple=multiple
+    )
 
 
 def check_micro_batch(micro_batch: object) -> None:

@@ -43,10 +43,18 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
                 "leaf with the length of each sample), or split by a number of samples"
             )
         lengths = [width] * layout.size
+    elif by.multiple > 1 and width is not None:
+        lengths = [_rounded(length, by, width) for length in lengths]
     return [
         (_micro_batch(layout, rows, cuts, max(1, *(lengths[row] for row in rows))), rows)
         for rows in _pack(lengths, by)
     ]
+
+
+def _rounded(length: int, by: Tokens, width: int) -> int:
+    """The next multiple, but never wider than the batch (or than the budget, if it fits alone)."""
+    rounded = min(-(-max(length, 1) // by.multiple) * by.multiple, width)
+    return rounded if rounded <= by.budget else length
 
 
 def _pack(lengths: list[int], by: Tokens) -> list[list[int]]:
