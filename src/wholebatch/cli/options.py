@@ -9,11 +9,13 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import OptionError, StateError
+from wholebatch.scaling import BatchSchedule, parse_amount
 
 __all__ = [
     "PARALLEL",
@@ -38,11 +40,26 @@ _FALLBACK: dict[str, Any] = {
     "lr": None,
     "seed": 0,
     "checkpoint_every": 50,
+    "memory": None,
+    "checkpointing": False,
+    "batch_schedule": None,
+    "lr_rule": "none",
+    "base_batch": None,
+    "betas": "keep",
+    "warmup": None,
+    "execute": "auto",
+    "noise": "auto",
+    "wandb": None,
+}
+_ONE_OF = {
+    "lr_rule": ("none", "linear", "sqrt"),
+    "betas": ("keep", "beta2", "both"),
+    "execute": ("auto", "eager", "compile", "graph"),
 }
 # Engines of the library that a script of one's own can use.
 _BY_SCRIPT = ("deepspeed", "pipeline")
 # What a resumed run may change without becoming another run.
-_MAY_CHANGE = ("steps", "checkpoint_every")
+_MAY_CHANGE = ("steps", "checkpoint_every", "memory", "wandb")
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,17 @@ class Given:
     lr: float | None = None
     seed: int | None = None
     checkpoint_every: int | None = None
+    memory: str | None = None
+    checkpointing: bool | None = None
+    fit: bool | None = None
+    batch_schedule: str | None = None
+    lr_rule: str | None = None
+    base_batch: int | None = None
+    betas: str | None = None
+    warmup: str | None = None
+    execute: str | None = None
+    noise: int | str | None = None
+    wandb: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,12 +99,29 @@ class Config:
     lr: float | None
     seed: int
     checkpoint_every: int
+    memory: str | None = None
+    checkpointing: bool = False
+    batch_schedule: str | None = None
+    lr_rule: str = "none"
+    base_batch: int | None = None
+    betas: str = "keep"
+    warmup: str | None = None
+    execute: str = "auto"
+    noise: int | str = "auto"
+    wandb: str | None = None
 
     @property
     def tokens(self) -> int | None:
         """The budget, if the micro-batch is one of tokens."""
         match = _TOKENS.fullmatch(str(self.micro_batch))
         return int(match[1]) if match else None
+
+    @property
+    def budget(self) -> float | str | None:
+        """What `WholeBatch(memory=)` is given: a share of the device is a number there."""
+        with suppress(ValueError):
+            return None if self.memory is None else float(self.memory)
+        return self.memory
 
     @property
     def autocast(self) -> str:
@@ -89,11 +134,13 @@ def resolve(
 ) -> Config:
     """The settings, each from the first place that says it; a stored run is not changed."""
     values: dict[str, Any] = {}
+    if stored is not None and given.batch_size is not None:
+        _same_schedule(given, stored.get("batch_schedule"))
     for field in fields(Config):
         name = field.name
         asked = check(name, getattr(given, name), _flag(name))
         if stored is not None:
-            kept = stored[name]
+            kept = stored.get(name, _FALLBACK[name])  # a run of before there was this setting
             if asked is not None and asked != kept and name not in _MAY_CHANGE:
                 raise OptionError(
                     f"{_flag(name)} {asked}: the run that --resume continues has {kept}; leave it "
@@ -102,6 +149,8 @@ def resolve(
             values[name] = kept if asked is None else asked
         elif asked is not None:
             values[name] = asked
+        elif name == "micro_batch" and (given.memory is not None or given.fit):
+            values[name] = "auto"  # who says how much memory there is, wants it used
         elif name == "lr":
             values[name] = None  # the recipe's own affair: its optimizer, or defaults["lr"]
         elif name in defaults:
@@ -110,7 +159,19 @@ def resolve(
             values[name] = _FALLBACK[name]
     if values["precision"] == "fp32":
         values["precision"] = "full"
+    if given.fit and values["memory"] is None:
+        values["memory"] = "free"
     return Config(**values)
+
+
+def _same_schedule(given: Given, kept: str | None) -> None:
+    asked = check("batch_schedule", given.batch_schedule, "--batch-size")
+    if asked != kept:
+        has = kept or "one batch size throughout"
+        raise OptionError(
+            f"--batch-size {asked or given.batch_size}: the run that --resume continues has {has}; "
+            "leave it out, or begin a new run in another --out"
+        )
 
 
 def check(name: str, value: Any, label: str) -> Any:
@@ -128,6 +189,22 @@ def check(name: str, value: Any, label: str) -> Any:
             why = ", which the command does not launch" if value in _BY_SCRIPT else ""
             raise OptionError(f"{label} {value}{why}: must be {' or '.join(PARALLEL)}")
         return value
+    if name == "memory":
+        return _memory(value, label)
+    if name in _ONE_OF:
+        if value not in _ONE_OF[name]:
+            raise OptionError(f"{label} {value}: must be one of {', '.join(_ONE_OF[name])}")
+        return value
+    if name == "batch_schedule":
+        return str(BatchSchedule.parse(str(value), label))
+    if name == "warmup":
+        return str(parse_amount(str(value), label))
+    if name == "noise":
+        return _noise(value, label)
+    if name == "wandb":
+        return str(value)
+    if name in ("checkpointing", "fit"):
+        return bool(value) or None
     if name in ("clip_norm", "lr"):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
@@ -153,6 +230,28 @@ def _micro_batch(value: Any, label: str) -> int | str:
     )
 
 
+def _noise(value: Any, label: str) -> int | str:
+    text = str(value).strip()
+    if text in ("auto", "off"):
+        return text
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise OptionError(f'{label} {text}: must be "auto", "off", or every how many windows')
+
+
+def _memory(value: Any, label: str) -> str:
+    text = str(value).strip()
+    if text == "free" or re.fullmatch(r"\d+(\.\d+)?\s*([kKMGT]i?B|B|%)", text, re.IGNORECASE):
+        return text
+    with suppress(ValueError):
+        if 0 < float(text) <= 1 and "." in text:
+            return text
+    raise OptionError(
+        f"{label} {text}: must be a size such as 20GiB, a share of the device such as 0.8 or 80%, "
+        'or "free" for what is free now'
+    )
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -161,7 +260,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """What `config.json` of a run says: the recipe and its settings."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        wanted = {field.name for field in fields(Config)}
+        wanted = {field.name for field in fields(Config) if field.default is MISSING}
         if not wanted <= stored["settings"].keys() or not isinstance(stored["recipe"], str):
             raise KeyError
     except OSError as error:

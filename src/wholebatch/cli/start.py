@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from wholebatch.checkpoint import Checkpoints, Found
 from wholebatch.cli.crew import Crew
 from wholebatch.cli.folder import RunFolder, find_run, launched_folder, new_folder
 from wholebatch.cli.options import Config, Given, read_config, resolve
+from wholebatch.cli.source import Source
 from wholebatch.errors import OptionError, StateError
 from wholebatch.recipes import EMBEDDED, Recipe, load_recipe
 
@@ -28,6 +29,7 @@ class Asked:
     out: Path | None
     resume: bool
     auto_resume: bool
+    source: Source = field(default_factory=Source)
 
 
 @dataclass(frozen=True)

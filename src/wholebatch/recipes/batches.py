@@ -54,7 +54,8 @@ class Batches:
     DataLoader, whose batches are taken as they are. The last batch of an epoch may be short; it
     is never left out. With `ranks`, `take()` gives the share of `rank`, or `Nothing`.
 
-    `size_at(epoch)`, where it is set, is asked for the size of every batch before it is read.
+    After `follow(size_at)`, `size_at(epoch)` is asked for the size of every batch before it is
+    read.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Batches:
     ) -> None:
         self.position = Position()
         self.batch_size = batch_size
-        self.size_at: Callable[[int], int] | None = None
+        self._size_at: Callable[[int], int] | None = None
         self._past = _Past()
         self._rank, self._ranks = rank, ranks
         self._build = build
@@ -91,6 +92,16 @@ class Batches:
     def loader_batch_size(self) -> int | None:
         """What a DataLoader was made with; None for everything else."""
         return self._data.batch_size if self.kind == "loader" else None
+
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch that were taken so far."""
+        return self._past.samples
+
+    def follow(self, size_at: Callable[[int], int]) -> None:
+        """Let the size of every batch be asked for, from the one at `position` on."""
+        self._size_at = size_at
+        self._iterator = self._peeked = None
 
     def peek(self) -> Any:
         """The batch at `position`, which stays; the next `take` gives the same."""
@@ -138,8 +149,8 @@ class Batches:
         self._order = None
 
     def _resize(self) -> None:
-        if self.size_at is not None:
-            self.batch_size = self.size_at(self.position.epoch)
+        if self._size_at is not None:
+            self.batch_size = self._size_at(self.position.epoch)
 
     def _from_dataset(self) -> Any:
         assert self.length is not None
@@ -216,7 +227,8 @@ class Batches:
 
     def _restart(self) -> None:
         with self._seeded("epoch"):
-            if self.position.epoch > 0 and iter(self._data) is self._data:
+            begun = self.position.epoch > 0 or self._in_epoch > 0
+            if begun and iter(self._data) is self._data:
                 self._data = self._build()  # a generator: spent after one epoch
             self._iterator = iter(self._data)
         self._in_epoch = 0

@@ -1,0 +1,102 @@
+"""Options of `wholebatch train` about what follows the batch, what is watched, and what is taken
+from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+__all__ = [
+    "BaseBatch",
+    "BatchSize",
+    "Betas",
+    "Execute",
+    "From",
+    "LrRule",
+    "Noise",
+    "Wandb",
+    "Warmup",
+]
+
+_BATCH, _RUN, _FOLLOWS = "The batch and the update", "The run", "What follows the batch"
+
+BatchSize: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|SCHEDULE",
+        help="Samples that make one update, those of all ranks together; or a schedule over "
+        "updates, epochs or tokens: 64@0,128@1000 or 64@0,128@2ep or 64@0,128@2Mtok.",
+        rich_help_panel=_BATCH,
+    ),
+]
+Execute: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|eager|compile|graph",
+        help="How a micro-batch is run.",
+        rich_help_panel=_BATCH,
+    ),
+]
+LrRule: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|linear|sqrt",
+        help="How the learning rate follows the batch size (linear: SGD; sqrt: Adam).",
+        rich_help_panel=_FOLLOWS,
+    ),
+]
+BaseBatch: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="The batch size that the learning rate and the betas are meant for. Default: the "
+        "schedule's first, else the recipe's own.",
+        rich_help_panel=_FOLLOWS,
+    ),
+]
+Betas: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="keep|beta2|both",
+        help="Which of Adam's betas keep their half-life in tokens when the batch changes.",
+        rich_help_panel=_FOLLOWS,
+    ),
+]
+Warmup: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|Nep|Ntok",
+        help="Raise the learning rate over so many updates, epochs (5ep) or tokens (2Mtok), from "
+        "that of the base batch (from 0 where --lr-rule does not raise it).",
+        rich_help_panel=_FOLLOWS,
+    ),
+]
+Noise: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|off|N",
+        help="Estimate the gradient noise scale from every N-th window (auto: one in 16), and say "
+        "what it means for the batch size.",
+        rich_help_panel=_RUN,
+    ),
+]
+Wandb: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PROJECT",
+        help="Log to this project of Weights & Biases too (WANDB_MODE=offline: without network).",
+        rich_help_panel=_RUN,
+    ),
+]
+From: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Settings from a JSON file: manifest.json of a run makes it again, tune.json takes "
+        "what was found. The command line wins.",
+        rich_help_panel=_RUN,
+    ),
+]
