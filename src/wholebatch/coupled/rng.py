@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Streams"]
+__all__ = ["Streams", "draw"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -31,9 +31,10 @@ class Streams:
             {device for device in devices if device.type in ("cuda", "xpu")}, key=str
         )
         self._before = self._get()
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        seed = draw()
         self._after = self._get()
         self._states = [self._seeded(_mix(seed, k)) for k in range(parties)]
+        self._first = list(self._states)
 
     def enter(self, party: int) -> None:
         self._set(self._states[party])
@@ -43,6 +44,14 @@ class Streams:
 
     def close(self) -> None:
         self._set(self._after)
+
+    def drawn(self) -> bool:
+        """Whether a micro-batch has drawn a number, by what `leave` has kept so far."""
+        return not all(
+            torch.equal(now, then)
+            for states, first in zip(self._states, self._first, strict=True)
+            for now, then in zip(states, first, strict=True)
+        )
 
     def rewind(self) -> None:
         self._set(self._before)
@@ -59,6 +68,11 @@ class Streams:
     def _seeded(self, seed: int) -> list[Tensor]:
         places: list[torch.device] = [torch.device("cpu"), *self._devices]
         return [torch.Generator(place).manual_seed(seed).get_state() for place in places]
+
+
+def draw() -> int:
+    """The seed of a window's streams, from the caller's generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def _mix(seed: int, party: int) -> int:

@@ -55,22 +55,26 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class Recomputed:
-    """While this is entered, the given blocks keep their inputs only."""
+    """While this is entered, the given blocks keep their inputs only.
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    `random=False`: they draw no random numbers, so the generators are left alone.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, random: bool = True) -> None:
         self._blocks = blocks
+        self._random = random
         self._replaced = ReplacedForwards()
 
     def __enter__(self) -> None:
         for _, block in self._blocks:
-            self._replaced.replace(block, _again(block.forward))
+            self._replaced.replace(block, _again(block.forward, self._random))
 
     def __exit__(self, *error: object) -> None:
         self._replaced.restore()
 
 
-def _again(found: Callable[..., Any]) -> Callable[..., Any]:
+def _again(found: Callable[..., Any], random: bool) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(found, *args, use_reentrant=False, **kwargs)
+        return checkpoint(found, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)
 
     return forward

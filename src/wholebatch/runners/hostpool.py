@@ -56,6 +56,12 @@ class HostPool:
         else:
             self.held -= span.size
 
+    def forget_copies(self) -> None:
+        """All copies to and from free pieces are done: nothing has to wait for them any more."""
+        for spans in self._free.values():
+            for span in spans:
+                span.written = span.read = None
+
     def _new(self, size: int) -> Tensor:
         if size > len(self._rest):
             fresh = max(size, self._slab)
@@ -133,6 +139,11 @@ class Copies:
 
     def release(self, span: Span) -> None:
         self._pool.give(span)
+
+    def join(self) -> None:
+        """What is computed from here on comes after all copies."""
+        for device, stream in (*self._out.items(), *self._in.items()):
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def _side(
         self, streams: dict[torch.device, torch.cuda.Stream], device: torch.device

@@ -98,8 +98,10 @@ class LockStep:
         self._model = model
         self._least_page = least_page
         self._pool: HostPool | None = None
+        self._recorded_pools: list[HostPool] = []
         self._learnt: dict[int, set[Place]] = {}
         self.paged: Paged | None = None
+        self.drawn = True  # whether a micro-batch of the last run drew random numbers
 
     def run(
         self,
@@ -147,16 +149,40 @@ class LockStep:
             self.holding = "host"
         return True
 
+    def record(
+        self, micros: Sequence[M], *, forward: Callable[[M], T], backward: Callable[[T], R]
+    ) -> list[R]:
+        """The same as `run`, for a CUDA graph that is being recorded on the current stream.
+
+        For models that draw no random numbers (`drawn` says so after a run): the device's generator
+        is not touched. Host memory that the copies of `hold="host"` go to is the recording's own
+        from here on. A run of the same kind must have been before, so that everything that is made
+        once is made.
+        """
+        pool = self._pool or HostPool(pinned=self._has_thread_state())
+        self._pool = None  # a later run takes another
+        pool.forget_copies()
+        self._recorded_pools.append(pool)
+        return self._run(micros, forward, backward, None, pool=pool, recording=True)
+
+    def forget_recordings(self) -> None:
+        """Give back the host memory of all recordings: none of them will be replayed again."""
+        self._recorded_pools.clear()
+
     def _run(
         self,
         micros: Sequence[M],
         forward: Callable[[M], T],
         backward: Callable[[T], R],
         moved: Callable[[M], M] | None,
+        *,
+        pool: HostPool | None = None,
+        recording: bool = False,
     ) -> list[R]:
         parties = len(micros)
-        streams = Streams(parties, self._devices()) if parties > 1 else None
-        pages = self._pages(parties) if self.holding == "host" and parties > 1 else None
+        devices = () if recording else self._devices()
+        streams = Streams(parties, devices) if parties > 1 else None
+        pages = self._pages(parties, pool) if self.holding == "host" and parties > 1 else None
         parts = [part for part in (streams, pages) if part is not None]
         baton: Baton[R] = Baton(
             parties,
@@ -180,6 +206,8 @@ class LockStep:
                 del micro
                 value = backward(result)
                 del result
+            if streams is not None:
+                streams.leave(party)
             if pages is not None:
                 pages.finish(party)
             return value
@@ -187,11 +215,12 @@ class LockStep:
         def threaded(party: int) -> Callable[[], R]:
             return lambda: inherited.run(lambda: body(party))
 
-        buffers = _Buffers(self._norms)
+        # Recording computes nothing, so nothing has to be put back.
+        buffers = _Buffers(() if recording else self._norms)
         try:
             with (
                 Meetings(self._norms, baton, reduce=self._reduce),
-                Recomputed(self._blocks if self.holding == "inputs" else ()),
+                Recomputed(self._blocks if self.holding == "inputs" else (), random=not recording),
                 Elsewhere(self._model.modules() if by_layers and self._model else (), baton.call),
             ):
                 results = baton.run([threaded(party) for party in range(parties)])
@@ -205,17 +234,18 @@ class LockStep:
                 self.paged = pages.close()
         if streams is not None:
             streams.close()
+            self.drawn = streams.drawn()
         return results
 
     def _has_thread_state(self) -> bool:
         return any(device.type == "cuda" for device in self._devices())
 
-    def _pages(self, parties: int) -> Pages:
-        if self._pool is None:
-            self._pool = HostPool(pinned=self._has_thread_state())
+    def _pages(self, parties: int, pool: HostPool | None) -> Pages:
+        if pool is None:
+            pool = self._pool = self._pool or HostPool(pinned=self._has_thread_state())
         return Pages(
             parties,
-            pool=self._pool,
+            pool=pool,
             kind="cuda" if self._has_thread_state() else "cpu",
             parameters=() if self._model is None else self._model.parameters(),
             learnt=self._learnt,

@@ -175,6 +175,7 @@ class Pages:
                 page.leaving = False
                 self._restore(page, storage)
             self._forget(key, page)
+        self._copies.join()
         return Paged(self.peak, self._copies.bytes_out, self._copies.bytes_in)
 
     # What the watch tells.

@@ -1,0 +1,372 @@
+"""A whole lock-step window as one CUDA graph: one launch instead of many thousands.
+
+Lock-step launches small kernels from threads that take turns, and the host is what a window waits
+for. While a window is recorded the threads run once more, and CUDA writes down what they launch
+instead of running it; a replay needs no threads, no meetings and no host.
+
+A recording holds for windows whose micro-batches have the same shapes. What it was made under (the
+model's plain attributes, where its tensors are) is looked at again at every window, and a recording
+is used only after it gave the gradients that the threads gave. Models that draw random numbers,
+decide by the values of tensors, or do anything in Python that has to be done again are not
+recorded: their windows run as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.backward import Backward, backward_into
+from wholebatch.coupled.rng import draw
+from wholebatch.execute.check import differs
+from wholebatch.execute.fingerprint import Fingerprint, only_reads, refuse_hooks
+from wholebatch.execute.inputs import Inputs, Key, take_apart
+from wholebatch.execute.notes import CannotTrace, Notes, first_line
+from wholebatch.execute.trace import Form
+from wholebatch.loss import Loss, Terms
+from wholebatch.runners.lockstep import LockStep
+from wholebatch.snapshot import Snapshot
+from wholebatch.window import Window
+
+__all__ = ["CudaTape", "Recorder", "Tape"]
+
+R = TypeVar("R")
+Micro = tuple[list[Tensor], list[Tensor]]
+"""Totals, and the units that are tensors, of one micro-batch."""
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+_EAGER_WINDOWS = 2
+"""Windows of a kind before one is recorded: making the recording takes about as long."""
+_KINDS = 3
+
+
+class Tape(Protocol):
+    """Records what `run` launches, and launches it again."""
+
+    def record(self, run: Callable[[], R]) -> R: ...
+
+    def replay(self) -> None: ...
+
+
+class CudaTape:
+    """A CUDA graph. What `run` returns keeps its place: every replay writes it anew."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def record(self, run: Callable[[], R]) -> R:
+        # Other threads launch into the recorded stream; only this one is kept from what would
+        # break a recording.
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                return run()
+        except BaseException:
+            _after_a_broken_recording(self._pool)
+            raise
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def _after_a_broken_recording(pool: Any) -> None:
+    """A recording that fails leaves the allocator and the generator believing that it goes on."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    with suppress(RuntimeError):
+        blank = torch.cuda.CUDAGraph()
+        number = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(blank, capture_error_mode="thread_local"):
+            number.add_(1)
+
+
+@dataclass
+class _Recording:
+    """A window that can be replayed: where it reads, and where it leaves what it makes."""
+
+    tape: Tape
+    inputs: list[list[Tensor]]
+    seeds: dict[str, Tensor]
+    forms: list[Form]
+    results: list[Micro]
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    addresses: list[int]
+    done: torch.cuda.Event | None = None
+
+
+class Recorder:
+    """Runs lock-step windows of one WholeBatch: by threads, or by a recording of them.
+
+    `forward(micro)` gives the loss of a micro-batch that may still be on the host. `eager`: there
+    is to be no recording; `at_once`: one is asked for, so it is made after the first window, and
+    a warning says where it cannot be. `sixteen_bit`: the forward computes in 16 bit.
+    """
+
+    def __init__(
+        self,
+        lock_step: LockStep,
+        *,
+        model: nn.Module,
+        loss: Callable[..., Any],
+        window: Window,
+        forward: Callable[[Any], Loss | Terms],
+        single: str,
+        eager: bool,
+        at_once: bool,
+        sixteen_bit: bool,
+        tape: Callable[[], Tape] | None = None,
+    ) -> None:
+        self._lock_step = lock_step
+        self._model = model
+        self._loss = loss
+        self._window = window
+        self._forward = forward
+        self._single = single
+        self._eager_windows = 1 if at_once else _EAGER_WINDOWS
+        self._sixteen_bit = sixteen_bit
+        self._tape = tape or self._cuda_tape
+        self.notes = Notes(asked=at_once)
+        self.mode = "threads"
+        self._off = eager
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of every recording and its memory."""
+        self._fingerprint: Fingerprint | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._recordings: dict[Key, _Recording] = {}
+        self._seen: dict[Key, int] = {}
+        self._pool: Any = None
+        self._lock_step.forget_recordings()
+
+    def run(self, micros: Sequence[Any], by_threads: Callable[[], None]) -> None:
+        """One window: its gradients are in, and its sums are in the ledger."""
+        self.mode = "threads"
+        if self._off:
+            by_threads()
+            return
+        try:
+            apart = [take_apart(micro) for micro in micros]
+            recording = self._recording(apart)
+        except CannotTrace as reason:
+            self._give_up(str(reason))
+            by_threads()
+            return
+        if recording is not None:
+            self.mode = "recording"
+            self._replay(recording, apart)
+            return
+        try:
+            by_threads()
+        except torch.OutOfMemoryError:
+            self.forget()  # their memory may be what is missing
+            raise
+        key = self._key(apart)
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] >= self._eager_windows and len(self._recordings) < _KINDS:
+            try:
+                self._recordings[key] = self._make(apart)
+            except CannotTrace as reason:
+                self._give_up(str(reason))
+
+    def _key(self, apart: list[Inputs]) -> Key:
+        return (self._lock_step.holding, *(inputs.key for inputs in apart))
+
+    def _recording(self, apart: list[Inputs]) -> _Recording | None:
+        """The recording for these micro-batches, if there is one and it still holds."""
+        window = self._window
+        if not window.is_open:
+            if window.next_seed is None:
+                return None
+            window.begin()
+        same = len(self._parameters) == len(window.inputs) and all(
+            a is b for a, b in zip(self._parameters, window.inputs, strict=True)
+        )
+        if not same or self._fingerprint is None or not self._fingerprint.holds():
+            self.forget()
+            self._fingerprint = Fingerprint(self._model, self._loss)
+            self._parameters = list(window.inputs)
+        key = self._key(apart)
+        found = self._recordings.get(key)
+        if found is not None and found.addresses != self._addresses():
+            del self._recordings[key]  # a tensor of the model lies elsewhere now
+            return None
+        return found
+
+    def _cuda_tape(self) -> Tape:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return CudaTape(self._pool)
+
+    # ----------------------------------------------------------------- replay
+
+    def _replay(self, recording: _Recording, apart: list[Inputs]) -> None:
+        draw()  # as the threads do, so that what is drawn later does not depend on who ran
+        self._fill(recording, apart)
+        recording.tape.replay()
+        if recording.done is not None:
+            recording.done.record()
+        for parameter, gradient in recording.gradients:
+            parameter.grad = gradient
+        for form, (totals, units) in zip(recording.forms, recording.results, strict=True):
+            counted = iter(units)
+            self._window.record(
+                {n: t.clone() for n, t in zip(form.names, totals, strict=True)},
+                {
+                    name: next(counted).clone() if number is None else number
+                    for name, number in zip(form.names, form.units, strict=True)
+                },
+                dict(zip(form.names, form.weights, strict=True)),
+            )
+            self._window.micro_batch_done()
+
+    @torch.no_grad()
+    def _fill(self, recording: _Recording, apart: list[Inputs]) -> None:
+        if recording.done is not None:
+            recording.done.synchronize()  # the last replay has read what is on the host
+        for statics, inputs in zip(recording.inputs, apart, strict=True):
+            for static, tensor in zip(statics, inputs.tensors, strict=True):
+                static.copy_(tensor, non_blocking=True)
+        form = recording.forms[0]
+        seeds = self._seeds(dict(zip(form.names, form.dtypes, strict=True)), form.weights)
+        for name, seed in seeds.items():
+            recording.seeds[name].copy_(seed)
+
+    def _seeds(
+        self, dtypes: Mapping[str, torch.dtype], weights: Sequence[float] | None = None
+    ) -> dict[str, Tensor]:
+        """What the backward of each term's total starts from in this window."""
+        device = self._parameters[0].device
+        found = [self._window.weights[name] for name in dtypes] if weights is None else weights
+        return {
+            name: self._window.seed_of(name, torch.empty((), dtype=dtype, device=device), weight)
+            for (name, dtype), weight in zip(dtypes.items(), found, strict=True)
+        }
+
+    def _addresses(self) -> list[int]:
+        tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    # ------------------------------------------------------------------- make
+
+    def _make(self, apart: list[Inputs]) -> _Recording:
+        """Record the window that the threads have just run, and hold the two against each other."""
+        window = self._window
+        if self._lock_step.drawn:
+            raise CannotTrace("it draws random numbers, and each replay would need others")
+        if window.target.sixteen_bit:
+            raise CannotTrace("gradients of 16-bit parameters are added by hooks")
+        refuse_hooks(self._model)
+        wanted = [parameter.grad for parameter in self._parameters]
+        totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
+        after = Snapshot(self._model)
+        try:
+            recording = self._recorded(apart, {n: _dtype(made[0]) for n, made in totals.items()})
+            self._fill(recording, apart)
+            recording.tape.replay()
+            self._hold_against(recording, wanted, totals)
+        finally:
+            after.restore()
+            for parameter, gradient in zip(self._parameters, wanted, strict=True):
+                parameter.grad = gradient
+        self.notes.tell(f"recorded a lock-step window of {len(apart)} micro-batches")
+        return recording
+
+    def _recorded(self, apart: list[Inputs], dtypes: dict[str, torch.dtype]) -> _Recording:
+        device = self._parameters[0].device
+        on_host = self._lock_step.holding == "host"  # the device shall not hold the whole batch
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what stays is not to lie in the gaps of what does not
+        inputs = [
+            [_static(tensor, device, on_host=on_host) for tensor in one.tensors] for one in apart
+        ]
+        micros = [one.around(statics) for one, statics in zip(apart, inputs, strict=True)]
+        seeds = {name: seed.clone() for name, seed in self._seeds(dtypes).items()}
+        forms: list[Form] = []
+        backwards: list[Backward] = []
+        for parameter in self._parameters:
+            parameter.grad = None
+
+        def backward(loss: Loss | Terms) -> Micro:
+            forms.append(Form.of(loss, self._single))
+            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+            totals = [term.total for term in terms]
+            if not backwards:
+                backwards.append(backward_into(self._parameters, [self._model], totals))
+            backwards[0].run(totals, [seeds[name] for name in forms[-1].names])
+            units = [term.units for term in terms]
+            return (
+                [total.detach() for total in totals],
+                [unit.detach() for unit in units if isinstance(unit, Tensor)],
+            )
+
+        tape = self._tape()
+        try:
+            with only_reads(self._model):
+                results = tape.record(
+                    lambda: self._lock_step.record(micros, forward=self._forward, backward=backward)
+                )
+        except (CannotTrace, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # whatever a model does that cannot be recorded
+            raise CannotTrace(f"CUDA cannot record it ({first_line(problem)})") from problem
+        done = torch.cuda.Event() if device.type == "cuda" and on_host else None
+        gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        return _Recording(tape, inputs, seeds, forms, results, gradients, self._addresses(), done)
+
+    def _hold_against(
+        self,
+        recording: _Recording,
+        wanted: list[Tensor | None],
+        totals: Mapping[str, Sequence[Tensor | float]],
+    ) -> None:
+        weights = self._window.weights
+        for form in recording.forms:
+            if dict(zip(form.names, form.weights, strict=True)) != weights:
+                raise CannotTrace("its loss differs in form from one call to the next")
+        found = [total for made, _ in recording.results for total in made]
+        names = recording.forms[0].names
+        eager = [t for made in zip(*(totals[n] for n in names), strict=True) for t in made]
+        reasons = (
+            differs(found, [t for t in eager if isinstance(t, Tensor)], "loss", sixteen_bit=True),
+            differs(
+                [gradient for _, gradient in recording.gradients],
+                [gradient for gradient in wanted if gradient is not None],
+                "gradient",
+                sixteen_bit=self._sixteen_bit,
+            ),
+        )
+        for reason in reasons:
+            if reason is not None:
+                raise CannotTrace(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self._off = True
+        self.forget()
+        self.notes.fell_back("graph", "by threads", reason)
+
+
+def _dtype(total: Tensor | float) -> torch.dtype:
+    if not isinstance(total, Tensor) or total.dtype in _SIXTEEN_BIT:
+        raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
+    return total.dtype
+
+
+def _static(tensor: Tensor, device: torch.device, *, on_host: bool) -> Tensor:
+    """Memory that stays, for tensors like this one, with the same content."""
+    like = torch.empty_strided(
+        tuple(tensor.shape),
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="cpu" if on_host else device,
+        pin_memory=on_host and device.type == "cuda",
+    )
+    return like.copy_(tensor)
