@@ -7,7 +7,8 @@ unless it is linear. So a window takes the hooks off, and runs them at its close
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -31,15 +32,21 @@ class DeferredHooks:
                 parameter._backward_hooks = None
                 self._taken.append((parameter, hooks))
 
-    def run(self) -> None:
-        """Each hook in its order, on the complete normalised gradient, as autograd would."""
+    def run(
+        self, lent: Callable[[nn.Parameter], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """Each hook in its order, on the complete normalised gradient, as autograd would.
+
+        Within `lent(parameter)` a gradient that is kept elsewhere is in the parameter's `.grad`.
+        """
         for parameter, hooks in self._taken:
-            for hook in list(hooks.values()):
-                if parameter.grad is None:
-                    break
-                replaced = hook(parameter.grad)
-                if replaced is not None:
-                    parameter.grad = replaced
+            with nullcontext() if lent is None else lent(parameter):
+                for hook in list(hooks.values()):
+                    if parameter.grad is None:
+                        break
+                    replaced = hook(parameter.grad)
+                    if replaced is not None:
+                        parameter.grad = replaced
 
     def give_back(self) -> None:
         for parameter, hooks in self._taken:

@@ -109,6 +109,8 @@ class Executor:
         reason = None
         if window.sync.ranks > 1 or window.sync.grows_own_graph:
             reason = "gradients are reduced between ranks by hooks that only eager code calls"
+        elif window.store.only_eager is not None:
+            reason = window.store.only_eager
         elif keeps_moments:
             reason = 'batchnorm="statistics" collects its moments in Python'
         if reason is not None and not self._plan.eager:

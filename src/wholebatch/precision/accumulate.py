@@ -45,6 +45,10 @@ class SixteenBit:
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
+    def rounds(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
+        return any(parameter is one for one in self._rounded)
+
     def begin(self) -> None:
         """A window opens, and no gradient is there yet: autograd is to add in fp32."""
         for parameter in self._parameters:

@@ -1,0 +1,78 @@
+"""The store that an option names, or the reason why it cannot be used here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from wholebatch.close import CloseOptions
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.gradients.device import DeviceStore
+from wholebatch.gradients.host import HostStore
+from wholebatch.gradients.parts import check_parts
+from wholebatch.gradients.store import Store
+from wholebatch.sync import Sync
+
+if TYPE_CHECKING:
+    from wholebatch.target import Target
+
+__all__ = ["GradientsOn", "OptimizerOn", "choose"]
+
+GradientsOn: TypeAlias = Literal["device", "host"]
+OptimizerOn: TypeAlias = Literal["device", "host"]
+
+
+def choose(
+    gradients: str,
+    *,
+    optimizer_on: str = "device",
+    target: Target,
+    options: CloseOptions,
+    sync: Sync,
+    counts_units: bool = False,
+) -> Store:
+    """The store for `gradients=`, checked against everything else that was asked for.
+
+    `counts_units`: whether the units of a window are known before its first backward.
+    """
+    _check_name("gradients", gradients, get_args(GradientsOn))
+    _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))
+    if optimizer_on == "host" and gradients != "host":
+        raise OptionError(
+            f'optimizer_on="host" with gradients={gradients!r}: the step on the host takes the '
+            'gradients that are summed there; add gradients="host"'
+        )
+    if gradients == "device":
+        return DeviceStore(target, options, sync)
+    option = f"gradients={gradients!r}"
+    if sync.grows_own_graph or sync.owns_hooks or not _is_whole(target):
+        raise UnsupportedError(
+            f"{option} on a model that an engine shards or runs: its gradients are not made in the "
+            "parameters' own hooks; use a plain model or DDP, or the engine's own offloading"
+        )
+    _check_dense(target, option)
+    check_parts(target.optimizers, option)
+    return HostStore(target, options, sync, steps_on_host=optimizer_on == "host")
+
+
+def _check_name(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _is_whole(target: Target) -> bool:
+    return all(
+        type(parameter.data) is torch.Tensor for group in target.groups() for parameter in group
+    )
+
+
+def _check_dense(target: Target, option: str) -> None:
+    for model in target.models:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise UnsupportedError(
+                    f"{option} with {name}(sparse=True): sums of sparse gradients have no fixed "
+                    "size; use sparse=False, or keep the gradients on the device"
+                )

@@ -1,0 +1,206 @@
+"""Gradients leave the device as soon as they are made, and are summed on the host.
+
+Hooks hand each micro-batch's gradient of a parameter to the pipe and free it, so that the device
+never holds more than a few of them. At the close the sums are reduced, normalised and clipped where
+they are; then they come back bucket by bucket, and the optimizer steps on each bucket's parameters.
+With `optimizer_on="host"` the parameters of a bucket come to the host instead, and the optimizer's
+state stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.close import Closed, CloseOptions, close_gradients, stepping
+from wholebatch.errors import UnsupportedError
+from wholebatch.gradients.norm import total_norm
+from wholebatch.gradients.parts import in_parts, only
+from wholebatch.gradients.pipe import Pipe
+from wholebatch.gradients.returns import HostStep, Returns
+from wholebatch.gradients.store import Store
+from wholebatch.gradients.sums import Sums, flat_of, like
+from wholebatch.hooks import DeferredHooks
+from wholebatch.sync import Sync
+
+if TYPE_CHECKING:
+    from wholebatch.target import Target
+
+__all__ = ["HostStore"]
+
+
+class _Holder:
+    """A sum, as the close reads it."""
+
+    def __init__(self, sums: Sums, parameter: nn.Parameter) -> None:
+        self.grad = sums.shaped(parameter)
+
+
+class HostStore(Store):
+    """Sums on the host, in float32 or better; nothing of the size of the gradients elsewhere."""
+
+    in_grad = False
+    only_eager = 'with gradients="host" they leave by hooks that only eager code calls'
+
+    def __init__(
+        self, target: Target, options: CloseOptions, sync: Sync, *, steps_on_host: bool = False
+    ) -> None:
+        super().__init__(target, options, sync)
+        self._steps_on_host = steps_on_host
+        self._sums: Sums | None = None
+        self._pipes: dict[torch.device, Pipe] = {}
+        self._handles: list[Any] = []
+        self._nowhere: set[int] = set()  # parameters without a gradient on any rank
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of gradients that have left the devices so far."""
+        return sum(pipe.bytes_out for pipe in self._pipes.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the sums take."""
+        return 0 if self._sums is None else self._sums.bytes
+
+    # ----------------------------------------------------------------- window
+
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        super().begin(parameters)
+        if self._sums is None or not self._sums.is_for(parameters):
+            mine = {id(parameter) for parameter in parameters}
+            self._sums = None  # first, so that two sets never exist at once
+            self._sums = Sums(
+                [
+                    [p for group in o.param_groups for p in group["params"] if id(p) in mine]
+                    for o in self.target.optimizers
+                ]
+            )
+        self._sums.filled = set()
+        for parameter in parameters:
+            self._pipes.setdefault(parameter.device, Pipe(parameter.device))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._leave))
+
+    def _leave(self, parameter: Tensor) -> None:
+        """A gradient of this parameter is made: it leaves."""
+        gradient = parameter.grad
+        assert gradient is not None
+        assert self._sums is not None
+        assert isinstance(parameter, nn.Parameter)
+        if gradient.is_sparse:
+            raise UnsupportedError(
+                f'{self.target.name_of(parameter)}: a sparse gradient with gradients="host"; use '
+                "sparse=False, or keep the gradients on the device"
+            )
+        parameter.grad = None
+        first = id(parameter) not in self._sums.filled
+        self._sums.filled.add(id(parameter))
+        flat = flat_of(gradient.detach(), parameter)
+        self._pipes[parameter.device].put(flat, self._sums.flat(parameter), first=first)
+
+    def _drain(self) -> Sums:
+        for pipe in self._pipes.values():
+            pipe.drain()
+        assert self._sums is not None
+        return self._sums
+
+    # ------------------------------------------------------------------ close
+
+    def absent(self) -> set[int]:
+        assert self._sums is not None
+        return {id(p) for p in self.parameters} - self._sums.filled
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        self._nowhere.add(id(parameter))
+
+    def close(
+        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
+    ) -> Closed:
+        sums = self._drain()
+        if self.sync.ranks > 1:
+            self._reduce(sums)
+        wide = any(parameter.dtype is not torch.float32 for parameter in self.parameters)
+        return close_gradients(
+            [[_Holder(sums, parameter) for parameter in group] for group in groups],
+            self.target.optimizers,
+            self.options,
+            normalise,
+            before_clip=(lambda: hooks.run(self._lent)) if hooks else None,
+            total_norm=total_norm,
+            in_place=wide or self._steps_on_host,  # a fused step multiplies in float32
+        )
+
+    def _reduce(self, sums: Sums) -> None:
+        """Bucket by bucket, once per window; where the ranks talk to each other."""
+        for bucket in sums.buckets:
+            here = bucket.parameters[0].device
+            for parameter in bucket.parameters:
+                if id(parameter) not in sums.filled:
+                    sums.flat(parameter).zero_()
+            bucket.flat.copy_(self.sync.sum_tensor(bucket.flat.to(here)))
+        sums.filled = {id(parameter) for parameter in self.parameters} - self._nowhere
+
+    @contextmanager
+    def _lent(self, parameter: nn.Parameter) -> Iterator[None]:
+        """Within it the sum is the parameter's `.grad`, for the user's own gradient hooks."""
+        assert self._sums is not None
+        held = self._sums.shaped(parameter)
+        if held is None:
+            yield
+            return
+        found = parameter.grad_dtype
+        parameter.grad_dtype = held.dtype
+        parameter.grad = held.to(parameter.device, copy=True)
+        try:
+            yield
+            replaced: Tensor | None = parameter.grad
+            if replaced is not None:
+                held.copy_(replaced)
+        finally:
+            parameter.grad = None
+            parameter.grad_dtype = found
+
+    def step(self, remaining: float) -> None:
+        sums = self._drain()
+        rounds = self.target.sixteen_bit.rounds
+        for index, optimizer in enumerate(self.target.optimizers):
+            buckets = [
+                (bucket, [p for p in bucket.parameters if id(p) in sums.filled])
+                for bucket in sums.buckets
+                if bucket.optimizer == index
+            ]
+            factor = nullcontext() if remaining == 1.0 else stepping(optimizer, remaining)
+            way = HostStep() if self._steps_on_host else Returns()
+            with in_parts(optimizer), factor:
+                for parameters in way.over(optimizer, buckets, sums, rounds):
+                    with only(optimizer, parameters):
+                        optimizer.step()
+
+    # ------------------------------------------------------------------ state
+
+    def saved(self) -> list[Tensor | None]:
+        sums = self._drain()
+        held = [sums.shaped(parameter) for parameter in self.parameters]
+        return [None if one is None else one.clone() for one in held]
+
+    def load(self, saved: Any) -> None:
+        sums = self._drain()
+        for parameter, gradient in zip(self.parameters, saved, strict=True):
+            if gradient is not None:
+                like(parameter, sums.flat(parameter)).copy_(gradient)
+                sums.filled.add(id(parameter))
+
+    def discard(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for pipe in self._pipes.values():
+            pipe.forget()
+        super().discard()
+        self.target.sixteen_bit.end()
+        self._nowhere = set()
+        if self._sums is not None:
+            self._sums.filled = set()
