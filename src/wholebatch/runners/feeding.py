@@ -21,6 +21,7 @@ from wholebatch.execute import Execute, Executor, check_execute
 from wholebatch.loss import Loss, Terms, as_loss
 from wholebatch.precision import Precision
 from wholebatch.runners.lockstep import LockStep
+from wholebatch.runners.recorded import Recorder
 from wholebatch.runners.sequential import run_sequential
 from wholebatch.runners.wholeloss import WholeLoss
 from wholebatch.splitting import batch_size_of, to_device
@@ -84,6 +85,16 @@ class Feeding:
             eager=self._eager,
             single=SINGLE,
             keeps_moments=isinstance(self.policy, Statistics),
+        )
+        self.recorder = Recorder(
+            self._lock_step,
+            model=root,
+            loss=loss.stand_in if isinstance(loss, Coupled) else loss,
+            window=window,
+            forward=self.forward,
+            single=SINGLE,
+            execute=self.executor.execute,
+            sixteen_bit=precision.name in ("bf16", "fp16"),
         )
 
     def _executed(self, execute: Execute) -> Execute:
@@ -155,6 +166,12 @@ class Feeding:
                 'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
                 "which cannot wait for each other in lock-step; use DDP, or another batchnorm="
             )
+
+        def before(index: int) -> None:
+            before_micro(index)
+            if self.policy is not None:
+                self.policy.micro()  # what comes is another micro-batch
+
         if self._whole is not None:
             self._whole.run(
                 micros,
@@ -164,7 +181,7 @@ class Feeding:
                 computing=self._precision.forward,
                 between=self._between_passes,
                 each=self._each_in_lock_step if together else None,
-                before_micro=before_micro,
+                before_micro=before,
                 after_micro=after_micro,
             )
         elif not together:
@@ -230,7 +247,9 @@ class Feeding:
                 self._window.add_loss(made[1])
             self._window.micro_batch_done()
 
-        self._lock_step.run(micros, forward=forward, backward=backward)
+        self.recorder.run(
+            micros, lambda: self._lock_step.run(micros, forward=forward, backward=backward)
+        )
 
     def _each_in_lock_step(
         self,

@@ -1,0 +1,370 @@
+"""wb.Coupled as the loss of WholeBatch: the update of the undivided batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from tests.support import EXACT, Seen, Whole, adamw, distance, sgd
+
+Batch = dict[str, Tensor]
+
+
+def tower(dropout: float = 0.0, *, norm: bool = False) -> nn.Sequential:
+    middle: nn.Module = nn.BatchNorm1d(16) if norm else nn.Identity()
+    return nn.Sequential(
+        nn.Linear(6, 16), middle, nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4)
+    ).double()
+
+
+class Clip(nn.Module):
+    def __init__(self, dropout: float = 0.0, *, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.image, self.text = tower(dropout, norm=norm), tower(dropout, norm=norm)
+        self.log_scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+
+def batch(number: int = 13, seed: int = 0) -> Batch:
+    made = torch.Generator().manual_seed(seed)
+    image, text = torch.randn(2, number, 6, dtype=torch.float64, generator=made)
+    return {"image": image, "text": text, "label": torch.arange(number) % 3}
+
+
+def encode(model: Clip, micro: Batch) -> Batch:
+    return {
+        "image": model.image(micro["image"]),
+        "text": model.text(micro["text"]),
+        "label": micro["label"],
+    }
+
+
+LOSSES: dict[str, Callable[[Clip, Batch], wb.Loss]] = {
+    "clip": lambda m, r: wb.clip_loss(r["image"], r["text"], scale=m.log_scale.exp(), rows=5),
+    "info_nce": lambda m, r: wb.info_nce(r["image"], r["text"], temperature=m.log_scale),
+    "siglip": lambda m, r: wb.siglip_loss(r["image"], r["text"], scale=m.log_scale.exp(), rows=5),
+    "supcon": lambda m, r: wb.supcon_loss(r["image"], r["label"], rows=7),
+}
+
+
+def coupled(model: Clip, name: str = "clip") -> wb.Coupled:
+    return wb.Coupled(encode, lambda all: LOSSES[name](model, all))
+
+
+def mean_of(name: str) -> Callable[[Any, Any], Tensor]:
+    def mean(model: Any, data: Any) -> Tensor:
+        loss = LOSSES[name](model, encode(model, data))
+        return loss.total / loss.units
+
+    return mean
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 5, 13])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_update_is_that_of_the_undivided_batch(name: str, micro_batch: int) -> None:
+    model = Clip()
+    whole = Whole(model, adamw, loss=mean_of(name), clip_norm=0.3)
+    optimizer = adamw(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model, optimizer, loss=coupled(model, name), micro_batch=micro_batch, clip_norm=0.3
+    )
+    for seed in range(3):
+        reference = whole.step(batch(seed=seed))
+        step = train.step(batch(seed=seed))
+        assert math.isclose(step.loss, reference, rel_tol=1e-12)
+        assert (step.units, step.micro_batches) == (13, math.ceil(13 / micro_batch))
+    whole.assert_same(model, seen)
+
+
+def test_plain_accumulation_of_the_same_loss_is_far_off() -> None:
+    model = Clip()
+    whole = Whole(model, loss=mean_of("clip"))
+    whole.step(batch())
+    train = wb.WholeBatch(
+        model, sgd(model), loss=lambda m, micro: LOSSES["clip"](m, encode(m, micro)), micro_batch=4
+    )
+    train.step(batch())
+    update = [a - b for a, b in zip(model.parameters(), whole.start.parameters(), strict=True)]
+    assert distance(update, whole.updates()) > 0.1
+
+
+def test_towers_with_optimizers_and_a_scheduler_of_their_own() -> None:
+    towers = {"image": tower(), "text": tower()}
+    references = copy.deepcopy(towers)
+    made = [sgd(one) for one in towers.values()]
+    plain = [sgd(one) for one in references.values()]
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in made]
+    behind = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in plain]
+
+    def both(models: Any, micro: Batch) -> tuple[Tensor, Tensor]:
+        return models["image"](micro["image"]), models["text"](micro["text"])
+
+    train = wb.WholeBatch(
+        towers,
+        made,
+        loss=wb.Coupled(both, lambda all: wb.clip_loss(*all)),
+        micro_batch=5,
+        scheduler=schedulers,
+    )
+    for seed in range(2):
+        train.step(batch(seed=seed))
+        loss = wb.clip_loss(*both(references, batch(seed=seed)))
+        (loss.total / loss.units).backward()
+        for optimizer, scheduler in zip(plain, behind, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    for name in towers:
+        assert distance(towers[name].parameters(), references[name].parameters()) <= EXACT
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    """Against the graphs of all micro-batches alive at once, with the same random numbers."""
+    model = Clip(dropout=0.4)
+    reference = copy.deepcopy(model)
+    data = batch()
+    torch.manual_seed(3)
+    parts = [encode(reference, {k: v[i : i + 5] for k, v in data.items()}) for i in range(0, 13, 5)]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    loss = LOSSES["clip"](reference, joined)
+    (loss.total / loss.units).backward()
+    after = torch.get_rng_state()
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    torch.manual_seed(3)
+    wb.WholeBatch(model, optimizer, loss=coupled(model), micro_batch=5).step(data)
+    assert distance(seen.gradients[0], [p.grad for p in reference.parameters()]) <= EXACT
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 5])
+def test_exact_batchnorm_inside_the_towers(micro_batch: int) -> None:
+    model = Clip(norm=True)
+    whole = Whole(model, loss=mean_of("clip"))
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=coupled(model), micro_batch=micro_batch)
+    for seed in range(2):
+        whole.step(batch(seed=seed))
+        train.step(batch(seed=seed))
+    whole.assert_same(model, seen)
+    ours, theirs = model.buffers(), whole.model.buffers()
+    assert distance([b.double() for b in ours], [b.double() for b in theirs]) <= EXACT
+
+
+def test_statistics_of_batchnorm_are_merged_once() -> None:
+    model = Clip(norm=True)
+    reference = copy.deepcopy(model)
+    encode(reference, batch())  # one forward of the whole batch
+    train = wb.WholeBatch(
+        model, sgd(model), loss=coupled(model), micro_batch=5, batchnorm="statistics"
+    )
+    train.step(batch())
+    ours, theirs = model.image[1], reference.image[1]
+    assert distance([ours.running_mean], [theirs.running_mean]) <= EXACT  # type: ignore[list-item]
+    assert int(ours.num_batches_tracked) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_is_no_further_from_float64_than_the_undivided_batch(precision: str) -> None:
+    exact = Clip()
+    data = batch(64)
+    mean_of("clip")(exact, data).backward()
+    truth = [p.grad for p in exact.parameters()]
+    low = {k: v.float() if v.is_floating_point() else v for k, v in data.items()}
+    plain = Clip().float()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    with torch.autocast("cpu", dtype=dtype):
+        loss = mean_of("clip")(plain, low)
+    (loss * 1024).backward()
+    undivided = distance([p.grad / 1024 for p in plain.parameters()], truth)  # type: ignore[operator, arg-type]
+    model = Clip().float()
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if precision == "fp16" else None
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=coupled(model),
+        micro_batch=12,
+        precision=precision,
+        scaler=scaler,
+    )
+    step = train.step(low)
+    assert step.loss_scale == (1024.0 if precision == "fp16" else 1.0)
+    ours = distance(seen.gradients[0], truth)  # type: ignore[arg-type]
+    assert 0 < ours <= 1.25 * undivided
+
+
+def test_terms_and_numbers_pass_through() -> None:
+    model = Clip()
+
+    def with_size(model: Clip, micro: Batch) -> dict[str, Any]:
+        made = encode(model, micro)
+        return {**made, "size": len(micro["label"]), "nothing": None}
+
+    def loss(all: dict[str, Any]) -> Any:
+        assert all["size"].sum() == 13
+        assert all["nothing"] is None
+        contrast = LOSSES["clip"](model, all)
+        spread = all["image"].square().sum()
+        return wb.Loss.terms(
+            {"contrast": (contrast.total, contrast.units), "spread": (spread, 26, 0.5)}
+        )
+
+    def mean(model: Any, data: Batch) -> Tensor:
+        made = encode(model, data)
+        contrast = LOSSES["clip"](model, made)
+        return contrast.total / 13 + 0.5 * made["image"].square().sum() / 26
+
+    whole = Whole(model, loss=mean)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=wb.Coupled(with_size, loss), micro_batch=4)
+    step = train.step(batch())
+    assert math.isclose(step.loss, whole.step(batch()), rel_tol=1e-12)
+    assert step.terms.keys() == {"contrast", "spread"}
+    whole.assert_same(model, seen)
+
+
+def test_reentrant_checkpoints_and_frozen_towers() -> None:
+    model = Clip()
+    model.text.requires_grad_(False)
+
+    def careful(model: Clip, micro: Batch) -> Batch:
+        image = checkpoint(model.image, micro["image"].requires_grad_(), use_reentrant=True)
+        return {"image": image, "text": model.text(micro["text"]), "label": micro["label"]}
+
+    whole = Whole(model, loss=mean_of("clip"))
+    whole.step(batch())
+    loss = wb.Coupled(careful, lambda all: LOSSES["clip"](model, all))
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=5)
+    train.step(batch())
+    whole.assert_same(model)
+
+
+def test_a_representation_that_is_not_finite_is_found() -> None:
+    model = Clip()
+    data = batch()
+    data["image"][9, 0] = math.inf
+    before = [p.clone() for p in model.parameters()]
+    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4)
+    with pytest.raises(wb.errors.NonFiniteError, match="Micro-batch 3 of 4 is the first") as caught:
+        train.step(data)
+    assert caught.value.micro_batch == 2
+    assert all(map(torch.equal, before, model.parameters()))
+    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4, nonfinite="skip")
+    assert train.step(data).skipped == "the whole batch has a loss that is not finite"
+    assert train.skipped == 1
+    assert train.step(batch()).skipped is None
+
+
+def test_an_encoder_that_is_not_repeatable_leaves_nothing_behind() -> None:
+    model = Clip()
+    generator = torch.Generator()
+
+    def noisy(model: Clip, micro: Batch) -> Batch:
+        made = encode(model, micro)
+        noise = torch.randn(made["image"].shape, generator=generator, dtype=torch.float64)
+        return {**made, "image": made["image"] + noise}
+
+    loss = wb.Coupled(noisy, lambda all: LOSSES["clip"](model, all))
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
+    with pytest.raises(wb.errors.WindowError, match="other representations the second time"):
+        train.step(batch())
+    assert all(p.grad is None for p in model.parameters())
+    assert train.updates == 0
+
+
+def test_out_of_memory_in_either_pass_begins_again() -> None:
+    for failing in (2, 4):  # the third micro-batch of the first pass, the second of the second
+        model = Clip(dropout=0.3)
+        reference = copy.deepcopy(model)
+        calls = [0]
+
+        def short(model: Clip, micro: Batch, calls: list[int] = calls, at: int = failing) -> Batch:
+            calls[0] += 1
+            if calls[0] == at + 1:
+                raise torch.OutOfMemoryError("injected")
+            return encode(model, micro)
+
+        torch.manual_seed(1)
+        loss = wb.Coupled(short, lambda all, m=model: LOSSES["clip"](m, all))
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=5)
+        step = train.step(batch(12))
+        assert (train.recoveries, step.micro_batches) == (1, 4)
+        # The same update as if it had been cut so from the start.
+        torch.manual_seed(1)
+        cut = (
+            [(0, 5), (5, 10), (10, 11), (11, 12)]
+            if failing == 2
+            else [(0, 5), (5, 8), (8, 10), (10, 12)]
+        )
+        plain = wb.WholeBatch(reference, sgd(reference), loss=coupled(reference), micro_batch=5)
+        pieces = [{k: v[i:j] for k, v in batch(12).items()} for i, j in cut]
+        plain._fitting.split = lambda _, made=pieces: made  # type: ignore[method-assign, misc]
+        plain.step(batch(12))
+        assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+def test_out_of_memory_in_the_loss_is_said_as_it_is() -> None:
+    model = Clip()
+
+    def large(all: Batch) -> wb.Loss:
+        raise torch.OutOfMemoryError("injected")
+
+    train = wb.WholeBatch(model, sgd(model), loss=wb.Coupled(encode, large), micro_batch=4)
+    with pytest.raises(wb.errors.WindowError, match="representations of all 13 samples"):
+        train.step(batch())
+
+
+def test_what_is_refused() -> None:
+    model = Clip()
+    with pytest.raises(wb.errors.OptionError, match="leave units= out"):
+        wb.WholeBatch(model, sgd(model), loss=coupled(model), units=len)
+    with pytest.raises(wb.errors.OptionError, match="compile the encoder itself"):
+        wb.WholeBatch(model, sgd(model), loss=coupled(model), execute="compile")
+    with pytest.raises(wb.errors.OptionError, match=r"must be a function, or wb\.Coupled"):
+        wb.WholeBatch(model, sgd(model), loss=3)  # type: ignore[arg-type]
+    with pytest.raises(wb.errors.OptionError, match="a list or dict of them"):
+        wb.WholeBatch([3], sgd(model), loss=coupled(model))  # type: ignore[list-item]
+    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4)
+    with pytest.raises(wb.errors.StateError, match="save between steps"):
+        train.step(batch(), after_micro=lambda done, of: train.state_dict() and None)
+
+
+def test_a_run_resumes_between_steps() -> None:
+    model = Clip(dropout=0.2)
+    optimizer = adamw(model)
+    torch.manual_seed(2)
+    train = wb.WholeBatch(model, optimizer, loss=coupled(model), micro_batch=4)
+    train.step(batch())
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), train.state_dict()))
+    train.step(batch(seed=1))
+    other = Clip(dropout=0.2)
+    again = adamw(other)
+    resumed = wb.WholeBatch(other, again, loss=coupled(other), micro_batch=4)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    resumed.step(batch(seed=1))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> None:
+    model = Clip()
+    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), memory="60KiB")
+    whole = Whole(model, loss=mean_of("clip"))
+    train.step(batch(64))
+    whole.step(batch(64))
+    assert 1 < (train.micro_batch_size or 0) < 64
+    whole.assert_same(model)
