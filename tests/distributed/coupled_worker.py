@@ -1,0 +1,188 @@
+"""Run under torchrun: losses of the global batch, and dropout that follows its samples."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from tests.support import Seen, distance
+from tests.test_engine_coupled import LOSSES, Clip, batch, encode, mean_of
+from wholebatch.sync.buckets import Buckets
+
+Batch = dict[str, Tensor]
+SHARES = {2: [8, 5], 3: [3, 6, 4]}
+
+
+class Both(nn.Module):
+    """CLIP as DDP wants it: one forward for both towers."""
+
+    def __init__(self, clip: Clip) -> None:
+        super().__init__()
+        self.clip = clip
+
+    def forward(self, micro: Batch) -> Batch:
+        return encode(self.clip, micro)
+
+
+def mine(data: Batch) -> Batch:
+    sizes = SHARES[dist.get_world_size()]
+    start = sum(sizes[: dist.get_rank()])
+    return {name: leaf[start : start + sizes[dist.get_rank()]] for name, leaf in data.items()}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def contrast(name: str, *, norm: bool = False, micro_batch: int = 2) -> float:
+    """The worst error of gradients (and buffers) over two updates."""
+    reference, clip = Clip(norm=norm), Clip(norm=norm)
+    plain = sgd(reference)
+    theirs = Seen(reference, plain)
+    model = DistributedDataParallel(Both(clip), broadcast_buffers=False)
+    optimizer = sgd(model)
+    ours = Seen(clip, optimizer)
+    coupled = wb.Coupled(lambda m, micro: m(micro), lambda all: LOSSES[name](clip, all))
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=coupled,
+        micro_batch=micro_batch + dist.get_rank(),
+        clip_norm=0.5,
+    )
+    for seed in range(2):
+        data = batch(sum(SHARES[dist.get_world_size()]), seed=seed)
+        loss = mean_of(name)(reference, data)
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+        step = train.step(mine(data))
+        assert abs(step.loss - float(loss)) <= 1e-12 * abs(float(loss)), (step.loss, float(loss))
+        assert step.units == len(data["label"])
+    found = [distance(a, b) for a, b in zip(ours.gradients, theirs.gradients, strict=True)]
+    if norm:
+        pairs = [[b.double() for b in m.buffers()] for m in (clip, reference)]
+        found.append(distance(pairs[0], pairs[1]))
+    return max(found)
+
+
+def reductions() -> int:
+    """How often gradients are reduced in a window of several micro-batches."""
+    count = [0]
+    plain = Buckets.reducing
+
+    def counted(self: Buckets, **options: Any) -> Any:
+        count[0] += 1
+        return plain(self, **options)
+
+    Buckets.reducing = counted  # type: ignore[method-assign]
+    try:
+        contrast("clip", micro_batch=1)
+    finally:
+        Buckets.reducing = plain  # type: ignore[method-assign]
+    return count[0] // 2
+
+
+def dropped(*, coupled: bool, norm: bool = False) -> float:
+    """Per-sample masks: two ranks against one process that splits otherwise."""
+    one, clip = Clip(0.5, norm=norm), Clip(0.5, norm=norm)
+    model = DistributedDataParallel(Both(clip), broadcast_buffers=False)
+
+    def loss_of(own: Clip) -> Any:
+        if coupled:
+            return wb.Coupled(lambda m, micro: m(micro), lambda all: LOSSES["clip"](own, all))
+        return lambda m, micro: wb.Loss(
+            sum(z.square().sum() for z in m(micro).values() if z.is_floating_point()),
+            len(micro["label"]),
+        )
+
+    worst = 0.0
+    alone: nn.Module = Both(one)
+    by_one = sgd(alone)
+    by_many = sgd(model)
+    seen, theirs = Seen(clip, by_many), Seen(one, by_one)
+    options: dict[str, Any] = {"dropout": "per-sample"}
+    undivided = wb.WholeBatch(alone, by_one, loss=loss_of(one), micro_batch=13, **options)
+    trains = [
+        wb.WholeBatch(model, by_many, loss=loss_of(clip), micro_batch=size, **options)
+        for size in (2, 4)
+    ]
+    for seed, train in enumerate(trains):
+        data = batch(sum(SHARES[dist.get_world_size()]), seed=seed)
+        torch.manual_seed(seed)
+        undivided.step(data)
+        torch.manual_seed(seed if dist.get_rank() == 0 else 77)
+        train.step(mine(data))
+    for a, b in zip(seen.gradients, theirs.gradients, strict=True):
+        worst = max(worst, distance(a, b))
+    return worst
+
+
+def in_low_precision() -> float:
+    """bf16 representations travel as they are: the distance to one process, also in bf16."""
+    data = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
+    grads = []
+    for ranks in (False, True):
+        clip = Clip().float()
+        model: nn.Module = Both(clip)
+        if ranks:
+            model = DistributedDataParallel(model)
+        optimizer = sgd(model)
+        seen = Seen(clip, optimizer)
+        coupled = wb.Coupled(lambda m, micro: m(micro), lambda all, c=clip: LOSSES["clip"](c, all))
+        train = wb.WholeBatch(model, optimizer, loss=coupled, micro_batch=3, precision="bf16")
+        train.step(mine(data) if ranks else data)
+        grads.append(seen.gradients[0])
+    return distance(grads[1], grads[0])
+
+
+def refusals() -> list[str]:
+    said = []
+    clip = Clip()
+    model = DistributedDataParallel(Both(clip))
+    local = wb.Coupled(
+        lambda m, micro: m(micro),
+        lambda all: wb.Loss(all["image"].square().sum() * (1 + dist.get_rank()), 1),
+    )
+    try:
+        wb.WholeBatch(model, sgd(model), loss=local, micro_batch=2).step(mine(batch()))
+    except wb.errors.LossError as error:
+        said.append(str(error))
+    coupled = wb.Coupled(lambda m, micro: m(micro), lambda all: LOSSES["clip"](clip, all))
+    train = wb.WholeBatch(model, sgd(model), loss=coupled, micro_batch=2)
+    loader = [mine(batch())] * (2 if dist.get_rank() == 0 else 1)
+    try:
+        for data in train.over(loader):
+            train.step(data)
+    except wb.errors.RankError as error:
+        said.append(str(error))
+    return said
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    report: dict[str, Any] = {name: contrast(name) for name in LOSSES}
+    report["batchnorm"] = contrast("clip", norm=True)
+    report["reductions"] = reductions()
+    report["dropout"] = dropped(coupled=False)
+    report["dropout, lock-step"] = dropped(coupled=False, norm=True)
+    report["dropout, coupled"] = dropped(coupled=True)
+    report["dropout, coupled, lock-step"] = dropped(coupled=True, norm=True)
+    report["bf16"] = in_low_precision()
+    report["refusals"] = refusals()
+    if dist.get_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(report, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
