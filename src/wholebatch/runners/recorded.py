@@ -105,9 +105,9 @@ class _Recording:
 class Recorder:
     """Runs lock-step windows of one WholeBatch: by threads, or by a recording of them.
 
-    `forward(micro)` gives the loss of a micro-batch that may still be on the host. `eager`: there
-    is to be no recording; `at_once`: one is asked for, so it is made after the first window, and
-    a warning says where it cannot be. `sixteen_bit`: the forward computes in 16 bit.
+    `forward(micro)` gives the loss of a micro-batch that may still be on the host. With
+    `execute="graph"` the second window is a recording, and a warning says where it cannot be; with
+    "auto" the third is, where it can be. `sixteen_bit`: the forward computes in 16 bit.
     """
 
     def __init__(
@@ -119,8 +119,7 @@ class Recorder:
         window: Window,
         forward: Callable[[Any], Loss | Terms],
         single: str,
-        eager: bool,
-        at_once: bool,
+        execute: str,
         sixteen_bit: bool,
         tape: Callable[[], Tape] | None = None,
     ) -> None:
@@ -130,12 +129,14 @@ class Recorder:
         self._window = window
         self._forward = forward
         self._single = single
-        self._eager_windows = 1 if at_once else _EAGER_WINDOWS
+        self._eager_windows = 1 if execute == "graph" else _EAGER_WINDOWS
         self._sixteen_bit = sixteen_bit
         self._tape = tape or self._cuda_tape
-        self.notes = Notes(asked=at_once)
+        self.notes = Notes(asked=execute == "graph")
         self.mode = "threads"
-        self._off = eager
+        self._off = execute not in ("auto", "graph") or (
+            tape is None and window.target.device.type != "cuda"
+        )
         self.forget()
 
     def forget(self) -> None:
@@ -147,10 +148,10 @@ class Recorder:
         self._pool: Any = None
         self._lock_step.forget_recordings()
 
-    def run(self, micros: Sequence[Any], by_threads: Callable[[], None]) -> None:
+    def run(self, micros: Sequence[Any], by_threads: Callable[[], object]) -> None:
         """One window: its gradients are in, and its sums are in the ledger."""
         self.mode = "threads"
-        if self._off:
+        if self._off or len(micros) == 1:
             by_threads()
             return
         try:
@@ -169,6 +170,8 @@ class Recorder:
         except torch.OutOfMemoryError:
             self.forget()  # their memory may be what is missing
             raise
+        if self._fingerprint is None:
+            self._look()
         key = self._key(apart)
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] >= self._eager_windows and len(self._recordings) < _KINDS:
@@ -192,14 +195,18 @@ class Recorder:
         )
         if not same or self._fingerprint is None or not self._fingerprint.holds():
             self.forget()
-            self._fingerprint = Fingerprint(self._model, self._loss)
-            self._parameters = list(window.inputs)
+            self._look()
         key = self._key(apart)
         found = self._recordings.get(key)
         if found is not None and found.addresses != self._addresses():
             del self._recordings[key]  # a tensor of the model lies elsewhere now
             return None
         return found
+
+    def _look(self) -> None:
+        """Take in what recordings from here on are made under."""
+        self._fingerprint = Fingerprint(self._model, self._loss)
+        self._parameters = list(self._window.inputs)
 
     def _cuda_tape(self) -> Tape:
         if self._pool is None:
@@ -264,6 +271,10 @@ class Recorder:
             raise CannotTrace("it draws random numbers, and each replay would need others")
         if window.target.sixteen_bit:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
+        if window.store.only_eager is not None:
+            raise CannotTrace(window.store.only_eager)
+        if window.sync.ranks > 1 or window.sync.grows_own_graph:
+            raise CannotTrace("ranks reduce between its kernels")
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
         totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
@@ -320,7 +331,9 @@ class Recorder:
             raise CannotTrace(f"CUDA cannot record it ({first_line(problem)})") from problem
         done = torch.cuda.Event() if device.type == "cuda" and on_host else None
         gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        return _Recording(tape, inputs, seeds, forms, results, gradients, self._addresses(), done)
+        return _Recording(
+            tape, inputs, seeds, [*forms], results, gradients, self._addresses(), done
+        )
 
     def _hold_against(
         self,
