@@ -1,0 +1,358 @@
+"""The arithmetic of the batch never loses a sample; the rules give the numbers of their papers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wholebatch as wb
+from wholebatch.errors import OptionError
+from wholebatch.scaling import (
+    BatchSchedule,
+    Follow,
+    adam_betas,
+    epochs_in_updates,
+    half_life,
+    lr_factor,
+    over_ranks,
+    parse_amount,
+    scale_lr,
+    scale_warmup,
+    solve,
+)
+
+sizes = st.integers(1, 400)
+few = st.integers(1, 17)
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+@given(global_batch=sizes, micro_batch=st.integers(1, 60), ranks=few)
+def test_every_sample_is_on_one_rank_in_one_micro_batch(
+    global_batch: int, micro_batch: int, ranks: int
+) -> None:
+    batch = solve(global_batch=global_batch, micro_batch=micro_batch, ranks=ranks)
+    assert sum(map(sum, batch.micro_batches)) == global_batch
+    assert tuple(map(sum, batch.micro_batches)) == batch.shares
+    assert len(batch.shares) == ranks
+    assert max(batch.shares) - min(batch.shares) <= 1
+    assert batch.steps == max(map(len, batch.micro_batches))
+    for sizes_of_rank in batch.micro_batches:
+        assert all(size == micro_batch for size in sizes_of_rank[:-1])
+        assert all(0 < size <= micro_batch for size in sizes_of_rank)
+    assert batch.is_even == (global_batch == micro_batch * batch.steps * ranks)
+    assert str(batch).endswith(f" = {global_batch}")
+    terms = str(batch).rpartition(" = ")[0]
+    for word in (" ranks", " rank"):
+        terms = terms.replace(word, "")
+    assert eval(terms.replace("×", "*")) == global_batch
+
+
+@given(global_batch=sizes, micro_batch=st.integers(1, 60))
+def test_the_sizes_are_those_of_split(global_batch: int, micro_batch: int) -> None:
+    batch = solve(global_batch=global_batch, micro_batch=micro_batch)
+    pieces = wb.split(torch.zeros(global_batch, 1), micro_batch)
+    assert tuple(len(piece) for piece in pieces) == batch.micro_batches[0]
+
+
+@given(global_batch=sizes, micro_batch=st.integers(1, 60), steps=few, ranks=few)
+def test_what_is_asked_for_is_the_smallest_that_does_it(
+    global_batch: int, micro_batch: int, steps: int, ranks: int
+) -> None:
+    by_steps = solve(global_batch=global_batch, steps=steps, ranks=ranks)
+    assert by_steps.steps <= steps
+    if by_steps.micro_batch > 1:
+        smaller = solve(
+            global_batch=global_batch, micro_batch=by_steps.micro_batch - 1, ranks=ranks
+        )
+        assert smaller.steps > steps
+    if micro_batch * steps <= global_batch:
+        least = -(-global_batch // (micro_batch * steps))
+        by_ranks = solve(global_batch=global_batch, micro_batch=micro_batch, ranks=least)
+        assert by_ranks.steps <= steps
+        if least > 1:
+            fewer = solve(global_batch=global_batch, micro_batch=micro_batch, ranks=least - 1)
+            assert fewer.steps > steps
+        if by_ranks.steps == steps:
+            found = solve(global_batch=global_batch, micro_batch=micro_batch, steps=steps)
+            assert found.ranks == least
+    made = solve(micro_batch=micro_batch, steps=steps, ranks=ranks)
+    assert made.global_batch == micro_batch * steps * ranks
+    assert made.is_even
+    assert made == solve(
+        global_batch=made.global_batch, micro_batch=micro_batch, steps=steps, ranks=ranks
+    )
+
+
+@given(global_batch=sizes, micro_batch=st.integers(1, 60))
+def test_the_same_global_batch_on_more_ranks(global_batch: int, micro_batch: int) -> None:
+    table = over_ranks(global_batch, micro_batch=micro_batch)
+    assert [batch.ranks for batch in table] == [1, 2, 4, 8]
+    assert {sum(batch.shares) for batch in table} == {global_batch}
+    steps = [batch.steps for batch in table]
+    assert steps == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "nothing given: two of global_batch"),
+        ({"global_batch": 64}, "global_batch=64 given: two of"),
+        ({"global_batch": 64, "ranks": 2}, "two of global_batch, micro_batch and steps"),
+        ({"global_batch": 0, "micro_batch": 1}, "global_batch=0: must be a whole number"),
+        ({"global_batch": True, "micro_batch": 1}, "global_batch=True"),
+        (
+            {"global_batch": 64, "micro_batch": 8, "steps": 4, "ranks": 1},
+            "make 8 steps, not steps=4",
+        ),
+    ],
+)
+def test_impossible_arithmetic_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        solve(**options)
+
+
+# ----------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(
+    ("batch", "rate"), [(256, 0.1), (512, 0.2), (1024, 0.4), (4096, 1.6), (8192, 3.2)]
+)
+def test_goyal_2017_linear(batch: int, rate: float) -> None:
+    """arXiv:1706.02677, section 5: 0.1 · kn/256, reached after five epochs of 1,281,167 images."""
+    assert scale_lr(0.1, base_batch=256, batch=batch, rule="linear") == pytest.approx(rate)
+    five = epochs_in_updates(5, samples=1_281_167, batch=batch)
+    assert (five - 1) * batch < 5 * 1_281_167 <= five * batch
+    if batch == 8192:
+        assert five == 782
+
+
+@pytest.mark.parametrize("power", range(7))
+def test_you_2019_square_root_and_warmup_in_updates(power: int) -> None:
+    """arXiv:1904.00962, LAMB for BERT: 512 to 32K, 5/(2^(3 − p/2) · 10³), warm-up 2^p/320."""
+    batch, updates = 512 * 2**power, 1_000_000 / 2**power
+    rate = scale_lr(5 / (2**3 * 1000), base_batch=512, batch=batch, rule="sqrt")
+    assert rate == pytest.approx(5 / (2 ** (3 - power / 2) * 1000))
+    warmup = scale_warmup(1_000_000 / 320, base_batch=512, batch=batch, keep="updates")
+    assert warmup / updates == pytest.approx(2**power / 320)
+
+
+def test_krizhevsky_2014_square_root() -> None:
+    """arXiv:1404.5997: √k keeps the variance of the update; k = 8 from 128 to 1024."""
+    assert lr_factor(base_batch=128, batch=1024, rule="sqrt") == pytest.approx(math.sqrt(8))
+
+
+def test_malladi_2022_is_what_the_half_life_comes_to() -> None:
+    """arXiv:2205.10287: 1 − β → κ(1 − β). The half-life in tokens is that to first order."""
+    for beta in (0.98, 0.999):
+        for kappa in (0.25, 0.5, 2, 4):
+            _, ours = adam_betas((0.9, beta), base_batch=256, batch=256 * kappa)
+            theirs = 1 - kappa * (1 - beta)
+            assert ours == pytest.approx(theirs, abs=abs(kappa * (kappa - 1)) * (1 - beta) ** 2)
+
+
+def test_marek_2025_half_life() -> None:
+    """arXiv:2507.07101: β2 = 0.95 at 512 sequences is 0.9999 at one."""
+    first, second = adam_betas((0.9, 0.95), base_batch=512, batch=1)
+    assert first == 0.9
+    assert round(second, 4) == 0.9999
+    assert half_life(second, tokens=1) == pytest.approx(half_life(0.95, tokens=512))
+
+
+@given(beta=st.floats(0.5, 0.9999), base=st.integers(1, 4096), batch=st.integers(1, 4096))
+def test_the_half_life_in_tokens_stays(beta: float, base: int, batch: int) -> None:
+    power = batch / base
+    if beta**power < 1e-300:
+        return
+    first, second = adam_betas((beta, beta), base_batch=base, batch=batch, first=True)
+    assert first == second
+    kept = half_life(second, tokens=batch) if second > 0 else 0.0
+    assert kept == pytest.approx(half_life(beta, tokens=base), rel=1e-6)
+
+
+def test_warmup_over_the_same_samples() -> None:
+    assert scale_warmup(1000, base_batch=256, batch=512) == 500
+    assert scale_warmup(1000, base_batch=256, batch=768) == 334  # never shorter
+    assert scale_warmup(0, base_batch=1, batch=2) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: scale_lr(0.1, base_batch=1, batch=2, rule="cube"), "linear, sqrt, none"),
+        (lambda: scale_lr(-1, base_batch=1, batch=2, rule="sqrt"), "lr=-1: must be"),
+        (lambda: lr_factor(base_batch=0, batch=2, rule="sqrt"), "base_batch=0"),
+        (lambda: scale_warmup(1, base_batch=1, batch=1, keep="x"), "'samples' or 'updates'"),
+        (lambda: adam_betas((0.9, 1.0), base_batch=1, batch=1), "beta2=1.0"),
+        (lambda: epochs_in_updates(-1, samples=1, batch=1), "epochs=-1"),
+    ],
+)
+def test_impossible_rules_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        call()
+
+
+# -------------------------------------------------------------------- schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "by"),
+    [
+        ("1000", 1000, "updates"),
+        ("1k", 1000, "updates"),
+        ("2ep", 2, "epochs"),
+        ("3epochs", 3, "epochs"),
+        ("2Mtok", 2_000_000, "tokens"),
+        ("1.5Btok", 1_500_000_000, "tokens"),
+        ("300e9tokens", 300_000_000_000, "tokens"),
+    ],
+)
+def test_amounts(text: str, number: int, by: str) -> None:
+    amount = parse_amount(text)
+    assert (amount.number, amount.by) == (number, by)
+    assert parse_amount(str(amount)) == amount
+
+
+@pytest.mark.parametrize("text", ["", "ep", "-1", "1.5", "1.5ep", "2 Mtok", "2Mx", "1e-3tok"])
+def test_what_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(OptionError):
+        parse_amount(text)
+
+
+starts = st.lists(st.integers(1, 10**6), max_size=6, unique=True).map(sorted)
+
+
+@given(starts=starts, data=st.data(), suffix=st.sampled_from(["", "ep", "tok"]))
+def test_schedules_are_read_as_they_are_written(
+    starts: list[int], data: st.DataObject, suffix: str
+) -> None:
+    places = [0, *starts]
+    batch_sizes = [data.draw(sizes) for _ in places]
+    text = ", ".join(
+        f"{size}@{place}{suffix}" for place, size in zip(places, batch_sizes, strict=True)
+    )
+    schedule = BatchSchedule.parse(text)
+    assert BatchSchedule.parse(str(schedule)) == schedule
+    assert schedule.sizes == tuple(batch_sizes)
+    name = {"": "update", "ep": "epoch", "tok": "tokens"}[suffix if starts else ""]
+    for index, place in enumerate(places):
+        assert schedule.at(**{name: place}) == batch_sizes[index]
+        if place:
+            assert schedule.at(**{name: place - 1}) == batch_sizes[index - 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("64@0,128", r"'128' must be SIZE@PLACE"),
+        ("64@", "must be SIZE@PLACE"),
+        ("@0", "must be SIZE@PLACE"),
+        ("", "must be SIZE@PLACE"),
+        ("64@0,x@5", "the size 'x' must be a whole number"),
+        ("0@0", "the size '0'"),
+        ("64@0,128@soon", "'soon' must be a number of updates"),
+        ("64@5,128@9", "must begin at 0, as in 64@0"),
+        ("64@0,128@9,256@9", "9 must come after 9"),
+        ("64@0,128@9,256@3", "3 must come after 9"),
+        ("64@0,128@1ep,256@2000", "'128@1ep' counts epochs and '256@2000' updates"),
+    ],
+)
+def test_a_wrong_schedule_is_one_clear_line(text: str, message: str) -> None:
+    with pytest.raises(OptionError, match=f"--batch-size {text}.*{message}"):
+        BatchSchedule.parse(text)
+
+
+def test_a_schedule_as_steps_of_an_accumulator() -> None:
+    schedule = BatchSchedule.parse("64@0,128@2ep")
+    steps = wb.by_epoch(schedule.steps(micro_batch=8, ranks=2))
+    assert (steps.at(update=9, epoch=1), steps.at(update=9, epoch=2)) == (4, 8)
+    with pytest.raises(OptionError, match="64 is no multiple of 10 samples"):
+        schedule.steps(micro_batch=10)
+    with pytest.raises(OptionError, match="not by tokens"):
+        BatchSchedule.parse("64@0,128@9tok").steps(micro_batch=8)
+
+
+# ---------------------------------------------------------------------- follow
+
+
+def stepped(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter) -> None:
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def test_the_rate_follows_beside_any_scheduler() -> None:
+    """Every update is made with the scheduled rate times the factor; the scheduler sees its own."""
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    follow = Follow(optimizer, base_batch=64, rule="linear")
+    expected, rate = 0.0, 0.1
+    for batch in (64, 128, 128, 32):
+        follow.set(batch)
+        assert follow.rates() == [pytest.approx(rate * batch / 64)]
+        before = weight.item()
+        stepped(optimizer, weight)
+        scheduler.step()
+        expected = rate * batch / 64
+        assert before - weight.item() == pytest.approx(expected)
+        rate /= 2
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("betas", "expected"), [("beta2", (0.9, 0.99**4)), ("both", (0.9**4, 0.99**4))]
+)
+def test_the_betas_follow_while_the_optimizer_steps(
+    betas: str, expected: tuple[float, float]
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([weight], betas=(0.9, 0.99))
+    seen = []
+    follow = Follow(optimizer, base_batch=8, betas=betas)
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["betas"]))
+    follow.set(32)
+    stepped(optimizer, weight)
+    assert seen == [pytest.approx(expected)]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    follow = Follow(optimizer, base_batch=1, rule="linear")
+    follow.set(2)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no")
+
+    handle = optimizer.register_step_pre_hook(fails)
+    with pytest.raises(RuntimeError):
+        stepped(optimizer, weight)
+    handle.remove()
+    stepped(optimizer, weight)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert weight.item() == pytest.approx(-0.2)
+
+
+def test_goyal_warmup_goes_from_the_base_rate_to_the_scaled_one() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    follow = Follow(torch.optim.SGD([weight], lr=0.1), base_batch=256, rule="linear")
+    for warmth, rate in ((0.0, 0.1), (0.5, 1.65), (1.0, 3.2)):
+        follow.set(8192, warmth=warmth)
+        assert follow.rates() == [pytest.approx(rate)]
+    follow.set(256, warmth=0.25)  # nothing to rise to: from zero
+    assert follow.rates() == [pytest.approx(0.025)]
+
+
+def test_impossible_following_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(OptionError, match="SGD has no betas"):
+        Follow(optimizer, base_batch=1, betas="both")
+    with pytest.raises(OptionError, match="'keep', 'beta2' or 'both'"):
+        Follow(optimizer, base_batch=1, betas="all")
