@@ -60,7 +60,7 @@ format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are errors
-	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 	@echo "build/site/index.html"
 
 bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/

@@ -188,6 +188,9 @@ def overview(
 
 
 def _batch_said(run: Run) -> str:
+    said = run.manifest.get("arithmetic", {}).get("said")
+    if isinstance(said, str):
+        return f"{said} samples"
     size, micro = run.settings.get("batch_size"), run.settings.get("micro_batch")
     made = [r["micro_batches"] for r in run.records if isinstance(r.get("micro_batches"), int)]
     steps = f", {round(statistics.median(made))} a window" if made else ""

@@ -1,0 +1,99 @@
+"""The order of the documentation's pages, and links that leave it: hooks of mkdocs.
+
+A page that is not named here stands at the end of its folder's part, so that none is forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+# Pages that are not here yet are left out; a page's title is its first heading.
+ORDER: dict[str, tuple[str, ...]] = {
+    "Start": ("index.md", "train.md", "verify.md", "report.md"),
+    "How to": (
+        "memory.md",
+        "tune.md",
+        "scaling.md",
+        "noise.md",
+        "monitoring.md",
+        "speed.md",
+        "batchnorm.md",
+        "contrastive.md",
+        "gradients.md",
+        "distributed.md",
+        "engines.md",
+    ),
+    "Integrations": (),
+    "Lint": ("lint/README.md",),
+    "Reference": (
+        "reference/index.md",
+        "reference/training.md",
+        "reference/losses.md",
+        "reference/proof.md",
+        "reference/memory.md",
+        "reference/tools.md",
+    ),
+    "Measured": ("comparison.md",),
+    "How it is built": ("architecture.md",),
+}
+FOLDERS = {
+    "": "How to",
+    "integrations": "Integrations",
+    "lint": "Lint",
+    "reference": "Reference",
+    "benchmarks": "Measured",
+}
+"""Where a page of this folder stands if `ORDER` does not name it."""
+
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"^```.*?^```[^\n]*$", re.M | re.S)
+
+
+def navigation(docs: Path) -> list[dict[str, list[str]]]:
+    """The parts of the site with the pages that there are."""
+    there = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
+    named = {page for pages in ORDER.values() for page in pages}
+    parts = {title: [page for page in pages if page in there] for title, pages in ORDER.items()}
+    for page in there:
+        if page not in named:
+            folder = page.partition("/")[0] if "/" in page else ""
+            parts[FOLDERS.get(folder, "How to")].append(page)
+    return [{title: pages} for title, pages in parts.items() if pages]
+
+
+def inside(markdown: str, page: Path, docs: Path) -> str:
+    """The page's text; links to files of the repository that the site does not have become names.
+
+    >>> docs = Path("/r/docs")
+    >>> inside("see [the job](../kubernetes/job.yaml).", docs / "ranks.md", docs)
+    'see the job (`kubernetes/job.yaml` in the repository).'
+    """
+
+    def kept(match: re.Match[str]) -> str:
+        words, target = match[1], match[2]
+        file = Path(page.parent / target).resolve()
+        if file.is_relative_to(docs.resolve()):
+            return match[0]
+        name = file.relative_to(docs.resolve().parent).as_posix()
+        if words.strip("`") == name:
+            return f"`{name}`"
+        return f"{words} (`{name}` in the repository)"
+
+    parts, at = [], 0
+    for fence in _FENCE.finditer(markdown):  # code stays as it is
+        parts += [_LINK.sub(kept, markdown[at : fence.start()]), fence[0]]
+        at = fence.end()
+    return "".join([*parts, _LINK.sub(kept, markdown[at:])])
+
+
+def on_config(config: Any) -> Any:
+    """Called by mkdocs: the order of the pages."""
+    config.nav = navigation(Path(config.docs_dir))
+    return config
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Called by mkdocs for each page."""
+    return inside(markdown, Path(page.file.abs_src_path), Path(config.docs_dir))
