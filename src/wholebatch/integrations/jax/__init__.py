@@ -1,0 +1,19 @@
+"""Exact windows in JAX: whole-batch gradients from micro-batches, and in optax's chains.
+
+```python
+from wholebatch.integrations.jax import accumulate
+
+value, gradient = accumulate(loss_fn, micro_batch=8)(params, batch)
+```
+
+`accumulate` stands where `jax.value_and_grad` stood and has the whole batch in hand; `multi_steps`
+stands where `optax.MultiSteps` stood and takes micro-batches as they come, with their units.
+Neither needs torch.
+"""
+
+from __future__ import annotations
+
+from wholebatch.integrations.jax.gradient import accumulate
+from wholebatch.integrations.jax.stream import WindowState, flush, has_updated, multi_steps
+
+__all__ = ["WindowState", "accumulate", "flush", "has_updated", "multi_steps"]

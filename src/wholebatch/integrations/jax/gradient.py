@@ -1,0 +1,292 @@
+"""`accumulate`: the value and gradient of the whole batch, one micro-batch after the other.
+
+What it stands for, in a loop:
+
+```
+total, units, gradient = 0, 0, 0
+for micro in batch:              # a lax.scan, and a smaller last one where it does not divide
+    total += loss_sum(micro);  units += its units;  gradient += d loss_sum(micro)     # in fp32
+value, gradient = total / units, gradient / units
+```
+
+Micro-batch i takes rows i, i + n, i + 2n, ... of the batch (n micro-batches). A sum does not care,
+and where the batch is sharded over devices by rows, every micro-batch is then sharded the same way
+and no row moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from wholebatch.errors import LossError, OptionError, SplitError
+from wholebatch.extras import require
+
+require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+__all__ = ["accumulate"]
+
+Units: TypeAlias = Literal["samples"] | Callable[..., Any]
+Aux: TypeAlias = Literal["stack", "concat", "sum"]
+ValueAndGrad: TypeAlias = Callable[..., tuple[Any, Any]]
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    *,
+    micro_batch: int,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    units: Units | None = None,
+    aux: Aux = "stack",
+    axis_name: str | Sequence[str] | None = None,
+) -> ValueAndGrad:
+    """`jax.value_and_grad(loss_fn)` of the whole batch, in the memory of a micro-batch.
+
+    >>> import jax.numpy as jnp
+    >>> from wholebatch.integrations.jax import accumulate
+    >>> def loss(w, batch):
+    ...     return jnp.sum(batch["weight"] * (w * batch["x"] - 1) ** 2), jnp.sum(batch["weight"])
+    >>> batch = {"x": jnp.arange(5.0), "weight": jnp.array([1.0, 0.0, 1.0, 1.0, 0.0])}
+    >>> value, gradient = accumulate(loss, micro_batch=2)(2.0, batch)
+    >>> round(float(value), 4), round(float(gradient), 4)
+    (11.6667, 14.0)
+
+    `loss_fn` returns a sum and the units it is a sum over; or, with `units=`, a mean over those:
+    `"samples"`, or a function of the batch arguments that counts them. With `has_aux` it returns
+    `(that, aux)`, and the aux of all micro-batches come back one upon the other (`aux="stack"`),
+    in the order of the batch's rows (`"concat"`: what the undivided batch gives for predictions),
+    or added (`"sum"`: what it gives for counts).
+
+    The arguments at `batch_argnums` are split by their first axis, in all their leaves; the others
+    are passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once. The
+    result may be jitted, and its batch sharded over devices; inside `shard_map`, `axis_name` makes
+    it the gradient of all shards, reduced once. A batch without any units gives nan, as its mean.
+    """
+    if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
+        raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
+    if aux not in ("stack", "concat", "sum"):
+        raise OptionError(f'aux={aux!r}: must be "stack", "concat" or "sum"')
+    if units is not None and units != "samples" and not callable(units):
+        raise OptionError(f'units={units!r}: must be "samples" or a function of the batch')
+    wanted = _as_tuple(argnums)
+    batched = _as_tuple(batch_argnums)
+    if both := set(wanted) & set(batched):
+        raise OptionError(
+            f"argnums={argnums!r} and batch_argnums={batch_argnums!r} share {sorted(both)}: an "
+            "argument is either split or differentiated"
+        )
+
+    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        size = _batch_size(args, batched)
+        # 16-bit gradients of a sum may overflow; a power of two rounds nothing and is taken out.
+        seed = 2.0 ** -(size.bit_length() - 1)
+
+        def loss_of(*call: Any) -> tuple[Any, Any]:
+            total, counted, extra = _read(
+                loss_fn(*call, **kwargs), units, [call[i] for i in batched], has_aux
+            )
+            return total * jnp.asarray(seed, total.dtype), (total, counted, extra)
+
+        def micro_step(call: Sequence[Any]) -> tuple[Any, Any]:
+            (_, (total, counted, extra)), gradient = jax.value_and_grad(
+                loss_of, argnums=argnums, has_aux=True
+            )(*call)
+            sums = (_scalar(total), _scalar(counted, like=total), gradient)
+            return jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), sums), extra
+
+        if axis_name is not None:  # else every micro-batch would reduce its gradient by itself
+            args = tuple(
+                _varying(value, axis_name) if i in wanted else value for i, value in enumerate(args)
+            )
+        main, rest = _split(args, batched, size, micro_batch)
+        extras = []
+        sums = None
+        if main is not None:
+
+            def body(carry: Any, micro: list[Any]) -> tuple[Any, Any]:
+                added, extra = micro_step(_with(args, batched, micro))
+                return jax.tree.map(jnp.add, carry, added), extra
+
+            first = _with(args, batched, jax.tree.map(lambda leaf: leaf[0], main))
+            zeros = _zeros_like(jax.eval_shape(lambda: micro_step(first)[0]))
+            sums, extra = jax.lax.scan(body, zeros, main)
+            extras.append(extra)
+        if rest is not None:
+            added, extra = micro_step(_with(args, batched, rest))
+            sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
+            extras.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], extra))
+        if axis_name is not None:
+            sums = jax.lax.psum(sums, axis_name)
+
+        total, counted, gradient = sums
+        factor = 1.0 / (counted * seed)
+        originals = args[wanted[0]] if isinstance(argnums, int) else tuple(args[i] for i in wanted)
+        gradient = jax.tree.map(
+            lambda leaf, like: (leaf * factor.astype(leaf.dtype)).astype(jnp.result_type(like)),
+            gradient,
+            originals,
+        )
+        value = total / counted
+        return ((value, _join(extras, aux)), gradient) if has_aux else (value, gradient)
+
+    return value_and_grad
+
+
+def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not found or any(not isinstance(number, int) or number < 0 for number in found):
+        raise OptionError(f"{numbers!r}: must be the position of an argument, 0 or more, or some")
+    return found
+
+
+def _batch_size(args: Sequence[Any], batched: Sequence[int]) -> int:
+    sizes: dict[int, str] = {}
+    for number in batched:
+        if number >= len(args):
+            raise SplitError(
+                f"batch_argnums names argument {number}, and {len(args)} were given: the batch is "
+                "a positional argument"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
+            shape = jnp.shape(leaf)
+            name = f"argument {number}{jax.tree_util.keystr(path)}"
+            if not shape:
+                raise SplitError(
+                    f"{name} has no first axis to split: pass what is not part of the batch in an "
+                    "argument of its own, or repeat it for every sample"
+                )
+            sizes.setdefault(shape[0], name)
+    if len(sizes) != 1:
+        found = ", ".join(f"{name} has {size}" for size, name in sizes.items()) or "no arrays"
+        raise SplitError(
+            f"the leaves of the batch must have one number of samples: {found}; "
+            "batch_argnums= names the arguments that are split"
+        )
+    size = next(iter(sizes))
+    if size == 0:
+        raise SplitError("the batch has no samples")
+    return size
+
+
+def _split(
+    args: Sequence[Any], batched: Sequence[int], size: int, micro_batch: int
+) -> tuple[list[Any] | None, list[Any] | None]:
+    """The micro-batches one upon the other, and the smaller last one, where there is one."""
+    batch = jax.tree.map(jnp.asarray, [args[number] for number in batched])
+    many, left = divmod(size, micro_batch)
+    if many <= 1 and not left:
+        return None, batch
+    stop = many * micro_batch
+
+    def stacked(leaf: Any) -> Any:
+        rows = leaf if stop == size else leaf[:stop]
+        return rows.reshape(micro_batch, many, *rows.shape[1:]).swapaxes(0, 1)
+
+    main = jax.tree.map(stacked, batch) if many else None
+    rest = jax.tree.map(lambda leaf: leaf[stop:], batch) if left else None
+    return main, rest
+
+
+def _with(args: Sequence[Any], batched: Sequence[int], micro: Sequence[Any]) -> list[Any]:
+    call = list(args)
+    for number, value in zip(batched, micro, strict=True):
+        call[number] = value
+    return call
+
+
+def _read(
+    returned: Any, units: Units | None, batch: list[Any], has_aux: bool
+) -> tuple[Any, Any, Any]:
+    """The sum, its units and the aux in what a loss function has returned."""
+    extra: Any = ()
+    if has_aux:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise LossError(
+                f"has_aux=True: loss_fn must return (loss, aux), not {_shape(returned)}"
+            )
+        returned, extra = returned
+    if units is None:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise LossError(
+                f"loss_fn returned {_shape(returned)}, which may be a sum or a mean: return "
+                "(sum, units), or say what it is a mean over: units="
+            )
+        total, counted = map(jnp.asarray, returned)
+    else:
+        mean = jnp.asarray(returned)
+        leaves = jax.tree.leaves(batch)
+        counted = jnp.asarray(leaves[0].shape[0] if units == "samples" else units(*batch))
+        total = mean * counted.astype(mean.dtype)
+    for name, value in (("loss", total), ("number of units", counted)):
+        if value.shape:
+            raise LossError(f"the {name} has shape {value.shape}: it must be a single number")
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise LossError(f"the loss is of {total.dtype}: it must be floating point")
+    return total, counted, extra
+
+
+def _shape(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _wide(dtype: Any) -> Any:
+    """What sums of values of this dtype are kept in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _scalar(value: Any, like: Any = None) -> Any:
+    value = jnp.asarray(value)
+    return value.astype(_wide(value.dtype if like is None else like.dtype))
+
+
+def _axes(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value inside `shard_map` varies (the name differs by version)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    found = getattr(aval, "vma", None) if manual is None else manual.varying
+    return frozenset(found or ())
+
+
+def _cast(leaf: Any, names: frozenset[str]) -> Any:
+    if not names:
+        return leaf
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(leaf, tuple(names), to="varying")
+    return jax.lax.pvary(leaf, tuple(names))
+
+
+def _varying(tree: Any, axis_name: str | Sequence[str]) -> Any:
+    """The same values, not known to be equal on all shards: their gradients stay local."""
+    names = frozenset({axis_name} if isinstance(axis_name, str) else axis_name)
+    return jax.tree.map(lambda leaf: _cast(leaf, names - _axes(jax.typeof(leaf))), tree)
+
+
+def _zeros_like(shapes: Any) -> Any:
+    """Zeros of these shapes, varying over the same mesh axes: a scan's carry keeps its type."""
+    return jax.tree.map(lambda like: _cast(jnp.zeros(like.shape, like.dtype), _axes(like)), shapes)
+
+
+def _join(extras: list[Any], how: Aux) -> Any:
+    """The aux of the stacked micro-batches, and of the last one, as one."""
+
+    def join(*leaves: Any) -> Any:
+        if how == "sum":
+            return sum(leaf.sum(axis=0, dtype=leaf.dtype) for leaf in leaves)
+        if how == "concat":
+            if any(leaf.ndim < 2 for leaf in leaves):
+                raise LossError('aux="concat": every aux must have the samples as its first axis')
+            rows = [leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:]) for leaf in leaves]
+            return jnp.concatenate(rows)
+        if len({leaf.shape[1:] for leaf in leaves}) > 1:
+            raise LossError(
+                'aux="stack": the last micro-batch is smaller and its aux has another shape '
+                f"({', '.join(str(leaf.shape[1:]) for leaf in leaves)}): use "
+                'aux="concat", or a micro_batch that divides the batch'
+            )
+        return jnp.concatenate(leaves)
+
+    return jax.tree.map(join, *extras)

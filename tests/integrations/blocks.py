@@ -1,0 +1,30 @@
+"""A page whose diff is a whole script: the script before the change and after it, both run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+MOST_LINES = 5
+
+
+def scripts_of(page: Path, index: int = 0) -> tuple[str, str]:
+    """The page's diff as two scripts, before and after; it changes at most five lines."""
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)[index].splitlines()
+    changed = [line for line in lines if line[:1] in ("-", "+")]
+    assert len(changed) <= MOST_LINES, f"{page}: {len(changed)} lines change: {changed}"
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    return before, after
+
+
+def run_diff(page: Path, index: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the script leaves behind before the change, and after it."""
+    left: list[dict[str, Any]] = []
+    for side, code in zip(("before", "after"), scripts_of(page, index), strict=True):
+        namespace: dict[str, Any] = {"__name__": f"{page.stem} {side}"}
+        exec(compile(code, f"{page.name} {side}", "exec"), namespace)
+        left.append(namespace)
+    return left[0], left[1]
