@@ -74,6 +74,8 @@ class Feeding:
         self.policy: Policy | None = None
         if batchnorm != "exact":
             self.policy = choose_batchnorm(batchnorm, root)
+        if batchnorm == "sync" and sync.ranks > 1:
+            sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
         self._whole = WholeLoss(loss, model, window=window) if isinstance(loss, Coupled) else None
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
