@@ -220,13 +220,18 @@ def test_measuring_leaves_nothing_behind() -> None:
 
 
 def gpt() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = GPT(layers=4, width=32, vocabulary=16)
+    """Its activations outweigh its weights, so 16 bits help."""
+    model = GPT(layers=4, width=32, vocabulary=16, length=128)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def texts(n: int) -> dict[str, torch.Tensor]:
+    return {name: value % 16 for name, value in tokens(n, 128).items()}
 
 
 def test_the_ladder_says_what_each_rung_gives() -> None:
     model, optimizer = gpt()
-    sample = {name: value % 16 for name, value in tokens(1).items()}
+    sample = texts(1)
     rungs = ladder(model, loss, sample, budget=1, optimizer=optimizer)
     assert [rung.what for rung in rungs[:3]] == [
         "as it is",
@@ -243,7 +248,7 @@ def test_the_ladder_says_what_each_rung_gives() -> None:
 
 def test_fit_applies_no_more_than_is_needed() -> None:
     model, optimizer = gpt()
-    batch = {name: value % 16 for name, value in tokens(32).items()}
+    batch = texts(32)
 
     def peak(precision: str) -> int:
         micro = resize_batch(batch, 1)
@@ -260,9 +265,23 @@ def test_fit_applies_no_more_than_is_needed() -> None:
     assert all(is_checkpointed(model.get_submodule(name)) for name in found.blocks)
 
 
+def test_sixteen_bits_that_do_not_help_are_not_applied() -> None:
+    """One short sample of a wide model: the copies of the weights are larger than what is saved."""
+    model = GPT(layers=4, width=64, vocabulary=16, length=24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sample = {name: value % 16 for name, value in tokens(1).items()}
+    rungs = ladder(model, loss, sample, budget=1, optimizer=optimizer)
+    as_is, half, again, both = rungs[:4]
+    assert half.peak > as_is.peak > again.peak
+    assert again.what == "checkpointing of 4 blocks"
+    assert both.what == "bf16 autocast and checkpointing of 4 blocks"
+    found = fit(model, loss, sample, budget=again.peak, optimizer=optimizer)
+    assert (found.precision, len(found.blocks)) == ("full", 4)
+
+
 def test_fit_says_what_would_help_where_nothing_here_does() -> None:
     model, optimizer = gpt()
-    batch = {name: value % 16 for name, value in tokens(4).items()}
+    batch = texts(4)
     with pytest.raises(
         OptionError,
         match=r"memory=.* one sample needs .*; with bf16 autocast .*, bf16 autocast and "

@@ -21,8 +21,8 @@ from wholebatch.memory.checkpointing import (
     repeated_blocks,
     with_checkpoints,
 )
-from wholebatch.memory.choose import Choice, choose_micro_batch
-from wholebatch.memory.predict import Prediction, predict_peak
+from wholebatch.memory.choose import Choice, choose_micro_batch, spare
+from wholebatch.memory.predict import Prediction, predict_peak, target_device
 from wholebatch.splitting.layout import Static
 
 __all__ = ["Fit", "Rung", "fit", "ladder", "refusal"]
@@ -72,47 +72,31 @@ def fit(
     OptionError says what each would give.
     """
 
-    def choose(precision: str) -> Choice:
-        return choose_micro_batch(
-            model,
-            loss,
-            batch,
-            budget=budget,
-            optimizer=optimizer,
-            precision=precision,
-            most=most,
-            device=device,
-            static=static,
-        )
-
-    choice = choose(precision)
-    if choice.fits:
-        return Fit(choice, precision, [])
-    for lower in _lower(model, precision):
-        choice = choose(lower)
-        if choice.fits:
-            return Fit(choice, lower, [])
-    lowest = next(iter(_lower(model, precision)), precision)
-    if _blocks_to_checkpoint(model):
-        with checkpointed(model) as blocks:
-            choice = choose(lowest)
-        if choice.fits:
-            return Fit(choice, lowest, with_checkpoints(model, blocks))
-    sample = resize_batch(batch, 1, static=static)
-    raise OptionError(
-        refusal(
-            ladder(
-                model,
-                loss,
-                sample,
-                budget=budget,
-                optimizer=optimizer,
-                precision=precision,
-                device=device,
-            ),
-            budget,
-        )
+    rungs = ladder(
+        model,
+        loss,
+        resize_batch(batch, 1, static=static),
+        budget=budget,
+        optimizer=optimizer,
+        precision=precision,
+        device=device,
     )
+    rung = next((one for one in rungs if one.fits and one.devices == 1), None)
+    if rung is None:
+        raise OptionError(refusal(rungs, budget))
+    blocks = with_checkpoints(model, _blocks_to_checkpoint(model)) if rung.checkpoints else []
+    choice = choose_micro_batch(
+        model,
+        loss,
+        batch,
+        budget=budget,
+        optimizer=optimizer,
+        precision=rung.precision,
+        most=most,
+        device=device,
+        static=static,
+    )
+    return Fit(choice, rung.precision, blocks)
 
 
 def ladder(
@@ -124,29 +108,40 @@ def ladder(
     optimizer: torch.optim.Optimizer | None = None,
     precision: str = "full",
     device: torch.device | str | None = None,
+    lowers: bool = True,
 ) -> list[Rung]:
-    """What a micro-batch like `sample` needs as things are, and on each rung below."""
+    """What a micro-batch like `sample` needs as things are, and on each rung below.
+
+    With `lowers=False` the precision stays as it is.
+    """
 
     def predict(precision: str) -> Prediction:
         return predict_peak(
             model, loss, sample, optimizer=optimizer, precision=precision, device=device
         )
 
-    as_is = predict(precision)
-    rungs = [Rung("as it is", as_is.peak, as_is.peak <= budget, precision, False)]
-    best = as_is
-    lower = next(iter(_lower(model, precision)), None)
+    target = target_device(model, device)
+
+    def fits(found: Prediction) -> bool:
+        return found.peak + spare(found, target) <= budget
+
+    best = as_is = predict(precision)
+    rungs = [Rung("as it is", as_is.peak, fits(as_is), precision, False)]
+    lower = next(iter(_lower(model, precision)), None) if lowers else None
     if lower is not None:
         best = predict(lower)
-        rungs.append(Rung(f"{lower} autocast", best.peak, best.peak <= budget, lower, False))
+        rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))
     blocks = _blocks_to_checkpoint(model)
-    if blocks:
+    # Where 16-bit copies of the weights outweigh what is saved, checkpointing alone comes first.
+    alone = [None] if lower is None or best.peak >= as_is.peak else []
+    for also in [*alone, *([lower] if lower else [])] if blocks else []:
         with checkpointed(model, blocks):
-            best = predict(lower or precision)
-        also = f"{lower} autocast and " if lower else ""
-        what = f"{also}checkpointing of {len(blocks)} blocks"
-        rungs.append(Rung(what, best.peak, best.peak <= budget, lower or precision, True))
-    if best.peak > budget:
+            found = predict(also or precision)
+        what = f"{also} autocast and " if also else ""
+        what += f"checkpointing of {len(blocks)} blocks"
+        rungs.append(Rung(what, found.peak, fits(found), also or precision, True))
+        best = min(best, as_is, found, key=lambda one: one.peak)
+    if not fits(best):
         devices = _devices_needed(best, budget)
         if devices is not None:
             peak = _sharded(best, devices)
