@@ -101,11 +101,11 @@ def free_memory(device: torch.device | str = "cpu") -> int:
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        used = torch.cuda.memory_allocated(device)
-        found = int(free + torch.cuda.memory_reserved(device) - used)
+        own = torch.cuda.memory_allocated(device)
+        found = int(free + torch.cuda.memory_reserved(device) - own)
         # What torch.cuda.set_per_process_memory_fraction leaves, where torch can tell.
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-        return min(found, max(0, int(share * device_memory(device)) - used))
+        return min(found, max(0, int(share * device_memory(device)) - own))
     available = _available()
     limit, used = _control_group("memory.max"), _control_group("memory.current")
     if limit is not None and used is not None:
