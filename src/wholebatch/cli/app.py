@@ -13,6 +13,7 @@ from wholebatch.cli.lint import lint
 from wholebatch.cli.plan import plan
 from wholebatch.cli.recipes import recipes
 from wholebatch.cli.report import report
+from wholebatch.cli.scale import scale
 from wholebatch.cli.train import train
 from wholebatch.cli.verify import verify
 from wholebatch.errors import WholebatchError
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(scale)
 app.command()(verify)
 app.command()(lint)
 app.command()(report)

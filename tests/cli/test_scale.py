@@ -1,0 +1,87 @@
+"""`wholebatch scale` prints the arithmetic with its remainders, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.cli.helpers import Ran
+
+Command = Callable[..., Ran]
+
+
+def test_the_same_batch_on_one_to_eight_ranks(command: Command) -> None:
+    ran = command("scale", "--batch-size", 100, "--micro-batch", 8)
+    assert ran.status == 0, ran.err
+    lines = ran.out.splitlines()
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["1", "100", "8", "13"],
+        ["2", "100", "8", "7"],
+        ["4", "100", "8", "4"],
+        ["8", "100", "8", "2"],
+    ]
+    assert "(8 × 12 + 4) × 1 rank = 100" in lines[1]
+    assert "13 or 12" in lines[4]
+
+
+def test_goyal_2017_as_json(command: Command) -> None:
+    ran = command(
+        *("scale", "--batch-size", 8192, "--micro-batch", 32, "--ranks", 256, "--json"),
+        *("--lr", 0.1, "--base-batch", 256, "--warmup", "5ep", "--samples", 1_281_167),
+        *("--betas", "0.9,0.999"),
+    )
+    assert ran.status == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["lr"]["scaled"] == pytest.approx(3.2)
+    assert found["warmup"]["same_samples"] == 782
+    assert found["epoch"] == {"updates": 157, "last_batch": 3215}
+    assert found["batches"][0]["steps"] == 1
+    assert found["betas"]["scaled"][1] == pytest.approx(0.999**32)
+
+
+def test_any_from_the_others(command: Command) -> None:
+    for options, expected in (
+        (("--micro-batch", 8, "--steps", 4, "--ranks", 2), (64, 8, 4, 2)),
+        (("--batch-size", 64, "--steps", 4, "--ranks", 2), (64, 8, 4, 2)),
+        (("--batch-size", 64, "--micro-batch", 8, "--steps", 4), (64, 8, 4, 2)),
+        (("--batch-size", 64, "--micro-batch", 8, "--ranks", 2), (64, 8, 4, 2)),
+    ):
+        [found] = json.loads(command("scale", *options, "--json").out)["batches"]
+        names = ("global_batch", "micro_batch", "steps", "ranks")
+        assert tuple(found[name] for name in names) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give two of --batch-size, --micro-batch and --steps"),
+        (["--batch-size", 64], "give two of"),
+        (["--batch-size", 0, "--steps", 1], "--batch-size 0"),
+        (["--batch-size", 64, "--steps", 2, "--ranks", "1,x"], "--ranks 1,x"),
+        (["--batch-size", 64, "--steps", 2, "--lr", 0.1], "--lr: also give --base-batch"),
+        (
+            ["--micro-batch", 8, "--steps", 2, "--lr", 0.1, "--base-batch", 8],
+            "the batch differs between the ranks",
+        ),
+        (
+            ["--batch-size", 64, "--steps", 2, "--base-batch", 8, "--warmup", "5ep"],
+            "epochs beside --samples",
+        ),
+        (
+            ["--batch-size", 64, "--steps", 2, "--base-batch", 8, "--betas", "0.9"],
+            "must be two numbers",
+        ),
+        (
+            ["--batch-size", 64, "--micro-batch", 8, "--steps", 4, "--ranks", 1],
+            "make 8 steps, not steps=4",
+        ),
+    ],
+)
+def test_what_is_impossible_is_one_line(
+    command: Command, options: list[object], message: str
+) -> None:
+    ran = command("scale", *options)
+    assert ran.status == 2
+    assert message in ran.err
