@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,12 +164,12 @@ def over_ranks(
 def runs_said(by_rank: Sequence[Sequence[int]]) -> str:
     """Sizes by rank as a sum that a person can check.
 
-    >>> runs_said([(8, 8), (8, 8)])
-    '8 × 2 × 2 ranks = 32'
+    >>> runs_said([(8, 5), (8, 4), (8, 5)])
+    '(8 × 1 + 5) × 2 ranks + (8 × 1 + 4) × 1 rank = 38'
     """
-    alike = _runs(tuple(map(tuple, by_rank)))
+    alike = Counter(map(tuple, by_rank))  # in the order of the first rank of a kind
     terms = []
-    for sizes, ranks in alike:
+    for sizes, ranks in alike.items():
         runs = _runs(sizes or (0,))
         inner = " + ".join(
             f"{size}" if count == 1 and index else f"{size} × {count}"
