@@ -100,11 +100,12 @@ class _Loop:
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
             session.position = session.batches.position
+            rates = session.pace.begin(samples=session.batches.samples)
             session.batches.take()
             if session.crew.ranks == 1:
                 self._remember(batch)
             try:
-                self._window(batch, whole=not mid_window)
+                self._window(batch, rates, whole=not mid_window)
             except _Stopped as stopped:
                 return self._outcome(stopped.checkpoint, stopped.done, stopped.of)
             mid_window = False
@@ -113,9 +114,8 @@ class _Loop:
                 checkpoint = self._save()
         return self._outcome(checkpoint or self._save(), 0, 0, finished=True)
 
-    def _window(self, batch: Any, *, whole: bool) -> None:
+    def _window(self, batch: Any, rates: list[float], *, whole: bool) -> None:
         session = self._session
-        rates = [float(group["lr"]) for group in session.optimizer.param_groups]
         metered = not self._memory.settled
         began = time.perf_counter()
         with self._memory.around(whole_window=whole):
@@ -129,6 +129,7 @@ class _Loop:
         self._metered = metered
         self._units += step.units
         self._seconds += seconds
+        session.pace.closed(step.units)
         record = record_of(
             step,
             window=session.windows,
@@ -145,8 +146,6 @@ class _Loop:
             loss=step.loss,
             units_per_second=self._rate,
         )
-        if session.config.micro_batch == "auto" and session.windows == 1:
-            self._terminal.note(f"micro-batches that fit the memory: {step.micro_batches} a batch")
         self._watch_skipped(step.skipped)
 
     def _after_micro(self, done: int, of: int) -> None:

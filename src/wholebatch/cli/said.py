@@ -13,14 +13,17 @@ from wholebatch.cli.loop import Outcome
 from wholebatch.cli.options import Config
 from wholebatch.cli.session import Session
 from wholebatch.report.terminal import count_said
+from wholebatch.scaling import Arithmetic
 
 __all__ = ["arithmetic", "head_rows", "summary_rows"]
 
 Rows = list[tuple[str, str]]
 
 
-def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
-    """What will be done, with the arithmetic of the batch."""
+def head_rows(
+    session: Session, found: Found | None, *, folder: Path, chosen: str | None = None
+) -> Rows:
+    """What will be done, with the arithmetic of the batch, and how its micro-batch was chosen."""
     config, model = session.config, session.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -39,7 +42,11 @@ def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
     rows = [
         ("model", f"{name}, {parameters:,} parameters, {dtype} on {place}{spread}"),
         ("data", _data_said(session)),
-        ("batch", batch_said(session.micro_batches(), config, ranks=session.crew.ranks)),
+        *_batch_rows(session),
+        *(
+            ("" if place else "memory", line)
+            for place, line in enumerate(_memory_said(session, chosen))
+        ),
         (
             "update",
             f"{type(session.optimizer).__name__}, learning rate {rate:g}, {clip}, "
@@ -59,6 +66,31 @@ def head_rows(session: Session, found: Found | None, *, folder: Path) -> Rows:
     return rows
 
 
+def _batch_rows(session: Session) -> Rows:
+    """The arithmetic of the batch; of every size, where there is a schedule."""
+    config, ranks, schedule = session.config, session.crew.ranks, session.pace.schedule
+    size = session.train.micro_batch_size
+    if schedule is None or size is None:
+        return [("batch", batch_said(session.micro_batches(), config, ranks=ranks))]
+    what = schedule.by.removesuffix("s")
+    return [
+        (
+            "batch" if not place else "",
+            f"from {what} {place:,}: {Arithmetic(samples, size, ranks)} samples an update",
+        )
+        for place, samples in schedule.changes
+    ]
+
+
+def _memory_said(session: Session, chosen: str | None) -> list[str]:
+    lines = [] if chosen is None else chosen.split("\n")
+    if session.fitted is not None:
+        lines.append(f"--fit: {session.fitted}")
+    elif session.config.checkpointing:
+        lines.append("repeated blocks are computed again in the backward pass")
+    return lines
+
+
 def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Path) -> Rows:
     """What came out, and where it is."""
     rows = [
@@ -66,8 +98,13 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
         ("speed", f"{count_said(outcome.units_per_second)} {session.recipe.unit}/s"),
         ("peak memory", memory),
         ("written to", f"{shown(folder)}/"),
-        ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json"),
+        ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json  manifest.json"),
     ]
+    if session.train.recoveries:
+        count = session.train.recoveries
+        rows.insert(
+            1, ("out of memory", f"{count} times; the window began again in smaller micro-batches")
+        )
     if session.train.skipped:
         rows.insert(1, ("skipped", f"{session.train.skipped} windows made no update"))
     return rows
@@ -134,6 +171,8 @@ def batch_said(sizes: Sequence[Sequence[int]] | None, config: Config, *, ranks: 
 
 def _data_said(session: Session) -> str:
     batches = session.batches
+    if batches.length is not None and session.pace.schedule is not None:
+        return f"{batches.length:,} samples"
     if batches.length is not None:
         count = -(-batches.length // session.config.batch_size)
         return f"{batches.length:,} samples, {count:,} batches an epoch"

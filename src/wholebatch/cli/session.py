@@ -15,9 +15,11 @@ from torch import nn
 from wholebatch import WholeBatch, __version__
 from wholebatch.checkpoint import Checkpoints, Found
 from wholebatch.cli.crew import Crew
+from wholebatch.cli.fitting import apply_checkpointing, fit_in
 from wholebatch.cli.keep import Parts, restore, save
 from wholebatch.cli.memory import PeakMemory
 from wholebatch.cli.options import Config
+from wholebatch.cli.pace import Pace, paced
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, RecipeError
 from wholebatch.recipes import Batches, Nothing, Position, Recipe, share_of
@@ -39,6 +41,8 @@ class Session:
     memory: PeakMemory
     batches: Batches
     position: Position  # of the batch that the open or next window is made from
+    pace: Pace
+    fitted: str | None = None  # what --fit has applied
 
     @property
     def device(self) -> torch.device:
@@ -51,30 +55,41 @@ class Session:
 
     def save(self, checkpoints: Checkpoints, *, micro_batches: int = 0) -> Path:
         """A checkpoint of this moment; of one process also in the middle of a window."""
-        data = self.batches.state_dict(self.position)
+        data = {**self.batches.state_dict(self.position), **self.pace.state_dict()}
         return save(self._parts, self.crew, checkpoints, data=data, micro_batches=micro_batches)
 
     def restore(self, found: Found) -> None:
         """Go on from a checkpoint; a StateError when it does not belong to this recipe."""
         restore(self._parts, self.crew, found, data=self.batches, seed=self.config.seed)
         self.position = self.batches.position
+        self.pace.load_state_dict(found.state["data"])
 
     @property
     def _parts(self) -> Parts:
         return Parts(self.recipe.name, self.model, self.optimizer, self.train)
 
+    def choose(self) -> str | None:
+        """Let "auto" choose its micro-batch before the first step: what, and why, in two lines."""
+        if self.train.micro_batch_size is not None or self.train.micro_batch != "auto":
+            return None  # given, or chosen by the run that is resumed
+        batch = self.batches.peek()
+        return self.train.choose(batch.like if isinstance(batch, Nothing) else batch)
+
     def micro_batches(self) -> list[list[int]] | None:
         """Samples in each micro-batch of a full batch, by rank; None where it must be seen."""
         by, ranks = self.config.micro_batch, self.crew.ranks
+        if by == "auto":
+            by = self.train.micro_batch_size or by
         if isinstance(by, int) and self.batches.kind != "loader":
             shares = [
                 share_of(self.config.batch_size, rank=rank, ranks=ranks) for rank in range(ranks)
             ]
             return [_pieces(share.stop - share.start, by) for share in shares]
-        if self.train.micro_batch == "auto":
+        if by == "auto":
             return None
         batch = self.batches.peek()
-        mine = [] if isinstance(batch, Nothing) else split(batch, self.train.micro_batch)
+        how = by if isinstance(by, int) else _micro_batch(self.recipe, self.config)
+        mine = [] if isinstance(batch, Nothing) else split(batch, how)
         return self.crew.gathered([batch_size_of(micro) for micro in mine])
 
 
@@ -83,8 +98,18 @@ def _pieces(samples: int, by: int) -> list[int]:
     return [by] * whole + [rest] * bool(rest)
 
 
-def build(recipe: Recipe, config: Config, crew: Crew) -> Session:
-    """The parts of the recipe, from the seed on the same every time, on every rank."""
+def build(
+    recipe: Recipe,
+    config: Config,
+    crew: Crew,
+    *,
+    fits: bool = False,
+    keeps_precision: bool = False,
+) -> Session:
+    """The parts of the recipe, from the seed on the same every time, on every rank.
+
+    `fits`: let the model fit the memory, by what `--fit` may apply.
+    """
     _seed(config.seed)
     batches = Batches(
         recipe.build_data,
@@ -94,7 +119,7 @@ def build(recipe: Recipe, config: Config, crew: Crew) -> Session:
         rank=crew.rank,
         ranks=crew.ranks,
     )
-    config = _fitted(config, batches)
+    config = paced(_fitted(config, batches), recipe, batches)
     model = recipe.build_model()
     _check_last_batch(model, config, batches, crew)
     if config.precision == "bf16-pure":
@@ -105,6 +130,13 @@ def build(recipe: Recipe, config: Config, crew: Crew) -> Session:
         raise RecipeError(
             f"the recipe's model cannot be moved to {crew.device}: {error}"
         ) from error
+    fitted = None
+    if fits:
+        config, fitted = fit_in(
+            recipe, config, model, batches, crew, keeps_precision=keeps_precision
+        )
+    if config.checkpointing:
+        apply_checkpointing(model)
     spread = crew.spread(model)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
     memory = PeakMemory(model, optimizer, device=crew.device)
@@ -123,11 +155,25 @@ def build(recipe: Recipe, config: Config, crew: Crew) -> Session:
         micro_batch=_micro_batch(recipe, config),
         precision=config.autocast,
         clip_norm=config.clip_norm,
+        memory=config.budget,
+        execute=config.execute,  # type: ignore[arg-type]
         scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
     )
     if crew.rank:  # dropout of its own on every rank
         _seed(config.seed + crew.rank)
-    return Session(recipe, config, crew, model, optimizer, train, memory, batches, batches.position)
+    return Session(
+        recipe,
+        config,
+        crew,
+        model,
+        optimizer,
+        train,
+        memory,
+        batches,
+        batches.position,
+        Pace(config, batches=batches, optimizer=optimizer, train=train),
+        fitted,
+    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,19 @@ import typer
 from rich.console import Console
 
 from wholebatch import __version__
-from wholebatch.cli.options import Given, check
+from wholebatch.cli.flags import (
+    BaseBatch,
+    BatchSize,
+    Betas,
+    Execute,
+    From,
+    LrRule,
+    Noise,
+    Wandb,
+    Warmup,
+)
+from wholebatch.cli.options import check
+from wholebatch.cli.source import given_of, read_source
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
@@ -36,14 +49,7 @@ def train(
             show_default=False,
         ),
     ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Samples that make one update, those of all ranks together.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
+    batch_size: BatchSize = None,
     micro_batch: Annotated[
         str | None,
         typer.Option(
@@ -61,6 +67,33 @@ def train(
             rich_help_panel=_BATCH,
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE|SHARE|free",
+            help="How much memory to use, such as 20GiB, 0.8 of the device, or what is free: the "
+            "largest micro-batch that fits is chosen, if --micro-batch is not given.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit",
+            help="If not even one sample fits: bf16 autocast, then checkpointing of the model's "
+            "repeated blocks too.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = False,
+    checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--checkpointing",
+            help="Compute the activations of the model's repeated blocks again in the backward "
+            "pass, instead of keeping them.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = False,
     clip_norm: Annotated[
         float | None,
         typer.Option(
@@ -75,6 +108,11 @@ def train(
             metavar="RATE", help="Learning rate, over the recipe's own.", rich_help_panel=_BATCH
         ),
     ] = None,
+    execute: Execute = None,
+    lr_rule: LrRule = None,
+    base_batch: BaseBatch = None,
+    betas: Betas = None,
+    warmup: Warmup = None,
     steps: Annotated[
         int | None,
         typer.Option(metavar="N", help="Updates to make in all.", rich_help_panel=_RUN),
@@ -114,36 +152,68 @@ def train(
             metavar="N", help="Of the weights and the order of the data.", rich_help_panel=_RUN
         ),
     ] = None,
+    noise: Noise = None,
+    wandb: Wandb = None,
+    source: From = None,
     device: Annotated[
-        str,
+        str | None,
         typer.Option(metavar="auto|cpu|cuda", help="Where to train.", rich_help_panel=_RUN),
-    ] = "auto",
+    ] = None,
     parallel: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="ddp|fsdp2",
             help="Under torchrun: the model whole on every rank, or sharded over them.",
             rich_help_panel=_RUN,
         ),
-    ] = "ddp",
+    ] = None,
 ) -> None:
     """Train a recipe: every update is that of the whole batch, in the memory of a micro-batch.
 
     Defaults come from the recipe. Ctrl-C stops cleanly, and says how to go on from there.
     Under torchrun, every rank takes its share of the batch.
     """
-    given = Given(batch_size, micro_batch, steps, precision, clip_norm, lr, seed, checkpoint_every)
-    for name, value in vars(given).items():
-        check(name, value, "--" + name.replace("_", "-"))
-    check("parallel", parallel, "--parallel")
+    if source is not None and resume:
+        raise OptionError("--from with --resume: a run goes on with its own settings; give one")
+    told = read_source(source)
+    given = given_of(
+        {
+            "batch_size": batch_size,
+            "micro_batch": micro_batch,
+            "steps": steps,
+            "precision": precision,
+            "clip_norm": clip_norm,
+            "lr": lr,
+            "seed": seed,
+            "checkpoint_every": checkpoint_every,
+            "memory": memory,
+            "checkpointing": checkpointing or None,
+            "fit": fit or None,
+            "lr_rule": lr_rule,
+            "base_batch": base_batch,
+            "betas": betas,
+            "warmup": warmup,
+            "execute": execute,
+            "noise": noise,
+            "wandb": wandb,
+        },
+        told,
+    )
+    device = device or told.settings.get("device", "auto")
+    parallel = check("parallel", parallel or told.settings.get("parallel", "ddp"), "--parallel")
+    recipe = recipe or told.recipe
 
     # Torch is imported from here on: a wrong option was told at once.
+    import torch
+
     from wholebatch.cli.crew import Crew
     from wholebatch.cli.failure import short_warnings
     from wholebatch.cli.ranks import process_group
     from wholebatch.cli.start import Asked
 
-    asked = Asked(recipe, given, out=out, resume=resume, auto_resume=auto_resume)
+    if told.threads is not None:
+        torch.set_num_threads(told.threads)
+    asked = Asked(recipe, given, out=out, resume=resume, auto_resume=auto_resume, source=told)
     with process_group(device) as (rank, where):
         crew = Crew(rank, device=where, parallel=parallel)
         with crew.failures(), short_warnings(shown=crew.is_first):
@@ -156,6 +226,7 @@ def _train(asked: Asked, crew: Crew) -> int:
     from wholebatch.cli.said import head_rows
     from wholebatch.cli.session import build
     from wholebatch.cli.start import checkpoint_of, find
+    from wholebatch.report.manifest import versions_here
     from wholebatch.report.terminal import Terminal
 
     start = find(asked, crew)
@@ -165,12 +236,27 @@ def _train(asked: Asked, crew: Crew) -> int:
     terminal = Terminal(console, name=recipe.name, unit=recipe.unit)
     with folder.held(start.wait) if crew.is_first else nullcontext():
         found = checkpoint_of(start, crew)
-        session = crew.together(lambda: build(recipe, start.config, crew))
+        fits = bool(asked.given.fit) and not start.is_resumed
+        session = crew.together(
+            lambda: build(
+                recipe,
+                start.config,
+                crew,
+                fits=fits,
+                keeps_precision=asked.given.precision is not None,
+            )
+        )
         crew.together(lambda: _take_up(session, found, asked.given.batch_size))
-        rows = head_rows(session, found, folder=folder.path)
+        with terminal.working("choosing the micro-batch"):
+            chosen = crew.together(session.choose)
+        rows = head_rows(session, found, folder=folder.path, chosen=chosen)
         # Everything fits: from here on the folder is written.
         if start.has_changed:
             terminal.note(f"note: {recipe.path} has changed since this run began")
+        for note in asked.source.notes(
+            digest=recipe.digest, versions=versions_here(), ranks=crew.ranks
+        ):
+            terminal.note(f"note: {note}")
         crew.first(lambda: _begin(session, folder, found, terminal))
         about = f": {recipe.description}" if recipe.description else ""
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
@@ -218,6 +304,33 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
         folder.config,
         config_text(session.config, recipe=known, digest=recipe.digest, about=about),
     )
+    _write_manifest(session, folder)
+
+
+def _write_manifest(session: Session, folder: RunFolder) -> None:
+    """What `train --from` takes to make this run again; "auto" is written as what it chose."""
+    from wholebatch.checkpoint import write_atomically
+    from wholebatch.report.manifest import arithmetic_of, commit_of, manifest_text
+
+    recipe, config, crew = session.recipe, session.config, session.crew
+    size = session.train.micro_batch_size
+    settings = asdict(config)
+    if config.micro_batch == "auto" and size is not None:
+        settings["micro_batch"] = size
+    settings["device"] = session.device.type
+    settings["parallel"] = "fsdp2" if crew.is_sharded else "ddp"
+    text = manifest_text(
+        recipe=recipe.name if recipe.is_embedded else str(recipe.path),
+        digest=recipe.digest,
+        settings=settings,
+        arithmetic=arithmetic_of(
+            config.batch_size, config.batch_schedule, micro_batch=size, ranks=crew.ranks
+        ),
+        device=session.device,
+        ranks=crew.ranks,
+        commit=commit_of(recipe.path),
+    )
+    write_atomically(folder.manifest, text)
 
 
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
