@@ -15,6 +15,8 @@ from wholebatch.coupled.batchnorm import Refuse
 from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.feed import Feed
+from wholebatch.gradients import GradientsOn, OptimizerOn
+from wholebatch.gradients import choose as choose_store
 from wholebatch.loss import Loss, Terms, Units
 from wholebatch.step import Step
 from wholebatch.steps import Steps
@@ -60,6 +62,8 @@ class Accumulator:
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
         batchnorm: str = "refuse",
+        gradients: GradientsOn = "device",
+        optimizer_on: OptimizerOn = "device",
         sync: str = "auto",
         allow_untested_device: bool = False,
     ) -> None:
@@ -81,7 +85,10 @@ class Accumulator:
             allow_untested_device=allow_untested_device,
             sync=engine,
         )
-        self._window = Window(target, options, engine)
+        store = choose_store(
+            gradients, optimizer_on=optimizer_on, target=target, options=options, sync=engine
+        )
+        self._window = Window(target, options, engine, store)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         self.epoch = 0
         self.last_step: Step | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 from torch import nn
 
 from wholebatch import randomness
@@ -63,6 +62,7 @@ def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
             "are here: pass the same ones"
         )
     if state["window"] is not None:
+        window.store.check(state["window"]["gradients"])
         _check_gradients(target, state["window"]["gradients"])
     if window.is_open:
         window.discard()
@@ -105,7 +105,9 @@ def _window_state(window: Window) -> dict[str, Any]:
     }
 
 
-def _check_gradients(target: Target, gradients: list[torch.Tensor | None]) -> None:
+def _check_gradients(target: Target, gradients: Any) -> None:
+    if not isinstance(gradients, list):
+        return  # kept in the optimizer's own state, which checks itself
     parameters = [parameter for group in target.groups() for parameter in group]
     if len(gradients) != len(parameters):
         raise StateError(

@@ -93,7 +93,7 @@ class Window:
         self.inputs = [parameter for group in self.groups for parameter in group]
         if not self.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
-        self.store.begin(self.inputs)
+        self.store.begin(self.inputs, known)
         self.sync.begin(self.inputs)
         self._hooks.take(self.inputs)
         self.known = known
@@ -119,6 +119,7 @@ class Window:
     def add(self, total: Tensor, units: Units) -> None:
         """Backward of one total, added into the gradients. Nothing is read from the device."""
         check_total(total)
+        self.store.check_total(total)
         units = check_units(units)
         if not self.is_open:
             self.begin(units)
@@ -384,8 +385,7 @@ class Window:
         if self.options.nonfinite == "skip":
             return where
         raise NonFiniteError(
-            f"update {self.updates + 1}: {where}. Nothing was updated: parameters and optimizer "
-            "state are as before this window; pass nonfinite='skip' to skip and count such updates",
+            f"update {self.updates + 1}: {where}. Nothing was updated: {self.store.after_failure}",
             micro_batch=culprit,
         )
 

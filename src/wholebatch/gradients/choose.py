@@ -11,6 +11,7 @@ from wholebatch.close import CloseOptions
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.host import HostStore
+from wholebatch.gradients.moments import MomentsStore, check_moments
 from wholebatch.gradients.parts import check_parts
 from wholebatch.gradients.store import Store
 from wholebatch.sync import Sync
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientsOn", "OptimizerOn", "choose"]
 
-GradientsOn: TypeAlias = Literal["device", "host"]
+GradientsOn: TypeAlias = Literal["device", "host", "moments"]
 OptimizerOn: TypeAlias = Literal["device", "host"]
 
 
@@ -53,6 +54,9 @@ def choose(
             "parameters' own hooks; use a plain model or DDP, or the engine's own offloading"
         )
     _check_dense(target, option)
+    if gradients == "moments":
+        check_moments(target, options, counts_units=counts_units)
+        return MomentsStore(target, options, sync)
     check_parts(target.optimizers, option)
     return HostStore(target, options, sync, steps_on_host=optimizer_on == "host")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ __all__ = ["DeviceStore"]
 class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read them there."""
 
-    def begin(self, parameters: list[nn.Parameter]) -> None:
-        super().begin(parameters)
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
+    ) -> None:
+        super().begin(parameters, known)
         self.target.sixteen_bit.begin()
 
     def close_ahead(

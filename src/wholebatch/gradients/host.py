@@ -9,7 +9,7 @@ state stays there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,6 @@ class HostStore(Store):
         self._steps_on_host = steps_on_host
         self._sums: Sums | None = None
         self._pipes: dict[torch.device, Pipe] = {}
-        self._handles: list[Any] = []
         self._nowhere: set[int] = set()  # parameters without a gradient on any rank
 
     @property
@@ -68,8 +67,10 @@ class HostStore(Store):
 
     # ----------------------------------------------------------------- window
 
-    def begin(self, parameters: list[nn.Parameter]) -> None:
-        super().begin(parameters)
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
+    ) -> None:
+        super().begin(parameters, known)
         if self._sums is None or not self._sums.is_for(parameters):
             mine = {id(parameter) for parameter in parameters}
             self._sums = None  # first, so that two sets never exist at once
@@ -82,12 +83,13 @@ class HostStore(Store):
         self._sums.filled = set()
         for parameter in parameters:
             self._pipes.setdefault(parameter.device, Pipe(parameter.device))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._leave))
+        self.hook(self._leave)
 
     def _leave(self, parameter: Tensor) -> None:
         """A gradient of this parameter is made: it leaves."""
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # a function of the graph had none to give
+            return
         assert self._sums is not None
         assert isinstance(parameter, nn.Parameter)
         if gradient.is_sparse:
@@ -194,9 +196,6 @@ class HostStore(Store):
                 sums.filled.add(id(parameter))
 
     def discard(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         for pipe in self._pipes.values():
             pipe.forget()
         super().discard()

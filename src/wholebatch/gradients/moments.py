@@ -1,0 +1,345 @@
+"""Adam accumulation: each micro-batch's gradient goes straight into Adam's moments and is freed.
+
+With gₖ the gradient of micro-batch k, already divided by the units of the whole window, an update
+of Adam from the undivided batch is
+
+    m ← β₁ m + (1 − β₁) Σ gₖ        v ← β₂ v + (1 − β₂) (Σ gₖ)²
+
+The first sum can be made in m itself, one term after the other: it is exact. The square of a sum
+cannot; v gets Σ gₖ² in its place (arXiv 2305.19982). For gradients that agree, that is K times too
+small; for gradients that are noise, it is right on average. So the update differs, by up to √K in
+the size of a step, and this is the one store whose update is not that of the undivided batch.
+
+Decay, bias correction and weight decay are made once per update. Over R ranks the moments are
+added up once per window: each rank begins with β/R of them, so that the sum has all of the old.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.close import Closed, CloseOptions, read_scalars
+from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.gradients.store import Store
+from wholebatch.hooks import DeferredHooks
+from wholebatch.sync import Sync
+
+if TYPE_CHECKING:
+    from wholebatch.target import Target
+
+__all__ = ["MomentsStore", "check_moments"]
+
+_FLUSH_BYTES = 64 * 2**20
+"""Gradients that may wait for each other: one kernel takes many small ones."""
+
+
+class MomentsStore(Store):
+    """The moments of Adam and AdamW, in the user's own optimizer, are all that is kept."""
+
+    in_grad = False
+    only_eager = 'with gradients="moments" they leave by hooks that only eager code calls'
+    counts_first = True
+    approximate = (
+        "Adam's second moment gets the sum of the micro-batches' squared gradients instead of the "
+        "square of their sum"
+    )
+    after_failure = (
+        "the parameters are as before this window, but the optimizer's moments hold its gradients: "
+        "load the optimizer's state from the last checkpoint"
+    )
+
+    def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
+        super().__init__(target, options, sync)
+        self._groups: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
+        self._waiting: list[tuple[nn.Parameter, Tensor]] = []
+        self._waiting_bytes = 0
+        self._opened: dict[int, nn.Parameter] = {}  # whose moments are decayed, and hold gradients
+        self._nowhere: set[int] = set()
+        self._spoiled: list[Tensor] = []
+        self._counts = True
+
+    # ----------------------------------------------------------------- window
+
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
+    ) -> None:
+        self._refuse_spoiled(parameters)
+        super().begin(parameters, known)
+        self._counts = known is None or any(known.values())
+        self._groups = {
+            id(parameter): (optimizer, group)
+            for optimizer in self.target.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for parameter in parameters:
+            if parameter._backward_hooks:
+                raise UnsupportedError(
+                    f"{self.target.name_of(parameter)} has a gradient hook: with "
+                    'gradients="moments" there is never a whole gradient for it to see; remove it'
+                )
+        self.hook(self._leave)
+
+    def _refuse_spoiled(self, parameters: Sequence[nn.Parameter]) -> None:
+        there = {id(moment) for p in parameters for moment in self._moments_of(p)}
+        if any(id(moment) in there for moment in self._spoiled):
+            raise WindowError(
+                "an earlier window failed after gradients of it had gone into the optimizer's "
+                "moments, and they cannot be taken out again: load the optimizer's state from the "
+                "last checkpoint (optimizer.load_state_dict) before going on"
+            )
+        self._spoiled = []
+
+    def _moments_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        for optimizer in self.target.optimizers:
+            state = optimizer.state.get(parameter)
+            if state:
+                return [state["exp_avg"], state["exp_avg_sq"]]
+        return []
+
+    def _leave(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:  # a function of the graph had none to give
+            return
+        assert isinstance(parameter, nn.Parameter)
+        parameter.grad = None
+        if not self._counts:  # no units in all of the window: these are zeros, and no update
+            return
+        self._waiting.append((parameter, gradient.detach()))
+        self._waiting_bytes += gradient.numel() * gradient.element_size()
+        if self._waiting_bytes > _FLUSH_BYTES:
+            self._flush()
+
+    def backward_made(self) -> None:
+        self._flush()
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Put what waits into the moments, parameter group by parameter group."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        self._open([parameter for parameter, _ in waiting])
+        by_group: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        for parameter, gradient in waiting:
+            by_group.setdefault(id(self._groups[id(parameter)][1]), []).append(
+                (parameter, gradient)
+            )
+        for pairs in by_group.values():
+            optimizer, group = self._groups[id(pairs[0][0])]
+            beta1, beta2 = group["betas"]
+            states = [optimizer.state[parameter] for parameter, _ in pairs]
+            gradients = [_real(gradient) for _, gradient in pairs]
+            sign = -1.0 if group["maximize"] else 1.0
+            torch._foreach_add_(
+                [_real(s["exp_avg"]) for s in states], gradients, alpha=sign * (1.0 - beta1)
+            )
+            torch._foreach_addcmul_(
+                [_real(s["exp_avg_sq"]) for s in states], gradients, gradients, value=1.0 - beta2
+            )
+
+    def _open(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Decay the moments of parameters that this window has not touched yet, once."""
+        fresh = {id(p): p for p in parameters if id(p) not in self._opened}
+        by_group: dict[int, list[nn.Parameter]] = {}
+        for parameter in fresh.values():
+            by_group.setdefault(id(self._groups[id(parameter)][1]), []).append(parameter)
+        for some in by_group.values():
+            optimizer, group = self._groups[id(some[0])]
+            beta1, beta2 = group["betas"]
+            states = [_state_of(optimizer, group, parameter) for parameter in some]
+            torch._foreach_mul_([_real(s["exp_avg"]) for s in states], beta1 / self.sync.ranks)
+            torch._foreach_mul_([_real(s["exp_avg_sq"]) for s in states], beta2 / self.sync.ranks)
+        self._opened.update(fresh)
+
+    # ------------------------------------------------------------------ close
+
+    def absent(self) -> set[int]:
+        return {id(p) for p in self.parameters} - self._opened.keys()
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        self._nowhere.add(id(parameter))
+
+    @torch.no_grad()
+    def close(
+        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
+    ) -> Closed:
+        assert normalise == 1.0  # the units were known before the first backward
+        if self.sync.ranks > 1:
+            some = [p for p in self.parameters if id(p) not in self._nowhere]
+            self._open(some)
+            for bucket in _in_buckets(some):
+                self._reduce([m for parameter in bucket for m in self._moments_of(parameter)])
+        moments = [m for p in self._opened.values() for m in self._moments_of(p)]
+        norms = torch._foreach_norm([_real(moment) for moment in moments])
+        finite = all(map(math.isfinite, read_scalars(norms)))
+        # The whole gradient was never there, so it has no norm to report.
+        return Closed(norm=math.nan, clip=1.0, finite=finite)
+
+    def _reduce(self, moments: list[Tensor]) -> None:
+        flat = self.sync.sum_tensor(torch.cat([_real(moment).reshape(-1) for moment in moments]))
+        sizes = [_real(moment).numel() for moment in moments]
+        for moment, piece in zip(moments, flat.split(sizes), strict=True):
+            _real(moment).copy_(piece.view_as(_real(moment)))
+
+    @torch.no_grad()
+    def step(self, remaining: float) -> None:
+        for optimizer in self.target.optimizers:
+            mine = [p for p in self._opened.values() if self._groups[id(p)][0] is optimizer]
+            steps = [optimizer.state[parameter]["step"] for parameter in mine]
+            if steps:
+                torch._foreach_add_(steps, 1.0)
+            counts = dict(zip(map(id, mine), read_scalars(steps), strict=True))
+            for bucket in _in_buckets(mine):
+                self._step(optimizer, bucket, counts)
+            optimizer.step()  # finds no gradient: only its hooks run, and schedulers see a step
+        self._opened = {}
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, some: list[nn.Parameter], counts: dict[int, float]
+    ) -> None:
+        by_group: dict[int, list[nn.Parameter]] = {}
+        for parameter in some:
+            by_group.setdefault(id(self._groups[id(parameter)][1]), []).append(parameter)
+        for parameters in by_group.values():
+            group = self._groups[id(parameters[0])][1]
+            (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
+            steps = [counts[id(parameter)] for parameter in parameters]
+            states = [optimizer.state[parameter] for parameter in parameters]
+            targets = [_real(parameter.data) for parameter in parameters]
+            if decay:
+                torch._foreach_mul_(targets, 1.0 - lr * decay)
+            below = torch._foreach_sqrt([_real(state["exp_avg_sq"]) for state in states])
+            torch._foreach_div_(below, [math.sqrt(1.0 - beta2**step) for step in steps])
+            torch._foreach_add_(below, group["eps"])
+            torch._foreach_addcdiv_(
+                targets,
+                [_real(state["exp_avg"]) for state in states],
+                below,
+                [-lr / (1.0 - beta1**step) for step in steps],
+            )
+
+    # ------------------------------------------------------------------ state
+
+    def saved(self) -> dict[str, list[bool]]:
+        """Whose moments are this window's already; they themselves are the optimizer's state."""
+        return {"moments": [id(parameter) in self._opened for parameter in self.parameters]}
+
+    def check(self, saved: Any) -> None:
+        if not isinstance(saved, dict) or "moments" not in saved:
+            raise StateError(
+                "the saved window holds gradients, and gradients='moments' keeps none: resume with "
+                "the same gradients="
+            )
+
+    def load(self, saved: Any) -> None:
+        self._opened = {
+            id(p): p
+            for p, is_open in zip(self.parameters, saved["moments"], strict=True)
+            if is_open
+        }
+
+    def discard(self) -> None:
+        self._waiting, self._waiting_bytes = [], 0
+        self._spoiled += [m for p in self._opened.values() for m in self._moments_of(p)]
+        self._opened, self._nowhere = {}, set()
+        super().discard()
+
+
+def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) -> None:
+    """Refuse what cannot be had without a whole gradient, with the reason."""
+    option = 'gradients="moments"'
+    if options.clip_norm is not None or options.clip_value is not None:
+        raise OptionError(
+            f"{option} with clip_norm= or clip_value=: clipping needs the whole gradient, which is "
+            'never there; leave it out, or use gradients="host"'
+        )
+    if not counts_units:
+        raise OptionError(
+            f"{option} without units=: what has gone into a moment cannot be divided again when "
+            "the total is known at last; count it before, with units=, a function of the "
+            "micro-batch"
+        )
+    if options.nonfinite == "skip" or target.scale is not None:
+        raise OptionError(
+            f"{option} with nonfinite='skip' or a loss scale: to skip an update, its gradients "
+            'would have to be taken out of the moments again; use nonfinite="raise" in "bf16" or '
+            "full precision"
+        )
+    for optimizer in target.optimizers:
+        name = type(optimizer).__name__
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            raise UnsupportedError(
+                f"{option} with {name}: gradients can be added into the moments of torch's Adam "
+                'and AdamW only; use one of these, or gradients="host"'
+            )
+        for group in optimizer.param_groups:
+            decoupled = group.get("decoupled_weight_decay", name == "AdamW")
+            if group["weight_decay"] and not decoupled:
+                raise UnsupportedError(
+                    f"{option} with {name}(weight_decay={group['weight_decay']}): a decay that "
+                    "is part of the gradient would be squared with it; use AdamW"
+                )
+            for flag in ("amsgrad", "capturable", "differentiable"):
+                if group.get(flag):
+                    raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
+    for group_of in target.groups():
+        for parameter in group_of:
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                raise UnsupportedError(
+                    f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
+                    "are 16-bit too, and lose what is added in small parts; keep the parameters in "
+                    'float32 and use precision="bf16"'
+                )
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
+    """The parameter's state, made as Adam's own first step would make it."""
+    state: dict[str, Any] = optimizer.state[parameter]
+    if not state:
+        on = parameter.device if group.get("fused") else torch.device("cpu")
+        state["step"] = torch.zeros((), dtype=_step_dtype(group), device=on)
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state[name].requires_grad_(False)
+    return state
+
+
+def _step_dtype(group: dict[str, Any]) -> torch.dtype:
+    if group.get("fused"):
+        return torch.float32
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _in_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Neighbours of one dtype and device together, up to a size."""
+    buckets: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        last = buckets[-1][-1] if buckets else None
+        fits = last is not None and filled + size <= _FLUSH_BYTES
+        if (
+            fits
+            and last is not None
+            and (last.dtype, last.device)
+            == (
+                parameter.dtype,
+                parameter.device,
+            )
+        ):
+            buckets[-1].append(parameter)
+            filled += size
+        else:
+            buckets.append([parameter])
+            filled = size
+    return buckets
