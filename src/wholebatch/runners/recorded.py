@@ -275,6 +275,8 @@ class Recorder:
             raise CannotTrace(window.store.only_eager)
         if window.sync.ranks > 1 or window.sync.grows_own_graph:
             raise CannotTrace("ranks reduce between its kernels")
+        if window.store.only_eager is not None:
+            raise CannotTrace(window.store.only_eager)
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
         totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
