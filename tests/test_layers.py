@@ -23,7 +23,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"integrations", "tune", "proof", "testing", "report", "lint", "recipes"}),
     frozenset({"engine", "accumulator"}),
-    frozenset({"runners", "memory", "state", "checkpoint", "driving", "joining", "shards"}),
+    frozenset(
+        {"runners", "memory", "state", "checkpoint", "driving", "joining", "shards", "hosted"}
+    ),
     frozenset({"window", "execute", "coupled"}),
     frozenset({"target", "feed", "units", "gradients"}),
     frozenset(

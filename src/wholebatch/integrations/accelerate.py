@@ -1,0 +1,226 @@
+"""Exact windows in a loop of Accelerate's.
+
+`ExactWindows` keeps the loop as it is and takes the place of `accelerator.backward`:
+
+```python
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+windows = ExactWindows(accelerator, model, optimizer)
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])     # the mean, as before
+        windows.backward(loss, units=len(batch["y"]))             # was accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+```
+
+`accumulator` gives a `wb.Accumulator` over what Accelerate prepared, for a loop that is written
+anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.accumulator import Accumulator
+from wholebatch.close import Policy
+from wholebatch.errors import OptionError, UnsupportedError, WindowError
+from wholebatch.extras import require
+from wholebatch.hosted import Hosted, Settled, gradient_holders
+from wholebatch.loss import Units
+from wholebatch.sync.deepspeed import DeepSpeed
+
+require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+__all__ = ["ExactWindows", "accumulator"]
+
+_SUPPORTED = (
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
+)
+
+
+class ExactWindows:
+    """Every update of Accelerate's loop is that of the undivided global batch.
+
+    `backward(loss, units=...)` stands for `accelerator.backward(loss)`: the loss is the
+    micro-batch's mean, `units` what it is a mean over (samples, tokens, weights; a number or a
+    0-dim tensor). When it returns in the last micro-batch of a window, the gradients are those of
+    the whole batch, reduced, and Accelerate's own clipping, loss scaling, optimizer and scheduler
+    go on from there. It returns what the window was (`loss`, `units`), or None within a window.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        batchnorm: str = "refuse",
+        zero_units: Policy = "raise",
+    ) -> None:
+        _check(accelerator)
+        self._accelerator = accelerator
+        self._models = [model] if isinstance(model, nn.Module) else list(model)
+        self._optimizers = _torch_optimizers(optimizer)
+        self._window = Hosted(
+            self._models, device=accelerator.device, batchnorm=batchnorm, zero_units=zero_units
+        )
+        self._engine: DeepSpeed | None = None
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            if len(self._models) > 1:
+                raise UnsupportedError(
+                    "several DeepSpeed engines in one ExactWindows: give each one of its own"
+                )
+            self._engine = DeepSpeed(self._models[0])
+            self._stepped = self._engine.optimizer(self._optimizers[0])
+        else:
+            for one in self._optimizers:
+                one.register_step_pre_hook(self._refuse_open_window)
+
+    @property
+    def updates(self) -> int:
+        """Windows that were completed so far."""
+        return self._window.updates
+
+    @property
+    def last(self) -> Settled | None:
+        """The window that was completed last."""
+        return self._window.last
+
+    def backward(self, loss: Tensor, *, units: Units, **kwargs: Any) -> Settled | None:
+        """The backward of one micro-batch's mean loss over `units`."""
+        accelerator, is_last = self._accelerator, self._accelerator.sync_gradients
+        if self._engine is not None:
+            return self._backward_in_engine(self._engine, loss, units, is_last)
+        self._window.weigh(loss, units, divided_by=accelerator.gradient_accumulation_steps)
+        accelerator.backward(loss, **kwargs)
+        return self.settle() if is_last else None
+
+    def settle(self) -> Settled | None:
+        """Complete the window by hand, where its last micro-batch made no backward."""
+        return self._window.settle(
+            gradient_holders(self._models, self._optimizers), averaged_by=self._window.ranks.size
+        )
+
+    def _backward_in_engine(
+        self, engine: DeepSpeed, loss: Tensor, units: Units, is_last: bool
+    ) -> Settled | None:
+        """As Accelerate does it, but between backward and step the gradients are settled."""
+        groups = [list(group["params"]) for group in self._stepped.param_groups]
+        parameters = [parameter for group in groups for parameter in group]
+        if not self._window.is_open:
+            engine.begin(parameters)
+        self._window.weigh(loss, units)
+        with engine.backward(parameters, reduces=is_last):
+            engine.run_backward([loss], [torch.ones_like(loss)])
+        if not is_last:
+            return None
+        holders = [holder for group in engine.holders(groups) for holder in group]
+        settled = self._window.settle(holders, averaged_by=engine.averaged_by)
+        engine_itself: Any = self._models[0]
+        engine_itself.step()  # clips as its configuration says
+        return settled
+
+    def _refuse_open_window(self, *_: Any) -> None:
+        if self._window.is_open:
+            raise WindowError(
+                "optimizer.step() while the window is open: its last micro-batch made no "
+                "windows.backward(), so its gradients are not complete; call windows.settle() "
+                "before clipping and stepping"
+            )
+
+    def discard(self) -> None:
+        """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
+        self._window.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For `accelerator.register_for_checkpointing(windows)`: between windows."""
+        if self._window.is_open:
+            raise WindowError(
+                f"the window is open with {self._window.micro_batches} micro-batches, and "
+                "Accelerate's checkpoints keep no gradients: save when accelerator.sync_gradients"
+            )
+        return self._window.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window.load_state_dict(state)
+
+
+def accumulator(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    scheduler: Any = None,
+    **options: Any,
+) -> Accumulator:
+    """A `wb.Accumulator` that drives what `accelerator.prepare` gave.
+
+    ```python
+    acc = accumulator(accelerator, model, optimizer, scheduler, clip_norm=1.0)
+    for batch in acc.over(loader):
+        total = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+        step = acc.backward(total, units=len(batch["y"]))
+    ```
+
+    Windows have `accelerator.gradient_accumulation_steps` micro-batches (or `steps=`). The loss
+    scale of fp16 is Accelerate's; a prepared scheduler steps as Accelerate steps it. Leave out
+    `accelerator.accumulate`, `optimizer.step`, `scheduler.step` and `optimizer.zero_grad`.
+    """
+    _check(accelerator)
+    if "scaler" in options:
+        raise OptionError("scaler= beside an Accelerator, which has its own: leave it out")
+    options.setdefault("steps", accelerator.gradient_accumulation_steps)
+    return Accumulator(
+        model,
+        _torch_optimizers(optimizer),
+        scheduler=scheduler,
+        scaler=getattr(accelerator, "scaler", None),
+        **options,
+    )
+
+
+def _torch_optimizers(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> list[torch.optim.Optimizer]:
+    given: list[Any] = (
+        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    )
+    for one in given:
+        if not isinstance(one, AcceleratedOptimizer):
+            raise OptionError(
+                f"optimizer={type(one).__name__}: must be what accelerator.prepare returned"
+            )
+    return [one.optimizer for one in given]
+
+
+def _check(accelerator: Accelerator) -> None:
+    if not isinstance(accelerator, Accelerator):
+        raise OptionError(
+            f"accelerator={type(accelerator).__name__}: must be an accelerate.Accelerator"
+        )
+    kind = accelerator.distributed_type
+    if kind not in _SUPPORTED:
+        raise UnsupportedError(
+            f"Accelerate with {kind}: the update is not shown to be that of the undivided batch; "
+            "supported are one process, DDP, FSDP and DeepSpeed on CPU and CUDA"
+        )
+    parallel = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
+            raise UnsupportedError(
+                f"Accelerate with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
+                "counted more than once over ranks that share a batch; use data parallelism alone"
+            )
