@@ -91,3 +91,66 @@ def test_products_and_embeddings_add_themselves(
 
 def test_no_cpu_has_the_kernel() -> None:
     assert not can_add_products(torch.device("cpu"))
+
+
+class Perceptron(nn.Module):
+    """Two things that a backward can make again: a layer norm's output and an activation's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.down(nn.functional.gelu(self.up(self.norm(self.embed(tokens)))))
+        return logits
+
+
+def _readers(node: fx.Node) -> list[str]:
+    """Who reads it, views looked through."""
+    found = []
+    for user in node.users:
+        through = user.target in (torch.ops.aten.view.default, torch.ops.aten.t.default)
+        found += _readers(user) if through else [str(user.target)]
+    return found
+
+
+def test_cheap_activations_are_made_again_with_the_same_numbers() -> None:
+    model = Perceptron()
+    micro = tagged(5)
+    state = State.of(model, list(model.parameters()))
+    inputs = take_apart(micro)
+    precision = choose("bf16", "cpu")
+    with precision.forward():
+        form = Form.of(loss(model, micro), "loss")
+    traced = trace(model, loss, precision, state, inputs, form, "loss")
+    sums = []
+    for again in (False, True):
+        rewritten = rewrite(
+            traced, len(state.trained), [torch.float32] * len(traced.used), Options(recompute=again)
+        )
+        assert rewritten.recomputed == (2 if again else 0)
+        made = rewritten.graph.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.gelu.default
+        )
+        read = [sorted(_readers(node)) for node in made]
+        forward, backward = ["aten.addmm.default"], ["aten.mm.default"]
+        assert read == ([forward, backward] if again else [forward + backward])
+        buffers = [torch.zeros_like(parameter) for parameter in state.trained.values()]
+        casts = [list(state.trained.values())[i].detach().to(to) for i, to in rewritten.casts]
+        arguments = [
+            *(parameter.detach() for parameter in state.trained.values()),
+            *state.others.values(),
+            *inputs.tensors,
+            torch.ones(()),
+            *casts,
+            *buffers,
+        ]
+        with torch.no_grad():
+            rewritten.graph(*arguments)
+        sums.append(buffers)
+    for one, other in zip(*sums, strict=True):
+        assert distance([one], [other]) < 1e-3  # a norm made again may round its last bf16 bit

@@ -33,6 +33,9 @@ class JointStep:
     fuses_products = True
     """Whether weight gradients add themselves where the device can; off to measure the gain."""
 
+    recomputes = True
+    """Whether a compiled step makes cheap activations again instead of holding them."""
+
     def __init__(
         self,
         traced: Traced,
@@ -58,6 +61,7 @@ class JointStep:
             Options(
                 products=self.fuses_products and can_add_products(device),
                 products_in_full=not compiled,
+                recompute=compiled and self.recomputes,
             ),
         )
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)

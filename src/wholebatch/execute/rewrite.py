@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from wholebatch.execute import fused
+from wholebatch.execute.recompute import recompute
 from wholebatch.execute.trace import Traced
 
 __all__ = ["Options", "Rewritten", "rewrite"]
@@ -35,6 +36,8 @@ class Options:
     products_in_full: bool = False
     """Products of the buffer's own dtype (`addmm_`): pays where nothing fuses behind it."""
     embeddings: bool = True
+    recompute: bool = False
+    """Cheap activations are made again in the backward (pays where kernels are fused)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Rewritten:
     """For each cast input: which trained parameter, and to what."""
     fused_products: int
     fused_embeddings: int
+    recomputed: int
 
 
 def rewrite(
@@ -63,6 +67,9 @@ def rewrite(
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
+
+    seeds = inputs[len(inputs) - len(traced.form.names) :]
+    recomputed = recompute(graph, seeds) if options.recompute else 0
 
     casts: dict[tuple[int, torch.dtype], fx.Node] = {}
     last = inputs[-1]
@@ -91,7 +98,7 @@ def rewrite(
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
-    return Rewritten(module, tuple(casts), adder.products, adder.embeddings)
+    return Rewritten(module, tuple(casts), adder.products, adder.embeddings, recomputed)
 
 
 def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
