@@ -24,7 +24,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"integrations", "tune", "proof", "testing", "report", "lint", "recipes"}),
     frozenset({"engine", "accumulator"}),
     frozenset(
-        {"runners", "memory", "state", "checkpoint", "driving", "joining", "shards", "hosted"}
+        {
+            "runners",
+            "memory",
+            "noise",
+            "state",
+            "checkpoint",
+            "driving",
+            "joining",
+            "shards",
+            "hosted",
+        }
     ),
     frozenset({"window", "execute", "coupled"}),
     frozenset({"target", "feed", "units", "gradients"}),

@@ -52,13 +52,18 @@ class Follow:
         self.batch = base_batch
         self.warmth = 1.0
         self._found: list[dict[str, Any]] | None = None
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        self._hooked = False
 
     def set(self, batch: int, *, warmth: float = 1.0) -> None:
         """The next batch has so many samples; `warmth` is how far a warm-up is, from 0 to 1."""
         self.batch = batch
         self.warmth = warmth
+        changes = self.factor != 1.0 or (self._betas != "keep" and batch != self.base_batch)
+        if changes and not self._hooked:
+            # Not before there is something to do: hooks keep a close from running ahead.
+            self._hooked = True
+            self._optimizer.register_step_pre_hook(self._before)
+            self._optimizer.register_step_post_hook(self._after)
 
     @property
     def factor(self) -> float:

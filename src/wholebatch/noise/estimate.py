@@ -1,0 +1,245 @@
+"""From the norms of a window's growing gradient to the critical batch.
+
+A unit's gradient is G + noise, the noise with covariance Σ. After N units the sum A of their
+gradients has, on average,
+
+    |A|² = N² |G|² + N tr Σ
+
+So two norms at different N give both, without bias and without a second gradient buffer: the norm
+of the buffer as it grows, micro-batch by micro-batch, is all that is needed. From one micro-batch
+to the next |A|² grows by e, with mean q |G|² + u tr Σ, where u is the units that came and q the
+growth of N². These growths are uncorrelated, with a variance in proportion to q where noise
+dominates. Weighted least squares over them, Σ (e − u tr Σ − q |G|²)² / q → min, comes to
+
+    tr Σ = (Σ u e / q − |A|²/N) / (Σ u²/q − 1)        |G|² = |A|²/N² − tr Σ / N
+
+with |A|² and N of the whole window. Ranks are counted alike: each has growths of its own, and the
+reduced gradient is the whole. The weights depend on the units alone, so both are unbiased for any
+sizes of micro-batches. (One micro-batch on each of two ranks makes it McCandlish et al.'s pair of a
+small and a big batch.)
+
+The noise scale tr Σ / |G|² is the batch at which an update has as much noise as signal (McCandlish
+et al. 2018, arXiv:1812.06162): twice the updates and twice the data that each would take at best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Estimator", "NoiseScale", "Observation"]
+
+_Z = 1.96  # of the 95% interval
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one window says: unbiased, and very noisy."""
+
+    spread: float
+    """Of tr Σ, the variance of one unit's gradient over all parameters."""
+    signal: float
+    """Of |G|², the square of the true gradient's norm."""
+    units: float
+    """Units of the window, over all ranks."""
+    micro_batches: int
+    """Micro-batches of the window, over all ranks."""
+
+    @staticmethod
+    def of(growths: Growths, *, norm: float, units: float) -> Observation | None:
+        """From the growths of all ranks and the norm of their sum; None of one micro-batch."""
+        if growths.weight - 1.0 < 1e-9 or not units > 0.0:
+            return None
+        whole = norm * norm
+        spread = (growths.moment - whole / units) / (growths.weight - 1.0)
+        signal = whole / units**2 - spread / units
+        if not (math.isfinite(spread) and math.isfinite(signal)):
+            return None
+        return Observation(spread, signal, units, growths.count)
+
+
+@dataclass(frozen=True)
+class Growths:
+    """The sums over a rank's micro-batches that the estimate needs; ranks just add up."""
+
+    moment: float = 0.0  # Σ u e / q
+    weight: float = 0.0  # Σ u² / q
+    count: int = 0
+
+    @staticmethod
+    def of(norms: Sequence[float], units: Sequence[float]) -> Growths:
+        """From |A| after every micro-batch and the units of each."""
+        moment = weight = 0.0
+        done = before = 0.0
+        count = 0
+        for norm, own in zip(norms, units, strict=True):
+            if own <= 0.0:  # nothing came
+                continue
+            grown = (done + own) ** 2 - done**2
+            moment += own * (norm * norm - before) / grown
+            weight += own * own / grown
+            done, before = done + own, norm * norm
+            count += 1
+        return Growths(moment, weight, count)
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """The critical batch, in units, with what is known of it.
+
+    >>> noise = NoiseScale(4096.0, 3000.0, 6000.0, spread=8.0, signal=0.002, samples=40,
+    ...                    batch=512.0, micro_batches=8)
+    >>> noise.verdict
+    'enlarge'
+    >>> noise.advice("tokens").partition(",")[0]
+    'enlarge the batch: at 512 tokens an update it is far below the critical 4'
+    """
+
+    critical: float
+    """tr Σ / |G|²: inf where |G|² cannot be told from zero."""
+    low: float
+    high: float
+    """The 95% interval, by Fieller's theorem; `high` is inf where |G|² may be zero."""
+    spread: float
+    signal: float
+    samples: int
+    """Windows that it is made from."""
+    batch: float
+    """Units of a window now."""
+    micro_batches: int
+    """Micro-batches of a window now, over all ranks."""
+
+    @property
+    def verdict(self) -> str:
+        """`enlarge`, `keep` or `stop accumulating`; `keep` where it cannot be told."""
+        if 2.0 * self.batch < self.low:
+            return "enlarge"
+        if self.batch > 2.0 * self.high:
+            return "stop accumulating"
+        return "keep"
+
+    def advice(self, unit: str = "units") -> str:
+        """The verdict in words, with the numbers it rests on."""
+        here = f"{_said(self.batch)} {unit} an update"
+        interval = f"{_said(self.critical)} ({_said(self.low)} to {_said(self.high)})"
+        if self.verdict == "enlarge":
+            return (
+                f"enlarge the batch: at {here} it is far below the critical {interval}, so twice "
+                "the batch makes nearly twice the progress an update"
+            )
+        if self.verdict == "stop accumulating":
+            own = self.batch / max(1, self.micro_batches)
+            needed = max(1, math.ceil(self.critical / own))
+            instead = (
+                "one micro-batch is enough: stop accumulating"
+                if needed == 1
+                else f"{needed} of the {self.micro_batches} micro-batches would do: accumulate less"
+            )
+            return (
+                f"{instead}; at {here} the batch is far above the critical {interval}, and more "
+                "of it makes an update hardly better"
+            )
+        if self.high > 8.0 * max(self.low, 1.0):
+            return (
+                f"keep the batch: at {here}, the critical one is not known well yet: {interval}, "
+                f"from {self.samples} windows"
+            )
+        return f"keep the batch: {here} is near the critical {interval}"
+
+
+class Estimator:
+    """Averages observations, newer ones more, and says how sure the ratio of them is."""
+
+    def __init__(self, *, half_life: float = 32.0, most: int = 256) -> None:
+        self._decay = 0.5 ** (1.0 / half_life)
+        self._most = most
+        self._seen: list[Observation] = []
+
+    def add(self, observation: Observation) -> None:
+        self._seen.append(observation)
+        del self._seen[: -self._most]
+
+    def estimate(self) -> NoiseScale | None:
+        """What the windows so far say; None before there are two of them."""
+        seen = self._seen
+        if len(seen) < 2:
+            return None
+        raw = [self._decay**age for age in range(len(seen) - 1, -1, -1)]
+        total = math.fsum(raw)
+        weights = [weight / total for weight in raw]
+        spread = math.fsum(w * one.spread for w, one in zip(weights, seen, strict=True))
+        signal = math.fsum(w * one.signal for w, one in zip(weights, seen, strict=True))
+        count = 1.0 / math.fsum(weight * weight for weight in weights)
+        fair = count / (count - 1.0)
+
+        def covariance(a: str, b: str) -> float:
+            means = {"spread": spread, "signal": signal}
+            return fair * math.fsum(
+                w * w * (getattr(one, a) - means[a]) * (getattr(one, b) - means[b])
+                for w, one in zip(weights, seen, strict=True)
+            )
+
+        low, high = fieller(
+            spread,
+            signal,
+            covariance("spread", "spread"),
+            covariance("signal", "signal"),
+            covariance("spread", "signal"),
+            z=student(count - 1.0),
+        )
+        return NoiseScale(
+            critical=spread / signal if spread > 0.0 and signal > 0.0 else _edge(spread),
+            low=low,
+            high=high,
+            spread=spread,
+            signal=signal,
+            samples=len(seen),
+            batch=seen[-1].units,
+            micro_batches=seen[-1].micro_batches,
+        )
+
+    def state_dict(self) -> list[list[float]]:
+        return [[o.spread, o.signal, o.units, float(o.micro_batches)] for o in self._seen]
+
+    def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
+        self._seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
+
+
+def fieller(
+    above: float, below: float, var_above: float, var_below: float, cov: float, *, z: float
+) -> tuple[float, float]:
+    """The interval of a ratio above/below ≥ 0 of two averages; endless where below may be 0.
+
+    All ratios r with (above − r below)² ≤ z² Var(above − r below): a quadratic in r.
+    """
+    a = below * below - z * z * var_below
+    b = above * below - z * z * cov
+    c = above * above - z * z * var_above
+    root = math.sqrt(max(0.0, b * b - a * c))
+    if a > 0.0 and below > 0.0:
+        return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
+    if c <= 0.0 or above <= 0.0:
+        return 0.0, math.inf
+    # `below` may be zero, `above` may not: from the one positive root of the quadratic on.
+    return (max(0.0, (b - root) / a) if a else c / (2.0 * b) if b > 0.0 else 0.0), math.inf
+
+
+def student(freedom: float) -> float:
+    """The two-sided 95% point of Student's t, by its expansion around the normal's."""
+    z, v = _Z, max(freedom, 1.0)
+    return (
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    )
+
+
+def _edge(spread: float) -> float:
+    return math.inf if spread > 0.0 else 0.0
+
+
+def _said(value: float) -> str:
+    return "unbounded" if math.isinf(value) else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
