@@ -20,6 +20,7 @@ from wholebatch.joining import batches_of, join
 from wholebatch.memory.budget import Memory
 from wholebatch.memory.fitting import Fitting
 from wholebatch.memory.sizing import Sizing
+from wholebatch.noise import Noise, NoiseScale, Probe, check_noise
 from wholebatch.runners.feeding import (
     AfterMicro,
     Feeding,
@@ -94,12 +95,14 @@ class WholeBatch:
         gradients: GradientsOn = "device",
         optimizer_on: OptimizerOn = "device",
         sync: str = "auto",
+        noise: Noise = None,
         batch_size: int | Callable[[Any], int] | None = None,
         static: str | Sequence[str] = (),
         allow_untested_device: bool = False,
     ) -> None:
         check_functions(loss, units)
         check_micro_batch(micro_batch)
+        check_noise(noise)
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
         root, models = modules_of(model)
         engine = choose_sync(models, sync=sync)
@@ -155,6 +158,8 @@ class WholeBatch:
         )
         if self._feeding.whole_loss is not None and engine.ranks > 1:
             self._fitting.recovers = False  # a rank that begins again would gather alone
+        coupled = self._feeding.needs_every_rank() is not None
+        self._probe = Probe(noise, self._window, coupled=coupled)
         self._stepping = False
         self._done = 0  # micro-batches of the open window that are in it
         self._of = 0
@@ -179,6 +184,11 @@ class WholeBatch:
     def skipped(self) -> int:
         """Windows that made no update (not finite, or without units)."""
         return self._window.skipped
+
+    @property
+    def noise(self) -> NoiseScale | None:
+        """The gradient noise scale as far as `noise=` has measured it: `noise.advice()`."""
+        return self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
         """One update from the whole batch. After an error nothing of the batch is left behind.
@@ -209,6 +219,7 @@ class WholeBatch:
             def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
                 if not window.is_open:
                     self._begin(known)
+                self._probe.begin(first=first, together=self._feeding.in_lock_step(parts))
                 self._run(parts, first, at, after_micro)
 
             if first or not self._fitting.recovers:  # a resumed window cannot begin again
@@ -250,11 +261,12 @@ class WholeBatch:
         """The forwards and backwards of a window, by whoever is to run them."""
         window = self._window
         self._done, self._of = first, len(micros)
+        # A rank that must begin again would leave the others in a reduction.
+        alone = self._fitting.recovers or self._probe.active
         self._feeding.run(
             micros,
             first=first,
-            # A rank that must begin again would leave the others in a reduction.
-            reduces=window.sync.ranks == 1 or not self._fitting.recovers,
+            reduces=window.sync.ranks == 1 or not alone,
             before_micro=at,
             after_micro=self._told(after_micro),
             numbers=self._fitting.numbers_of(micros) if self._feeding.numbers_samples else (),
@@ -273,12 +285,15 @@ class WholeBatch:
 
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
+        self._probe.begin()
         self.last_step = join(self, like)
+        self._probe.closed(None, self.last_step)
         return self.last_step
 
     def _told(self, after_micro: AfterMicro | None) -> AfterMicro:
         def told(done: int, of: int) -> None:
             self._done = done
+            self._probe.micro_batch_done()
             if after_micro is not None:
                 after_micro(done, of)
 
@@ -294,7 +309,9 @@ class WholeBatch:
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None) -> Step:
         try:
+            seen = self._probe.look()
             step = self._window.close()
+            self._probe.closed(seen, step)
             self._feeding.end_window()
             return step
         except NonFiniteError as error:
@@ -321,6 +338,7 @@ class WholeBatch:
             most=None if self._fitting.sizing is None else self._fitting.sizing.most,
             done=self._done,
             of=self._of,
+            noise=self._probe.state_dict(),
             **self._feeding.state_dict(),
         )
         return saved
@@ -335,6 +353,7 @@ class WholeBatch:
             self._fitting.sizing.load_state_dict(saved["sizing"])
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
+        self._probe.load_state_dict(saved.get("noise"))
         self._feeding.load_state_dict(saved)
 
     def _resume_at(self, micros: Sequence[Any]) -> int:
