@@ -15,6 +15,7 @@ from wholebatch.cli.recipes import recipes
 from wholebatch.cli.report import report
 from wholebatch.cli.scale import scale
 from wholebatch.cli.train import train
+from wholebatch.cli.tune import tune
 from wholebatch.cli.verify import verify
 from wholebatch.errors import WholebatchError
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(tune)
 app.command()(scale)
 app.command()(verify)
 app.command()(lint)

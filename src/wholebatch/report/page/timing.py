@@ -10,8 +10,18 @@ from wholebatch.report.terminal import bytes_said, count_said
 
 __all__ = ["PARTS", "split", "tuning"]
 
-PARTS = ("data", "forward", "backward", "addition", "communication", "optimizer", "idle")
-"""Where a window's time goes, in the order of a window."""
+PARTS = (
+    "data",
+    "forward",
+    "backward",
+    "micro-step",
+    "addition",
+    "communication",
+    "optimizer",
+    "idle",
+)
+"""Where a window's time goes, in the order of a window. "micro-step" is forward and backward where
+they run as one."""
 
 Data = Mapping[str, Any]
 

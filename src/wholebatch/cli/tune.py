@@ -1,0 +1,267 @@
+"""`wholebatch tune`: measure the ways to run a recipe's batch here, and recommend one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from wholebatch.cli.options import PRECISIONS, check
+from wholebatch.errors import MissingExtraError, OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+    from wholebatch.recipes import Recipe
+    from wholebatch.tune import Tuned
+
+__all__ = ["tune"]
+
+_WHAT, _HOW, _OUT = "What is tuned", "How long, and over what", "Output"
+
+
+def tune(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A recipe as for [bold]wholebatch train[/].",
+            show_default=False,
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Samples that make one update.", rich_help_panel=_WHAT),
+    ] = None,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help='What may be used: "20GiB", "80%", or what is free.',
+            rich_help_panel=_WHAT,
+        ),
+    ] = "free",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.", rich_help_panel=_WHAT)
+    ] = "auto",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Of full, bf16, fp16, with commas. Default: the recipe's, and bf16 too on CUDA.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    execute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Of eager, compile, graph. Default: eager, and graph too on CUDA.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="With commas. Default: the batch in 1, 2, 4, … parts.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="S", help="Begin no new setting after this long.", rich_help_panel=_HOW
+        ),
+    ] = 300.0,
+    exhaustive: Annotated[
+        bool,
+        typer.Option("--exhaustive", help="Measure everything that fits.", rich_help_panel=_HOW),
+    ] = False,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help='Of one rank\'s link, such as "25GB/s": adds a model of more ranks.',
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    ranks: Annotated[
+        str,
+        typer.Option(metavar="NUMBERS", help="For that model.", rich_help_panel=_HOW),
+    ] = "2,4,8,16,32,64",
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE.json",
+            help="For [bold]wholebatch train --from[/]; the page is written beside it.",
+            rich_help_panel=_OUT,
+        ),
+    ] = Path("tune.json"),
+) -> None:
+    """Find the fastest settings for a batch here, what holds them back, and whether to accumulate.
+
+    Then: wholebatch train --from tune.json
+    """
+    check("batch_size", batch_size, "--batch-size")
+    if out.suffix != ".json":
+        raise OptionError(f"--out {out}: must be the name of a .json file")
+    if seconds <= 0:
+        raise OptionError(f"--seconds {seconds:g}: must be above 0")
+    names = None if precision is None else _names("--precision", precision, PRECISIONS)
+    sizes = None if micro_batch is None else _numbers("--micro-batch", micro_batch)
+    numbers = _numbers("--ranks", ranks)
+
+    # Torch is imported from here on: a wrong option was told at once.
+    from wholebatch.cli.failure import short_warnings
+    from wholebatch.cli.ranks import process_group
+    from wholebatch.cli.tune_show import Bar, show
+    from wholebatch.memory.budget import parse_memory
+    from wholebatch.recipes import EMBEDDED, load_recipe
+    from wholebatch.tune import Limits, parse_bandwidth
+
+    link = None if bandwidth is None else parse_bandwidth(bandwidth)
+    with process_group(device) as (rank, where), short_warnings(shown=rank == 0):
+        parse_memory(memory, device=where)
+        found = load_recipe(recipe or next(iter(EMBEDDED)))
+        console = Console() if rank == 0 else Console(quiet=True, force_terminal=False)
+        with Bar(console, unit=found.unit) as bar:
+            tuned = _tune(
+                found,
+                where=where,
+                rank=rank,
+                batch_size=batch_size,
+                precisions=names,
+                memory=memory,
+                micro_batches=sizes,
+                executes=None if execute is None else tuple(_split(execute)),
+                limits=Limits(total=seconds),
+                exhaustive=exhaustive,
+                bandwidth=link,
+                ranks=numbers,
+                watch=bar,
+            )
+    if rank:
+        return
+    tuned.write(out)
+    page = _page(out)
+    show(console, tuned, subject=found.name, out=out, page=page)
+
+
+def _tune(
+    recipe: Recipe,
+    *,
+    where: torch.device,
+    rank: int,
+    batch_size: int | None,
+    precisions: tuple[str, ...] | None,
+    **options: Any,
+) -> Tuned:
+    import dataclasses
+
+    import torch
+
+    from wholebatch.cli.options import Given, resolve
+    from wholebatch.cli.session import about_here
+    from wholebatch.recipes import Batches
+    from wholebatch.tune import tune as tuned_by
+
+    config = resolve(Given(batch_size=batch_size), recipe.defaults, stored=None)
+    is_pure = config.precision == "bf16-pure"
+    if precisions is None:
+        more = ("bf16",) if where.type == "cuda" and not is_pure else ()
+        precisions = tuple(dict.fromkeys((config.autocast, *more)))
+    elif "bf16-pure" in precisions:
+        raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    batches = Batches(
+        recipe.build_data,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        collate=recipe.collate,
+        rank=rank,
+        ranks=world,
+    )
+    inner: list[Any] = []
+
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(config.seed)
+        model = recipe.build_model()
+        if is_pure:
+            model.to(torch.bfloat16)
+        model.to(where)
+        optimizer = recipe.build_optimizer(model, lr=config.lr)
+        inner[:] = [model]
+        if world > 1:
+            return torch.nn.parallel.DistributedDataParallel(model), optimizer
+        return model, optimizer
+
+    def loss(model: Any, micro: Any) -> Any:
+        # The recipe's own module, not DDP around it: the window reduces the gradients itself.
+        return recipe.loss(inner[0] if hasattr(model, "module") else model, micro)
+
+    def take() -> Any:
+        batch = batches.take()
+        while len_of(batch) < config.batch_size // world:  # a short last one would flatter no one
+            batch = batches.take()
+        return batch
+
+    from wholebatch.splitting import batch_size_of
+
+    def len_of(batch: Any) -> int:
+        with suppress(TypeError):
+            return batch_size_of(batch)
+        return 0
+
+    tuned = tuned_by(
+        make,
+        loss=recipe.loss if world == 1 else loss,
+        batches=take,
+        precisions=precisions,
+        unit=recipe.unit,
+        units=recipe.units,
+        clip_norm=config.clip_norm,
+        **options,
+    )
+    settings = {**tuned.settings, "batch_size": config.batch_size}
+    if is_pure:
+        settings["precision"] = "bf16-pure"
+    about = {
+        "subject": recipe.name,
+        "recipe": recipe.name if recipe.is_embedded else str(recipe.path),
+        "recipe_sha256": recipe.digest,
+        "versions": about_here(),
+        "measured_on_ranks": world,
+    }
+    return dataclasses.replace(tuned, settings=settings, about=about)
+
+
+def _page(out: Path) -> Path | None:
+    """The page beside the file; None without the package that draws it."""
+    from wholebatch.report.page import write_report
+
+    try:
+        return write_report([out], out.with_suffix(".html"))
+    except MissingExtraError:
+        return None
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    for name in _split(text):
+        if name not in allowed:
+            raise OptionError(f"{option} {name}: must be one of {', '.join(allowed)}")
+    return tuple("full" if name == "fp32" else name for name in _split(text))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = _split(text)
+    if not parts or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise OptionError(f"{option} {text}: must be whole numbers with commas, such as 8,16,32")
+    return [int(part) for part in parts]

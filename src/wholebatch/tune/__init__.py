@@ -1,0 +1,31 @@
+"""Tuning: which settings are fastest here, what holds them back, and whether to accumulate at all.
+
+```python
+from wholebatch.tune import tune
+
+found = tune(make, loss=loss, batch=batch, memory="20GiB", precisions=("full", "bf16"))
+found.best.setting, found.advice, found.bottleneck
+found.write(Path("tune.json"))          # wholebatch train --from tune.json
+```
+"""
+
+from wholebatch.tune.bottleneck import Bottleneck
+from wholebatch.tune.ranks import RanksModel, parse_bandwidth
+from wholebatch.tune.search import Limits, Watch
+from wholebatch.tune.settings import PARTS, Setting, Trial, Way
+from wholebatch.tune.tuned import Tuned
+from wholebatch.tune.tuning import tune
+
+__all__ = [
+    "PARTS",
+    "Bottleneck",
+    "Limits",
+    "RanksModel",
+    "Setting",
+    "Trial",
+    "Tuned",
+    "Watch",
+    "Way",
+    "parse_bandwidth",
+    "tune",
+]

@@ -1,0 +1,126 @@
+"""What holds a window back, with the evidence, and what more micro-batches would change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wholebatch.memory.budget import bytes_said
+from wholebatch.tune.settings import Trial
+
+__all__ = ["Bottleneck", "Fixed", "accumulation", "fixed_cost", "name_bottleneck"]
+
+MUCH = 0.25
+"""Of a window: a part that takes so much is what to look at first."""
+USED = 0.35
+"""Of a large matrix product's speed: above it, arithmetic is what the time goes into."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A window's time as `per_step × steps + rest`: what a micro-step costs whatever its size."""
+
+    per_step: float
+    rest: float
+    points: int
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """compute, launch, memory, network or data; and why."""
+
+    kind: str
+    evidence: tuple[str, ...]
+
+
+def fixed_cost(trials: Sequence[Trial]) -> Fixed | None:
+    """The line through the windows of one way over their number of steps.
+
+    >>> from wholebatch.tune.settings import Setting, Way
+    >>> way = Way("full", False, "eager", "auto")
+    >>> def made(micro, steps, seconds):
+    ...     return Trial(Setting(micro, way), steps, "measured", "", seconds=seconds)
+    >>> fixed_cost([made(8, 8, 1.8), made(16, 4, 1.4), made(32, 2, 1.2)])
+    Fixed(per_step=0.1..., rest=1.0..., points=3)
+    """
+    points = [(trial.steps, trial.seconds) for trial in trials if trial.seconds is not None]
+    if len({steps for steps, _ in points}) < 2:
+        return None
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    slope = max(0.0, slope)
+    return Fixed(slope, mean_y - slope * mean_x, len(points))
+
+
+def name_bottleneck(trial: Trial, *, fixed: Fixed | None, used: float | None) -> Bottleneck:
+    """From the split of the recommended setting, the cost of a micro-step, and the arithmetic.
+
+    `used` is the share of a large matrix product's speed that forward and backward reach.
+    """
+    split, window = trial.split, sum(trial.split.values()) or 1.0
+    evidence = []
+    shares = {name: seconds / window for name, seconds in split.items()}
+    largest = sorted(shares, key=lambda name: -shares[name])[:3]
+    evidence.append(
+        "of a window, "
+        + ", ".join(f"{shares[name]:.0%} is {name}" for name in largest if shares[name])
+    )
+    launching = 0.0
+    if fixed is not None and trial.seconds:
+        launching = fixed.per_step * trial.steps / trial.seconds
+        steps = f"{trial.steps} step{'' if trial.steps == 1 else 's'}"
+        evidence.append(
+            f"a micro-step costs {1000 * fixed.per_step:.2f} ms whatever its size, "
+            f"{launching:.0%} of the window at {steps} (a line through {fixed.points} sizes)"
+        )
+    if used is not None:
+        evidence.append(
+            f"forward and backward reach {used:.0%} of the speed of a large matrix product here"
+        )
+    if shares.get("data", 0.0) > MUCH:
+        kind = "data"
+    elif shares.get("communication", 0.0) > MUCH:
+        kind = "network"
+    elif launching > MUCH or shares.get("idle", 0.0) > MUCH:
+        kind = "launch"
+    elif used is None or used >= USED:
+        kind = "compute"
+    else:
+        kind = "memory"
+        evidence.append(
+            "not the arithmetic, not launches: reading and writing tensors is what is left"
+        )
+    return Bottleneck(kind, tuple(evidence))
+
+
+def accumulation(trial: Trial, *, fixed: Fixed | None, smaller: Trial | None) -> tuple[str, ...]:
+    """What more micro-batches would change, and what they would not, in sentences."""
+    window = sum(trial.split.values()) or 1.0
+    once = trial.split.get("optimizer", 0.0) + trial.split.get("communication", 0.0)
+    said = []
+    if fixed is not None and trial.seconds:
+        more = fixed.per_step * trial.steps / trial.seconds
+        said.append(
+            f"Twice as many micro-batches of half the size: the same update, about {more:.0%} more "
+            "time" + _less_memory(trial, smaller) + "."
+        )
+    elif smaller is not None:
+        said.append(f"Smaller micro-batches: the same update{_less_memory(trial, smaller)}.")
+    said.append(
+        f"A larger batch made of more micro-batches of this size: no more memory, and at most "
+        f"{once / window:.0%} less time per unit, which is what the close (optimizer"
+        f"{' and reduction' if trial.split.get('communication') else ''}) takes of this window; "
+        "forward and backward take the same per unit."
+    )
+    return tuple(said)
+
+
+def _less_memory(trial: Trial, smaller: Trial | None) -> str:
+    if smaller is None:
+        return ""
+    here, there = (t.peak or t.predicted for t in (trial, smaller))
+    if not here or not there or there >= here:
+        return ""
+    return f", and {bytes_said(there)} instead of {bytes_said(here)} at the peak"

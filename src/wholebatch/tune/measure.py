@@ -1,0 +1,193 @@
+"""One setting, run for a few windows: how long, how much memory, and where the time goes."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
+
+from wholebatch.engine import WholeBatch
+from wholebatch.memory.checkpointing import with_checkpoints
+from wholebatch.memory.meter import MemoryMeter
+from wholebatch.step import Step
+from wholebatch.tune.clock import Clock
+from wholebatch.tune.settings import Setting
+from wholebatch.tune.split import Stamps, additions, split_of
+
+__all__ = ["Agreed", "Running", "Subject", "Timing"]
+
+Make = Callable[[], "tuple[nn.Module, torch.optim.Optimizer]"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tuned: how to make it anew, its loss, and where its batches come from."""
+
+    make: Make
+    loss: Callable[[Any, Any], Any]
+    batches: Callable[[], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Given to every `WholeBatch`: `units`, `clip_norm`, `batchnorm`, `static`, …"""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Windows that were timed."""
+
+    seconds: list[float]
+    units: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """Units per second."""
+        return self.units / sum(self.seconds)
+
+
+class Agreed:
+    """The slowest rank's clock: what ranks decide by must be the same on all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        dist = torch.distributed
+        self._device = device
+        self._many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def __call__(self, seconds: float) -> float:
+        if not self._many:
+            return seconds
+        here = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(here, op=torch.distributed.ReduceOp.MAX)
+        return float(here)
+
+
+class Running:
+    """A model made anew under one setting, ready to make windows."""
+
+    def __init__(self, subject: Subject, setting: Setting) -> None:
+        self._subject = subject
+        self.setting = setting
+        self.model, self.optimizer = subject.make()
+        inner = getattr(self.model, "module", self.model)
+        if setting.way.checkpointing:
+            with_checkpoints(inner)
+        self.device = next(self.model.parameters()).device
+        self._meter: MemoryMeter | None = None
+        self._stamps: Stamps | None = None
+        # A graph is made of the user's own function: there nothing is put around it.
+        self._is_eager = setting.way.execute == "eager"
+        self.train = WholeBatch(
+            self.model,
+            self.optimizer,
+            loss=self._loss if self._is_eager else subject.loss,
+            micro_batch=setting.micro_batch,
+            precision=setting.way.precision,
+            execute=setting.way.execute,  # type: ignore[arg-type]
+            sync=setting.way.sync,
+            nonfinite="skip",
+            **subject.options,
+        )
+        self.agreed = Agreed(self.device)
+
+    def _loss(self, model: Any, micro: Any) -> Any:
+        if self._meter is not None and self._meter not in _get_current_dispatch_mode_stack():
+            _push_mode(self._meter)  # lock-step runs each micro-batch in a thread of its own
+        if self._stamps is None:
+            return self._subject.loss(model, micro)
+        self._stamps.mark("forward")
+        result = self._subject.loss(model, micro)
+        self._stamps.mark("backward")
+        return result
+
+    def window(self) -> tuple[float, Step]:
+        """One window, with the fetching of its batch: its seconds, the slowest rank's."""
+        began = time.perf_counter()
+        step = self.train.step(self._subject.batches())
+        self._wait()
+        return self.agreed(time.perf_counter() - began), step
+
+    def warm_up(self, *, most: float) -> None:
+        """Until windows take what they take: caches are warm, graphs are made and recorded."""
+        self.window()
+        if self._is_eager and self.device.type == "cpu":
+            return
+        last, spent = self.window()[0], 0.0
+        while spent < most:
+            seconds = self.window()[0]
+            spent += seconds
+            if seconds > 0.9 * last:
+                return
+            last = seconds
+
+    def timed(
+        self, *, least: int, seconds: float, most: int, too_slow: float | None = None
+    ) -> Timing:
+        """At least `least` windows and `seconds`; fewer where units per second fall `too_slow`."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        taken: list[float] = []
+        units = 0.0
+        while len(taken) < most and (len(taken) < least or sum(taken) < seconds):
+            spent, step = self.window()
+            taken.append(spent)
+            units += step.units
+            if too_slow is not None and units / sum(taken) < too_slow:
+                break
+        return Timing(taken, units)
+
+    def peak(self) -> int:
+        """The most bytes of tensors in a window: CUDA's own count, elsewhere that of a meter."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self.device))
+        with MemoryMeter(model=self.model, optimizer=self.optimizer) as meter:
+            self._meter = meter
+            try:
+                self.train.step(self._subject.batches())
+            finally:
+                self._meter = None
+        return meter.peak
+
+    def split(self, *, windows: int = 2) -> dict[str, float]:
+        """Seconds of a window by part, the mean of a few."""
+        clock = Clock(self.device)
+        last = self.train.last_step
+        steps = 1 if last is None else last.micro_batches
+        in_lock_step = steps > 1 and self.train._feeding.needs_lock_step()
+        is_told_apart = self._is_eager and not in_lock_step
+        parts: list[dict[str, float]] = []
+        with clock.watching() as busy:
+            for _ in range(windows):
+                stamps = Stamps(clock, tells_apart=is_told_apart)
+                self._stamps = stamps if is_told_apart else None
+                try:
+                    stamps.mark("data")
+                    batch = self._subject.batches()
+                    stamps.mark("start")
+                    self.train.step(batch, after_micro=stamps.after_micro)
+                    stamps.mark("end")
+                finally:
+                    self._stamps = None
+                parts.append(split_of(stamps, ranks=self.train._window.sync.ranks))
+        mean = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
+        mean = additions(mean, self.optimizer, clock, times=steps - int(self._is_eager))
+        return busy.taken_out(mean)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Give everything back before the next one is made."""
+        del self.train, self.model, self.optimizer
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,285 @@
+"""The search: sizes of one way from the largest down, then the other ways near the best.
+
+A window's time falls with the size of its micro-batches until the device is full, and then stays,
+or rises a little where caches overflow. So a way is followed downwards until two sizes in a row
+are clearly slower than its best. Another way is tried at the best size, at those that only it can
+hold, and beside it; one that is clearly slower there is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from wholebatch.errors import WholebatchError
+from wholebatch.memory.budget import bytes_said
+from wholebatch.tune.measure import Running, Subject
+from wholebatch.tune.settings import Setting, Trial, Way, steps_of
+from wholebatch.tune.space import Predicted
+
+__all__ = ["Limits", "Search", "Watch"]
+
+CLEARLY = 0.9
+"""Of the best speed: below it a setting is slower, whatever noise there is."""
+CLOSE = 0.95
+"""Of the best speed: above it a setting is measured again, in turn with the best."""
+SAME = 0.985
+"""Of the best speed: above it the setting that needs the least memory is taken."""
+
+
+class Watch(Protocol):
+    """Who is told how the search goes."""
+
+    def begin(self, setting: Setting, *, of: int) -> None:
+        """This one is measured now; at most `of` are left with it."""
+
+    def end(self, trial: Trial) -> None:
+        """This is what was found."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take. `total`: no new setting is begun after so many seconds."""
+
+    total: float = 300.0
+    seconds: float = 1.0
+    least: int = 3
+    most: int = 30
+    warm_up: float = 120.0
+
+
+@dataclass
+class Search:
+    """All trials of one tuning, in the order they were made."""
+
+    subject: Subject
+    samples: int
+    sizes: Sequence[int]
+    ways: Sequence[Way]
+    predicted: Predicted
+    budget: int
+    limits: Limits = field(default_factory=Limits)
+    watch: Watch | None = None
+    trials: dict[Setting, Trial] = field(default_factory=dict)
+    now: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._began = self.now()
+        for way in self.ways:  # before anything is measured: predictions hold a model
+            for size in self.sizes:
+                self.predicted.of(Setting(size, way))
+        self.predicted.let_go()
+
+    # ------------------------------------------------------------------ search
+
+    def run(self) -> None:
+        """Measure what can be best, and prune the rest, saying why."""
+        for way in self.ways:
+            self._prune(way)
+            if way == self.ways[0]:
+                self._downwards(way)
+            elif self.best is not None:
+                self._beside(way)
+            else:
+                self._downwards(way)
+        self._again()
+
+    def run_all(self) -> None:
+        """Measure everything that fits, to hold the search against."""
+        for way in self.ways:
+            self._prune(way)
+            for size in self.sizes:
+                self._measure(Setting(size, way), stops=False)
+        self._again()
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest so far."""
+        measured = [trial for trial in self.trials.values() if trial.is_measured]
+        return max(measured, key=lambda t: t.units_per_second or 0.0, default=None)
+
+    def recommended(self) -> Trial | None:
+        """Of those as fast as the best, the one that needs the least memory."""
+        best = self.best
+        if best is None:
+            return None
+        same = [
+            trial
+            for trial in self.trials.values()
+            if trial.is_measured and _rate(trial) >= SAME * _rate(best)
+        ]
+        return min(same, key=lambda t: (t.peak or t.predicted or 0, -_rate(t)))
+
+    def _downwards(self, way: Way) -> None:
+        slower = 0
+        fastest = 0.0
+        for size in self.sizes:
+            setting = Setting(size, way)
+            if setting in self.trials:
+                continue
+            if slower >= 2:
+                self._leave(setting, "two larger ones in a row were slower than the best")
+                continue
+            trial = self._measure(setting)
+            if trial.status in ("measured", "stopped"):
+                slower = slower + 1 if _rate(trial) < CLEARLY * fastest else 0
+                fastest = max(fastest, _rate(trial))
+
+    def _beside(self, way: Way) -> None:
+        """The best size of the ways before, what only this way can hold, then neighbours."""
+        assert self.best is not None
+        at = self.best.setting.micro_batch
+        if way.checkpointing:
+            # It computes more. What it can gain is a size that does not fit without it.
+            plain = way._replace(checkpointing=False)
+            for size in self.sizes:
+                if self._was_measured(Setting(size, plain)):
+                    self._leave(Setting(size, way), "fits without checkpointing, which costs time")
+        open_sizes = [size for size in self.sizes if Setting(size, way) not in self.trials]
+        order = sorted(open_sizes, key=lambda size: abs(self.sizes.index(size) - self._place(at)))
+        fastest, slower = 0.0, 0
+        for size in order:
+            setting = Setting(size, way)
+            if slower >= 1 and fastest < CLEARLY * _rate(self.best):
+                self._leave(setting, "this way is slower at the best size")
+                continue
+            if slower >= 2:
+                self._leave(setting, "further from this way's best size, and slower there")
+                continue
+            trial = self._measure(setting)
+            if trial.status in ("measured", "stopped"):
+                is_best = _rate(trial) >= fastest
+                worse = _rate(trial) < CLEARLY * max(fastest, _rate(self.best))
+                slower = slower + 1 if worse or not is_best else 0
+                fastest = max(fastest, _rate(trial))
+
+    def _place(self, size: int) -> int:
+        return list(self.sizes).index(size)
+
+    def _was_measured(self, setting: Setting) -> bool:
+        trial = self.trials.get(setting)
+        return trial is not None and trial.status in ("measured", "stopped")
+
+    def _prune(self, way: Way) -> None:
+        for size in self.sizes:
+            setting = Setting(size, way)
+            need = self.predicted.need(setting)
+            if need is not None and need > self.budget and setting not in self.trials:
+                self._leave(
+                    setting,
+                    f"predicted to need {bytes_said(need)} of {bytes_said(self.budget)}",
+                )
+
+    def _leave(self, setting: Setting, why: str) -> None:
+        found = self.predicted.of(setting)
+        peak = None if found is None else found.peak
+        steps = steps_of(self.samples, setting.micro_batch)
+        self.trials[setting] = Trial(setting, steps, "pruned", why, predicted=peak)
+
+    # ----------------------------------------------------------------- measure
+
+    def _measure(self, setting: Setting, *, stops: bool = True) -> Trial:
+        if setting in self.trials:
+            return self.trials[setting]
+        if self.now() - self._began > self.limits.total and self.best is not None:
+            self._leave(setting, f"not reached in {self.limits.total:.0f} s")
+            return self.trials[setting]
+        left = sum(Setting(s, w) not in self.trials for w in self.ways for s in self.sizes)
+        if self.watch is not None:
+            self.watch.begin(setting, of=left)
+        best = self.best
+        slow = CLEARLY * _rate(best) if best is not None and stops else None
+        trial = self._tried(setting, slow)
+        self.trials[setting] = trial
+        if self.watch is not None:
+            self.watch.end(trial)
+        return trial
+
+    def _tried(self, setting: Setting, slow: float | None) -> Trial:
+        steps = steps_of(self.samples, setting.micro_batch)
+        found = self.predicted.of(setting)
+        blank = Trial(setting, steps, "failed", "", predicted=None if found is None else found.peak)
+        limits = self.limits
+        running: Running | None = None
+        try:
+            running = Running(self.subject, setting)
+            running.warm_up(most=limits.warm_up)
+            timing = running.timed(
+                least=limits.least, seconds=limits.seconds, most=limits.most, too_slow=slow
+            )
+            peak = running.peak()
+            split = running.split()
+        except torch.OutOfMemoryError:
+            return blank.with_(why="ran out of memory")
+        except (WholebatchError, RuntimeError) as error:
+            return blank.with_(why=str(error).strip().split("\n")[0][:200])
+        finally:
+            if running is not None:
+                running.close()
+        stopped = slow is not None and timing.rate < slow and len(timing.seconds) < limits.least
+        over = peak > self.budget
+        why = "measured"
+        if stopped:
+            count = len(timing.seconds)
+            why = f"stopped after {count} window{'' if count == 1 else 's'}: clearly slower"
+        elif over:
+            why = f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}"
+        return blank.with_(
+            status="failed" if over else "stopped" if stopped else "measured",
+            why=why,
+            seconds=timing.median,
+            windows=len(timing.seconds),
+            units_per_second=timing.units / len(timing.seconds) / timing.median,
+            peak=peak,
+            split=split,
+        )
+
+    def _again(self) -> None:
+        """Measure the best and those close to it once more, one window of each in turn.
+
+        What else the machine does comes and goes: in turn, it comes over all of them alike. Ways
+        that must be compiled first are not made again for it.
+        """
+        best = self.best
+        if best is None:
+            return
+        close = [
+            trial
+            for trial in self.trials.values()
+            if trial.is_measured
+            and _rate(trial) >= CLOSE * _rate(best)
+            and trial.setting.way.execute == "eager"
+        ]
+        close = sorted(close, key=_rate, reverse=True)[:4]
+        if len(close) < 2 or self.predicted.device.type == "cuda":
+            return  # a GPU is the run's own: nothing else comes and goes there
+        made = [Running(self.subject, trial.setting) for trial in close]
+        try:
+            for running in made:
+                running.window()
+            taken: list[list[float]] = [[] for _ in made]
+            units: list[float] = [0.0 for _ in made]
+            for _ in range(max(3, self.limits.least)):
+                for at, running in enumerate(made):
+                    seconds, step = running.window()
+                    taken[at].append(seconds)
+                    units[at] += step.units
+        finally:
+            for running in made:
+                running.close()
+        for trial, seconds_of, units_of in zip(close, taken, units, strict=True):
+            middle = sorted(seconds_of)[len(seconds_of) // 2]
+            self.trials[trial.setting] = trial.with_(
+                seconds=middle,
+                windows=trial.windows + len(seconds_of),
+                units_per_second=units_of / len(seconds_of) / middle,
+                why="measured, and again in turn with the best",
+            )
+
+
+def _rate(trial: Trial) -> float:
+    return trial.units_per_second or 0.0

@@ -1,0 +1,122 @@
+"""What a tuning found: the settings to train with, why, and everything that was looked at."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wholebatch.errors import OptionError
+from wholebatch.memory.budget import bytes_said
+from wholebatch.tune.bottleneck import Bottleneck
+from wholebatch.tune.settings import Trial
+
+__all__ = ["Tuned", "advice_of"]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The recommendation and its evidence; `settings` are options of `wholebatch train`."""
+
+    best: Trial
+    trials: tuple[Trial, ...]
+    settings: Mapping[str, Any]
+    advice: tuple[str, ...]
+    bottleneck: Bottleneck
+    accumulation: tuple[str, ...]
+    batch_size: int
+    unit: str
+    device: str
+    budget: int
+    seconds: float
+    memory: Mapping[str, Any]
+    ranks: Mapping[str, Any] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def accumulates(self) -> bool:
+        """False: the batch is best left undivided."""
+        return self.best.steps > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `tune.json` has it: `wholebatch train --from` and `wholebatch report` read that."""
+        data: dict[str, Any] = {
+            "kind": "wholebatch tune",
+            **self.about,
+            "settings": dict(self.settings),
+            "advice": list(self.advice),
+            "bottleneck": {
+                "kind": self.bottleneck.kind,
+                "evidence": list(self.bottleneck.evidence),
+            },
+            "accumulation": list(self.accumulation),
+            "batch_size": self.batch_size,
+            "unit": self.unit,
+            "device": self.device,
+            "budget": self.budget,
+            "seconds": self.seconds,
+            "trials": [trial.to_dict() for trial in self.trials],
+            "memory": dict(self.memory),
+            "ranks": None if self.ranks is None else dict(self.ranks),
+        }
+        result: dict[str, Any] = _finite(data)
+        return result
+
+    def write(self, path: Path) -> None:
+        """Write `to_dict` as JSON."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def advice_of(best: Trial, trials: tuple[Trial, ...], *, budget: int, unit: str) -> tuple[str, ...]:
+    """The recommendation in sentences, the first of them the answer."""
+    way, size = best.setting.way, best.setting.micro_batch
+    rate = best.units_per_second or 0.0
+    speed = f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
+    divided = [trial for trial in trials if trial.steps > 1 and trial.units_per_second]
+    if best.steps == 1:
+        head = f"do not accumulate: the batch fits undivided ({way.said()}), {speed}"
+    else:
+        head = f"micro-batch {size} × {best.steps} steps ({way.said()}), {speed}"
+    said = [head]
+    if best.steps == 1 and divided:
+        other = max(divided, key=lambda trial: trial.units_per_second or 0.0)
+        said.append(
+            f"With micro-batches it reaches {(other.units_per_second or 0.0) / rate:.0%} of that at "
+            f"best ({other.setting.said()})."
+        )
+    whole = [trial for trial in trials if trial.steps == 1 and trial.setting.way == way]
+    if best.steps > 1 and whole:
+        one = whole[0]
+        if one.is_measured and one.units_per_second:
+            faster = rate / one.units_per_second - 1
+            how = f"{faster:.0%} slower" if faster > 0.005 else "no faster"
+            memory = f", and takes {bytes_said(one.peak)}" if one.peak else ""
+            said.append(f"Undivided, the batch fits too, but is {how}{memory}.")
+        else:
+            said.append(f"Undivided: {one.why}.")
+    peak = best.peak or best.predicted
+    if peak:
+        said.append(f"Peak memory {bytes_said(peak)} of {bytes_said(budget)}.")
+    if way.precision in ("bf16", "fp16"):
+        said.append(
+            f"{way.precision} rounds more than full precision: the update is that of the undivided "
+            f"batch in {way.precision}."
+        )
+    return tuple(said)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
