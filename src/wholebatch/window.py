@@ -60,7 +60,6 @@ class Window:
         self.while_waiting: Callable[[], None] | None = None  # the host has time in a close ahead
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self._hooks = DeferredHooks()
-        self._backward_into = Backward(torch.autograd.backward)
         self._clear()
 
     def _clear(self) -> None:
@@ -79,6 +78,7 @@ class Window:
         self.weightless = False  # whether the next micro-batch only takes part in collectives
         self.reduced = False
         self.loss_scale = 1.0
+        self._backward_into: Backward | None = None
         self._last_seed: tuple[str, float, Tensor] | None = None
         self.started = 0.0
 
@@ -131,8 +131,8 @@ class Window:
         if self.known is not None and total.dtype in (torch.bfloat16, torch.float16):
             # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
             self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
-        self.backward([total], [self.seed_of(SINGLE, total, 1.0)])
         self.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT)
+        self.backward([total], [self.seed_of(SINGLE, total, 1.0)])
 
     def add_loss(self, loss: Loss | Terms) -> None:
         """Backward of one micro-batch's loss, plain or in terms."""
@@ -153,14 +153,14 @@ class Window:
             )
         terms = loss.by_name.items()
         weights = {name: term.weight for name, term in terms}
-        self.backward(
-            [term.total for _, term in terms],
-            [self.seed_of(name, term.total, term.weight) for name, term in terms],
-        )
         self.record(
             {name: term.total.detach() for name, term in terms},
             {name: term.units for name, term in terms},
             weights,
+        )
+        self.backward(
+            [term.total for _, term in terms],
+            [self.seed_of(name, term.total, term.weight) for name, term in terms],
         )
 
     def backward(
@@ -173,27 +173,27 @@ class Window:
                 "behind: call discard() before going on"
             )
         sync = self.sync
-        if not self.owners:
+        if self._backward_into is None:
             self._backward_into = (
                 Backward(sync.run_backward)
                 if sync.grows_own_graph
                 else backward_into([*self.inputs, *also], self.target.models, totals)
             )
-        self.store.is_last = self.closing
+        into, reduces = self._backward_into, self.closing and self.store.in_grad
+        if not self.store.before_backward(self.closing and into.overlaps, self.totals, self.units):
+            return
         try:
             if sync.ranks == 1 and not sync.grows_own_graph:
-                self._backward_into.run(totals, seeds)
+                into.run(totals, seeds)
             else:
-                reduces = self.closing and self.store.in_grad
-                with sync.backward(
-                    self.inputs, reduces=reduces, overlap=self._backward_into.overlaps
-                ):
-                    self._backward_into.run(totals, seeds)
+                with sync.backward(self.inputs, reduces=reduces, overlap=into.overlaps):
+                    into.run(totals, seeds)
             self.store.backward_made()
         except BaseException:
             self.broken = True  # some gradients of this micro-batch are in, others are not
             raise
-        self.reduced = self.closing
+        self.reduced = reduces
+        self._backward_into = None if also else self._backward_into  # other graphs follow
 
     def record(
         self,
@@ -378,8 +378,9 @@ class Window:
             which = f"micro-batch {culprit + 1} of {self.micro_batches}{on}"
             where = f"{which} has a loss that is not finite"
         elif not losses_finite:
-            who = "another rank" if self.owners else "the whole batch"
-            where = f"{who} has a loss that is not finite"
+            where = (
+                f"{'another rank' if self.owners else 'the batch'} has a loss that is not finite"
+            )
         else:
             where = "the losses are finite but the gradients are not"
         if self.options.nonfinite == "skip":

@@ -24,12 +24,12 @@ class Parts:
     def look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         scale = getattr(optimizer, "grad_scale", None)
         factor = 1.0 if scale is None else 1.0 / float(scale)
-        there = [p for p in self._parameters if p.grad is not None]
         self.steps += 1
-        self.most = max(self.most, len(there))
-        for parameter in there:
+        self.most = max(self.most, sum(p.grad is not None for p in self._parameters))
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             assert id(parameter) not in self._now, "a parameter was stepped twice in one update"
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                continue
             self._now[id(parameter)] = parameter.grad.detach().clone() * factor
 
     def take(self) -> list[Tensor]:

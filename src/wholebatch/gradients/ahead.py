@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from wholebatch.close import Closed, CloseOptions, Holder, dense_gradients, takes_grad_scale
 
-__all__ = ["Ahead", "Sums", "can_close_ahead", "close_ahead"]
+__all__ = ["Ahead", "Numbers", "Sums", "can_close_ahead", "close_ahead"]
 
 _STEPS_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
 """Fused, these leave parameters and state as they were where `found_inf` says so."""

@@ -13,6 +13,7 @@ from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.host import HostStore
 from wholebatch.gradients.moments import MomentsStore, check_moments
 from wholebatch.gradients.parts import check_parts
+from wholebatch.gradients.release import ReleaseStore, check_release
 from wholebatch.gradients.store import Store
 from wholebatch.sync import Sync
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientsOn", "OptimizerOn", "choose"]
 
-GradientsOn: TypeAlias = Literal["device", "host", "moments"]
+GradientsOn: TypeAlias = Literal["device", "host", "release", "moments"]
 OptimizerOn: TypeAlias = Literal["device", "host"]
 
 
@@ -58,6 +59,9 @@ def choose(
         check_moments(target, options, counts_units=counts_units)
         return MomentsStore(target, options, sync)
     check_parts(target.optimizers, option)
+    if gradients == "release":
+        check_release(target, options, counts_units=counts_units)
+        return ReleaseStore(target, options, sync)
     return HostStore(target, options, sync, steps_on_host=optimizer_on == "host")
 
 

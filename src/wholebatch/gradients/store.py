@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions
 from wholebatch.errors import LossError, StateError, WindowError
-from wholebatch.gradients.ahead import Ahead, Sums
+from wholebatch.gradients.ahead import Ahead, Numbers, Sums
 from wholebatch.hooks import DeferredHooks
 from wholebatch.sync import Sync
 
@@ -52,7 +52,6 @@ class Store(ABC):
         self.options = options
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
-        self.is_last = False  # whether the backward that runs now is the window's last
         self._handles: list[Any] = []
 
     def begin(
@@ -82,6 +81,13 @@ class Store(ABC):
                 f"a total of dtype {total.dtype}: 1 / units would be rounded to its few bits, and "
                 "these gradients cannot be put right at the close; return a float32 sum"
             )
+
+    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
+        """Whether to run a backward; `last`: each gradient that it makes is final at once.
+
+        `totals` and `units` are those of the window so far, by term, this backward's included.
+        """
+        return True
 
     def backward_made(self) -> None:
         """A backward is over, and every gradient that it makes is made."""
@@ -142,7 +148,6 @@ class Store(ABC):
         for parameter in self.parameters:
             parameter.grad = None
         self.parameters = []
-        self.is_last = False
 
 
 def refuse_stray(target: Target) -> None:
