@@ -70,6 +70,27 @@ def test_blocks() -> None:
     assert blocks_of(nn.Linear(2, 2)) == []
 
 
+def test_the_last_block_is_not_computed_again() -> None:
+    """In the backward it comes first: what is inside of it would be needed again at once."""
+    model = resnet().double()
+    data = batch(6)
+    want = whole(model, data)
+    calls: list[str] = []
+    for name, block in blocks_of(model):
+        block.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        first = next(m for m in block.modules() if isinstance(m, nn.Conv2d))
+        first.register_forward_hook(lambda *_, name=name: calls.append(f"in {name}"))
+    step = held(model, "inputs")
+    inside = []
+    for _ in range(2):
+        calls.clear()
+        model.zero_grad()
+        run(step, model, split(data, [3, 3]))
+        assert error(result(model)[0], want[0]) <= 1e-12
+        inside.append([calls.count(f"in {name}") for name, _ in blocks_of(model)])
+    assert inside == [[4, 4, 4], [4, 4, 2]]
+
+
 def peak(parts: int, *, size: int = 2) -> int:
     model = resnet().double()
     step = held(model, "host")

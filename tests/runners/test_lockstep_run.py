@@ -300,7 +300,10 @@ def test_layers_have_their_kernels_run_on_the_callers_thread(
     assert "forward" not in model.a.__dict__
 
 
-def test_handed_over_layers_cast_as_autocast_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hold", ["graphs", "inputs", "host"])
+def test_handed_over_layers_cast_as_autocast_does(
+    monkeypatch: pytest.MonkeyPatch, hold: Any
+) -> None:
     monkeypatch.setattr(LockStep, "_has_thread_state", lambda self: True)
     exact = Mixed().double()
     data = batch(8)
@@ -311,13 +314,53 @@ def test_handed_over_layers_cast_as_autocast_does(monkeypatch: pytest.MonkeyPatc
     with torch.autocast("cpu", dtype=torch.bfloat16):
         own = error(whole(model, low)[0], reference)
         model.d.register_forward_hook(lambda m, args, out: types.append(out.dtype))
-        LockStep(batchnorms(model), model=model).run(
+        blocks = [("d", model.d), ("last", model.last)]
+        LockStep(batchnorms(model), model=model, hold=hold, blocks=blocks, least_page=64).run(
             split(low, [5, 3]),
             forward=lambda micro: total(model, micro),
             backward=lambda value: value.backward(),
         )
-    assert types == [torch.bfloat16] * 2
+    assert types[:2] == [torch.bfloat16] * 2
     assert 1e-4 < error(result(model)[0], reference) <= 1.25 * own
+
+
+def test_a_cast_weight_that_the_last_micro_batch_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients of all micro-batches are summed for the last; what it does not use is not lost."""
+    monkeypatch.setattr(LockStep, "_has_thread_state", lambda self: True)
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+            self.always, self.twice, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.always(self.norm(x))
+            return self.twice(torch.relu(self.twice(x))) if len(x) > 2 else x
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().sum()
+
+    model = Sometimes()
+    x = torch.randn(8, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        LockStep(batchnorms(model), model=model).run(
+            list(x.split([3, 3, 2])), forward=lambda m: loss(model, m), backward=Tensor.backward
+        )
+    want = copy.deepcopy(model).double()
+    want.zero_grad()
+    normed = want.norm(x.double())
+    for rows in normed.split([3, 3, 2]):
+        out = want.always(rows)
+        if len(rows) > 2:
+            out = want.twice(torch.relu(want.twice(out)))
+        out.square().sum().backward(retain_graph=True)
+    assert model.never.weight.grad is None
+    gradients = result(model)[0]
+    assert gradients["twice.weight"].dtype == torch.float32
+    assert error(gradients, result(want)[0]) <= 0.02
 
 
 def test_failure_on_the_callers_thread_is_the_party_s(monkeypatch: pytest.MonkeyPatch) -> None:

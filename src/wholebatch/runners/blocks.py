@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.coupled.audit import batchnorms
+from wholebatch.coupled.moments import recomputing
 from wholebatch.coupled.replaced import ReplacedForwards
 
 __all__ = ["Recomputed", "blocks_of"]
@@ -57,24 +58,44 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class Recomputed:
     """While this is entered, the given blocks keep their inputs only.
 
-    `random=False`: they draw no random numbers, so the generators are left alone.
+    `random=False`: they draw no random numbers, so the generators are left alone. All but `kept`:
+    the block that comes last in the forward comes first in the backward, when what is inside of it
+    would be there again at once. `last` names it, once all micro-batches have been through.
     """
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, random: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[tuple[str, nn.Module]],
+        *,
+        random: bool = True,
+        kept: str | None = None,
+    ) -> None:
         self._blocks = blocks
         self._random = random
+        self._kept = kept
+        self._calls: dict[str, int] = {}
         self._replaced = ReplacedForwards()
 
-    def __enter__(self) -> None:
-        for _, block in self._blocks:
-            self._replaced.replace(block, _again(block.forward, self._random))
+    def __enter__(self) -> Recomputed:
+        for name, block in self._blocks:
+            if name != self._kept:
+                self._replaced.replace(block, self._again(name, block.forward))
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._replaced.restore()
 
+    def last(self, micro_batches: int) -> str | None:
+        """The block that every micro-batch came through last, and came through only once."""
+        name = next(reversed(self._calls), None)
+        return name if name is not None and self._calls[name] == micro_batches else None
 
-def _again(found: Callable[..., Any], random: bool) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(found, *args, use_reentrant=False, preserve_rng_state=random, **kwargs)
+    def _again(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not recomputing():
+                self._calls[name] = self._calls.get(name, 0) + 1
+            return checkpoint(
+                found, *args, use_reentrant=False, preserve_rng_state=self._random, **kwargs
+            )
 
-    return forward
+        return forward

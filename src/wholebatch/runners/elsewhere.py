@@ -3,6 +3,9 @@
 The same as `onethread`, without watching every operation: for the layers that nearly all of the
 kernels with a state per thread come from. What is not such a layer runs on its own thread, with a
 plan of its own: slower, and just as right.
+
+Under autocast the 16-bit copy of a weight is made once for all micro-batches, and their gradients
+of it are summed in one buffer, in the weight's own type, which autograd gets from the last one.
 """
 
 from __future__ import annotations
@@ -31,11 +34,25 @@ _TRANSPOSED = (
 
 
 class Elsewhere:
-    """While this is entered, the layers among `modules` have their kernels run by `call`."""
+    """While this is entered, the layers among `modules` have their kernels run by `call`.
 
-    def __init__(self, modules: Iterable[nn.Module], call: Call) -> None:
+    `party()` says which of `parties` micro-batches this thread's is; `keep` is told of tensors that
+    belong to all of them.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        call: Call,
+        *,
+        party: Callable[[], int | None],
+        parties: int,
+        keep: Callable[[Tensor], None] = lambda tensor: None,
+    ) -> None:
         self._modules = modules
         self._call = call
+        self._keep = keep
+        self._sums = _Sums(party, parties, keep)
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}
         self._replaced = ReplacedForwards()
 
@@ -52,9 +69,11 @@ class Elsewhere:
             elif kind is nn.Linear.forward and isinstance(module, nn.Linear):
                 self._replaced.replace(module, self._linear(module))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._replaced.restore()
         self._casts.clear()
+        if kind is None:
+            self._sums.add_the_rest()
 
     def _convolution(self, module: _ConvNd) -> Callable[..., Tensor]:
         found: Callable[..., Tensor] = module.forward
@@ -111,8 +130,52 @@ class Elsewhere:
             return parameter
         key = (id(parameter), dtype, torch.is_grad_enabled())
         if key not in self._casts:
-            self._casts[key] = parameter.to(dtype)
+            self._casts[key] = _cast_once(parameter, dtype, self._sums)
+            self._keep(self._casts[key])
         return self._casts[key]
+
+
+class _Sums:
+    """Gradients of weights that were cast for all micro-batches, in the weights' own types."""
+
+    def __init__(
+        self, party: Callable[[], int | None], parties: int, keep: Callable[[Tensor], None]
+    ) -> None:
+        self._party = party
+        self._last = parties - 1
+        self._keep = keep
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        """The sum so far, if this is the last micro-batch, and else None: there is more to come."""
+        if id(parameter) in self._held:
+            buffer = self._held.pop(id(parameter))[1].add_(gradient)
+        else:
+            buffer = gradient.to(parameter.dtype)
+            self._keep(buffer)
+        if self._party() == self._last:
+            return buffer
+        self._held[id(parameter)] = parameter, buffer
+        return None
+
+    @torch.no_grad()
+    def add_the_rest(self) -> None:
+        """What the last micro-batch did not use, and others did."""
+        for parameter, buffer in self._held.values():
+            parameter.grad = buffer if parameter.grad is None else parameter.grad.add_(buffer)
+        self._held.clear()
+
+
+class _CastOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype, sums: _Sums) -> Tensor:
+        ctx.parameter, ctx.sums = parameter, sums
+        return parameter.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        return ctx.sums.add(ctx.parameter, gradient), None, None
 
 
 class _Convolve(torch.autograd.Function):
@@ -169,5 +232,6 @@ def _refuse_second_derivative() -> None:
         )
 
 
+_cast_once: Callable[..., Tensor] = _CastOnce.apply
 _convolve: Callable[..., Tensor] = _Convolve.apply
 _apply_linear: Callable[..., Tensor] = _Linear.apply

@@ -101,6 +101,7 @@ class LockStep:
         self._recorded_pools: list[HostPool] = []
         self._learnt: dict[int, set[Place]] = {}
         self.paged: Paged | None = None
+        self._last_block: str | None = None  # known after the first run
         self.drawn = True  # whether a micro-batch of the last run drew random numbers
 
     def run(
@@ -159,7 +160,7 @@ class LockStep:
         from here on. A run of the same kind must have been before, so that everything that is made
         once is made.
         """
-        pool = self._pool or HostPool(pinned=self._has_thread_state())
+        pool = self._pool or HostPool(pinned=self._on_cuda())
         self._pool = None  # a later run takes another
         pool.forget_copies()
         self._recorded_pools.append(pool)
@@ -191,9 +192,9 @@ class LockStep:
             around=below_autograd,
         )
         elsewhere = parties > 1 and self._has_thread_state()
-        by_layers = elsewhere and pages is None and self._model is not None
+        by_layers = elsewhere and self._model is not None
         execute: Execute | None = None
-        if elsewhere and not by_layers:
+        if elsewhere and (pages is not None or not by_layers):
             execute = executor(baton.call)
         if pages is not None:
             execute = pages.watch(execute or _here)
@@ -220,8 +221,19 @@ class LockStep:
         try:
             with (
                 Meetings(self._norms, baton, reduce=self._reduce),
-                Recomputed(self._blocks if self.holding == "inputs" else (), random=not recording),
-                Elsewhere(self._model.modules() if by_layers and self._model else (), baton.call),
+                Recomputed(
+                    self._blocks if self.holding == "inputs" else (),
+                    random=not recording,
+                    kept=self._last_block,
+                ) as recomputed,
+                Elsewhere(
+                    self._model.modules() if by_layers and self._model else (),
+                    # Where operations are watched, those of the layers are, and handed over then.
+                    baton.call if execute is None else _at_once,
+                    party=lambda: baton.party,
+                    parties=parties,
+                    keep=(lambda tensor: None) if pages is None else pages.keep,
+                ),
             ):
                 results = baton.run([threaded(party) for party in range(parties)])
         except BaseException:
@@ -232,21 +244,25 @@ class LockStep:
         finally:
             if pages is not None:
                 self.paged = pages.close()
+        self._last_block = self._last_block or recomputed.last(parties)
         if streams is not None:
             streams.close()
             self.drawn = streams.drawn()
         return results
 
     def _has_thread_state(self) -> bool:
+        return self._on_cuda()
+
+    def _on_cuda(self) -> bool:
         return any(device.type == "cuda" for device in self._devices())
 
     def _pages(self, parties: int, pool: HostPool | None) -> Pages:
         if pool is None:
-            pool = self._pool = self._pool or HostPool(pinned=self._has_thread_state())
+            pool = self._pool = self._pool or HostPool(pinned=self._on_cuda())
         return Pages(
             parties,
             pool=pool,
-            kind="cuda" if self._has_thread_state() else "cpu",
+            kind="cuda" if self._on_cuda() else "cpu",
             parameters=() if self._model is None else self._model.parameters(),
             learnt=self._learnt,
             least=self._least_page,
@@ -265,6 +281,10 @@ class LockStep:
 
 def _here(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _at_once(job: Callable[[], T]) -> T:
+    return job()
 
 
 class _Buffers:

@@ -217,6 +217,12 @@ class Pages:
         self._pages[key] = self._awake[party][key] = self._by_place[party][place] = page
         self._count(nbytes)
 
+    def keep(self, tensor: Tensor) -> None:
+        """`tensor` belongs to all micro-batches: it stays on the device."""
+        page = self._pages.get(tensor.untyped_storage()._cdata)
+        if page is not None:
+            page.shared = True
+
     def known(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pages
 
