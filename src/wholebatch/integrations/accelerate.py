@@ -9,7 +9,8 @@ for batch in loader:
     with accelerator.accumulate(model):
         loss = F.cross_entropy(model(batch["x"]), batch["y"])     # the mean, as before
         windows.backward(loss, units=len(batch["y"]))             # was accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -1,0 +1,252 @@
+"""Exact windows in Lightning's Trainer and in loops over Fabric.
+
+```python
+trainer = Trainer(
+    accumulate_grad_batches=4,
+    gradient_clip_val=1.0,
+    callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+)
+```
+
+In a loop over Fabric, `FabricWindows.backward` takes the place of `fabric.backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.close import Policy
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.extras import require
+from wholebatch.hosted import Hosted, Settled, gradient_holders
+from wholebatch.loss import Units
+
+require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
+
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+
+__all__ = ["ExactWindows", "FabricWindows"]
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+
+
+class ExactWindows(Callback):
+    """Every update of automatic optimisation is that of the undivided global batch.
+
+    `training_step` goes on returning its mean loss. `units(batch)` says what that is a mean over
+    (samples, tokens, weights; a number or a 0-dim tensor); without it, `training_step` returns a
+    dict with "loss" and "units". Before the optimizer's step, and before the Trainer clips, the
+    gradients are those of the whole window on all ranks: with short last windows, with
+    `GradientAccumulationScheduler`, with every precision plugin. `last` is the window that was
+    completed last, with its exact mean `loss` and its `units`.
+    """
+
+    def __init__(
+        self,
+        units: Callable[[Any], Units] | None = None,
+        *,
+        batchnorm: str = "refuse",
+        zero_units: Policy = "raise",
+    ) -> None:
+        if units is not None and not callable(units):
+            raise OptionError(
+                f"units={units!r}: must be a function of the batch, or None where training_step "
+                'returns {"loss": ..., "units": ...}'
+            )
+        self._units = units
+        self._options: dict[str, Any] = {"batchnorm": batchnorm, "zero_units": zero_units}
+        self._window: Hosted | None = None
+        self._saved: dict[str, Any] | None = None
+        self._replaced: tuple[LightningModule, Any] | None = None
+        self.last: Settled | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _check(trainer, pl_module)
+        self._window = Hosted([pl_module], device=pl_module.device, **self._options)
+        if self._saved is not None:
+            self._window.updates = self._saved["updates"]
+        self._take_training_step(trainer, pl_module)
+
+    def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at what training_step returns, on its way to the Trainer."""
+        found = pl_module.__dict__.get("training_step")  # a compiled one, or none of its own
+        inner = pl_module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            if output is not None:
+                self._weigh(trainer, output, args, kwargs)
+            return output
+
+        self._replaced = (pl_module, found)
+        pl_module.__dict__["training_step"] = training_step
+
+    def _weigh(
+        self, trainer: Trainer, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        assert self._window is not None
+        mean = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(mean, Tensor):
+            return  # Lightning says what is wrong with it
+        if self._units is not None:
+            units = self._units(args[0] if args else next(iter(kwargs.values())))
+        elif isinstance(output, Mapping) and "units" in output:
+            units = output["units"]
+        else:
+            raise LossError(
+                "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
+                'the batch), or return {"loss": ..., "units": ...} from training_step'
+            )
+        self._window.weigh(mean, units, divided_by=trainer.accumulate_grad_batches)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Where Lightning is about to clear the gradients, nothing of a window may be left."""
+        first = batch_idx % trainer.accumulate_grad_batches == 0
+        if first and self._window is not None and self._window.is_open:
+            self._window.discard()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        window = self._window
+        if window is None or not window.is_open:
+            return
+        holders = gradient_holders([pl_module], [optimizer])
+        self.last = window.settle(holders, averaged_by=window.ranks.size)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._give_back()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._replaced is None:
+            return
+        module, found = self._replaced
+        self._replaced = None
+        if found is None:
+            del module.__dict__["training_step"]
+        else:
+            module.__dict__["training_step"] = found
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many windows were completed; one that is open is not kept, as by Lightning itself."""
+        return {"updates": 0 if self._window is None else self._window.updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = dict(state_dict)
+
+
+class FabricWindows:
+    """Every update of a loop over Fabric is that of the undivided global batch.
+
+    ```python
+    windows = FabricWindows(fabric, model, optimizer)
+    for index, batch in enumerate(loader):
+        last = (index + 1) % steps == 0 or index + 1 == len(loader)
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = F.cross_entropy(model(batch["x"]), batch["y"])      # the mean
+            windows.backward(loss, units=len(batch["y"]), last=last)   # was fabric.backward
+        if last:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    ```
+
+    `last=True` completes the window: when it returns, the gradients are those of the whole batch on
+    all ranks, and Fabric's clipping, loss scale and step go on from there.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batchnorm: str = "refuse",
+        zero_units: Policy = "raise",
+    ) -> None:
+        if not isinstance(fabric, Fabric):
+            raise OptionError(f"fabric={type(fabric).__name__}: must be a lightning.fabric.Fabric")
+        _check_strategy(fabric.strategy)
+        self._fabric = fabric
+        self._model = model
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise OptionError(
+                f"optimizer={type(optimizer).__name__}: must be what fabric.setup returned"
+            )
+        self._optimizer: torch.optim.Optimizer = inner
+        self._window = Hosted(
+            [model], device=fabric.device, batchnorm=batchnorm, zero_units=zero_units
+        )
+        self._optimizer.register_step_pre_hook(self._refuse_open_window)
+
+    @property
+    def updates(self) -> int:
+        """Windows that were completed so far."""
+        return self._window.updates
+
+    @property
+    def last(self) -> Settled | None:
+        """The window that was completed last."""
+        return self._window.last
+
+    def backward(self, loss: Tensor, *, units: Units, last: bool, **kwargs: Any) -> Settled | None:
+        """The backward of one micro-batch's mean loss over `units`; `last` completes the window."""
+        self._window.weigh(loss, units)
+        self._fabric.backward(loss, **kwargs)
+        if not last:
+            return None
+        holders = gradient_holders([self._model], [self._optimizer])
+        return self._window.settle(holders, averaged_by=self._window.ranks.size)
+
+    def discard(self) -> None:
+        """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
+        self._window.discard()
+
+    def _refuse_open_window(self, *_: Any) -> None:
+        if self._window.is_open:
+            raise WindowError(
+                "optimizer.step() while the window is open: its last micro-batch's backward must "
+                "say last=True"
+            )
+
+
+def _check(trainer: Trainer, module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            f"{type(module).__name__} optimises by hand, so its windows are its own: use a "
+            "wb.Accumulator in training_step, or automatic optimisation"
+        )
+    _check_strategy(trainer.strategy)
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS evaluates the loss several times in a step; a window's gradient is made "
+                "once, so use an optimizer whose step needs no closure"
+            )
+
+
+def _check_strategy(strategy: Any) -> None:
+    name = type(strategy).__name__
+    if name not in _STRATEGIES or getattr(strategy, "handles_gradient_accumulation", False):
+        raise UnsupportedError(
+            f"Lightning's {name}: the update is not shown to be that of the undivided batch; "
+            f"supported are {', '.join(_STRATEGIES)}"
+        )
+    if getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto"):
+        raise UnsupportedError(
+            "Lightning's ModelParallelStrategy with tensor parallelism: units would be counted "
+            "more than once over ranks that share a batch; use data parallelism alone"
+        )

@@ -1,0 +1,217 @@
+"""Exact windows in Accelerate's loop, against its own training on undivided batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
+from tests.support import EXACT, Whole, mean, mlp, pieces, samples, summed
+from wholebatch.errors import EmptyWindowError, OptionError, UnsupportedError, WindowError
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+from wholebatch.integrations.accelerate import ExactWindows, accumulator  # noqa: E402
+
+pytestmark = pytest.mark.slow
+SCRIPT = "accelerate_loop.py"
+SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
+LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
+LAUNCH += ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
+LAUNCH += ("--main_process_port=0",)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """Accelerate keeps its state in the process."""
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import compare.accelerate as module
+
+    return module
+
+
+@pytest.mark.parametrize("case", ["equal", "uneven", "short tail", "masked tokens", "clipped"])
+def test_every_case_of_one_process(compare: Any, case: str) -> None:
+    problem = sys.modules["compare.problem"]
+    whole = compare.train(problem.PROBLEMS[case], "whole")
+    start = problem.flat(problem.Reader())
+    assert problem.distance(compare.train(problem.PROBLEMS[case], "ours"), whole, start) <= EXACT
+    if case != "equal":
+        assert problem.distance(compare.train(problem.PROBLEMS[case], "own"), whole, start) > 0.01
+
+
+@pytest.mark.distributed
+def test_the_pages_diff_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = weights_here(
+        plain_script(SCRIPT), tmp_path, monkeypatch, "--micro-batch", "32", "--steps", "1"
+    )
+    ours = weights(changed_script("accelerate.md", SCRIPT, tmp_path), tmp_path, launcher=LAUNCH)
+    assert error(ours, whole) <= EXACT
+    AcceleratorState._reset_state(True)
+    own = weights_here(plain_script(SCRIPT), tmp_path, monkeypatch)
+    assert error(own, whole) > 1e-3
+
+
+def prepared(model: nn.Module, steps: int = 3, **options: Any) -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loader = DataLoader(pieces(samples(sum(SIZES)), SIZES), batch_size=None)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def reference(clip_norm: float | None) -> Whole:
+    """Undivided batches of plain torch, with the scheduler stepped once per update."""
+    whole = Whole(mlp(), clip_norm=clip_norm)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(whole.optimizer, 0.5)
+    for batch in pieces(samples(sum(SIZES)), [9, 9, 4]):
+        whole.step(batch)
+        scheduler.step()
+    return whole
+
+
+def test_windows_with_a_scheduler_and_clipping() -> None:
+    accelerator, model, optimizer, loader, scheduler = prepared(mlp())
+    windows = ExactWindows(accelerator, model, optimizer)
+    settled = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            done = windows.backward(mean(model, batch), units=len(batch["y"]))
+            settled.append(done)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    whole = reference(clip_norm=0.05)
+    whole.assert_same(model)
+    assert [done and done.units for done in settled] == [None, None, 9, None, None, 9, 4]
+    assert windows.last is not None
+    assert windows.updates == 3
+
+
+def test_the_accumulator_drives_what_was_prepared() -> None:
+    accelerator, model, optimizer, loader, scheduler = prepared(mlp())
+    acc = accumulator(accelerator, model, optimizer, scheduler, clip_norm=0.05)
+    steps = []
+    for batch in acc.over(loader):
+        steps.append(acc.backward(summed(model, batch), units=len(batch["y"])))
+    reference(clip_norm=0.05).assert_same(model)
+    assert [step.units for step in steps if step is not None] == [9, 9, 4]
+
+
+def test_bf16_as_accelerate_sets_it_up() -> None:
+    accelerator, model, optimizer, loader, _ = prepared(
+        mlp(dtype=torch.float32), mixed_precision="bf16"
+    )
+    windows = ExactWindows(accelerator, model, optimizer)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            logits = model(batch["x"].float())
+            windows.backward(nn.functional.cross_entropy(logits, batch["y"]), units=len(batch["y"]))
+            optimizer.step()
+            optimizer.zero_grad()
+    start = mlp(dtype=torch.float32)
+    whole = Whole(start, loss=lambda m, b: nn.functional.cross_entropy(m(b["x"].float()), b["y"]))
+    for batch in pieces(samples(sum(SIZES)), [9, 9, 4]):
+        whole.step(batch)
+    whole.assert_same(model, at_most=0.02)  # what bf16's 8 bits leave
+
+
+def test_a_scaler_is_accelerates() -> None:
+    """fp16's loss scale on CPU: it multiplies every backward and is divided out before the step."""
+    accelerator, model, optimizer, loader, _ = prepared(mlp())
+    accelerator.scaler = optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.__setstate__(optimizer.__getstate__())
+    windows = ExactWindows(accelerator, model, optimizer)
+    whole = Whole(mlp(), clip_norm=0.05)
+    for batch in pieces(samples(sum(SIZES)), [9, 9, 4]):
+        whole.step(batch)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            windows.backward(mean(model, batch), units=len(batch["y"]))
+            if accelerator.sync_gradients:
+                accelerator.scaler.unscale_(optimizer.optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+    # The scaler's own factor is a float32 tensor, and so is what it is divided out by.
+    whole.assert_same(model, at_most=1e-6)
+
+
+def test_units_may_be_tensors_and_a_micro_batch_may_have_none() -> None:
+    accelerator, model, optimizer, _, _ = prepared(mlp(), steps=2)
+    windows = ExactWindows(accelerator, model, optimizer)
+    data = samples(6)
+    for units, batch in zip([4, 0], pieces(data, [4, 2]), strict=True):
+        with accelerator.accumulate(model):
+            windows.backward(mean(model, batch), units=torch.tensor(units))
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = Whole(mlp())
+    whole.step(pieces(data, [4, 2])[0])
+    whole.assert_same(model)
+
+
+def test_a_window_without_units_is_refused_or_steps_by_nothing() -> None:
+    accelerator, model, optimizer, _, _ = prepared(mlp(), steps=1)
+    windows = ExactWindows(accelerator, model, optimizer)
+    with accelerator.accumulate(model), pytest.raises(EmptyWindowError, match="zero_units='skip'"):
+        windows.backward(mean(model, samples(2)), units=0)
+    lenient = ExactWindows(accelerator, model, optimizer, zero_units="skip")
+    optimizer.zero_grad()
+    with accelerator.accumulate(model):
+        assert lenient.backward(mean(model, samples(2)), units=0) is None
+        optimizer.step()
+    Whole(mlp()).assert_same(model)
+
+
+def test_an_incomplete_window_makes_no_step() -> None:
+    accelerator, model, optimizer, _, _ = prepared(mlp(), steps=2)
+    windows = ExactWindows(accelerator, model, optimizer)
+    with accelerator.accumulate(model):
+        windows.backward(mean(model, samples(2)), units=2)
+    with accelerator.accumulate(model):  # skips its backward
+        with pytest.raises(WindowError, match=r"windows\.settle\(\)"):
+            optimizer.step()
+        with pytest.raises(WindowError, match="keep no gradients"):
+            windows.state_dict()
+        windows.settle()
+        optimizer.step()
+    whole = Whole(mlp())
+    whole.step(samples(2))
+    whole.assert_same(model)
+    again = ExactWindows(accelerator, model, optimizer)
+    again.load_state_dict(windows.state_dict())
+    assert again.updates == 1
+
+
+def test_what_is_refused() -> None:
+    accelerator, model, optimizer, _, _ = prepared(mlp())
+    with pytest.raises(OptionError, match=r"must be what accelerator\.prepare returned"):
+        ExactWindows(accelerator, model, optimizer.optimizer)
+    with pytest.raises(OptionError, match=r"must be an accelerate\.Accelerator"):
+        ExactWindows(object(), model, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="which has its own"):
+        accumulator(accelerator, model, optimizer, scaler=None)
+    with pytest.raises(UnsupportedError, match="BatchNorm in '0'"):
+        ExactWindows(accelerator, nn.Sequential(nn.BatchNorm1d(5)), optimizer)
+    with pytest.raises(OptionError, match="lock-step"):
+        ExactWindows(accelerator, model, optimizer, batchnorm="exact")
