@@ -1,0 +1,351 @@
+"""The noise scale of gradients whose noise is known; unbiased, and it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.distributed.launch import ROOT, torchrun
+from tests.execute.nets import mode_of, traced
+from tests.support import mlp, samples
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.noise import Estimator, NoiseScale, Observation
+from wholebatch.noise.estimate import Growths, fieller, student
+
+PARAMETERS = 40
+
+
+class Quadratic(nn.Module):
+    """½ |w − x|² per sample: its gradient w − x is Gaussian where x is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(PARAMETERS // 2, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(PARAMETERS // 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * (torch.cat([self.first, self.second]) - x).square().sum(-1)
+
+
+def gaussian(number: int, *, gradient: float, spread: Tensor, seed: int) -> Tensor:
+    """Samples whose gradients at w = 0 have this mean and these standard deviations."""
+    place = torch.Generator().manual_seed(seed)
+    noise = torch.randn(number, PARAMETERS, generator=place, dtype=torch.float64)
+    return -gradient + noise * spread
+
+
+SPREAD = torch.linspace(0.5, 1.5, PARAMETERS, dtype=torch.float64)
+GRADIENT = 0.1
+TRACE = float(SPREAD.square().sum())
+SIGNAL = PARAMETERS * GRADIENT**2
+CRITICAL = TRACE / SIGNAL  # 108 samples
+
+
+def summed(model: nn.Module, x: Tensor) -> wb.Loss:
+    losses = model(x)
+    return wb.Loss(losses.sum(), len(x))
+
+
+def still(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)  # the gradient's mean stays where it is
+
+
+def long_memory(train: wb.WholeBatch) -> None:
+    train._probe._estimator = Estimator(half_life=1e9, most=10**6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "options"),
+    [
+        (60, 10, {}),
+        (61, 9, {}),  # the last micro-batch has 7
+        (64, 32, {"units": len}),  # counted before the first backward
+        (61, 9, {"execute": "compile"}),
+    ],
+)
+def test_known_noise_is_found_within_ten_percent(
+    batch: int, micro_batch: int, options: dict[str, Any]
+) -> None:
+    model = Quadratic()
+    make = traced if "execute" in options else wb.WholeBatch
+    train = make(model, still(model), loss=summed, micro_batch=micro_batch, noise=1, **options)
+    long_memory(train)
+    for seed in range(300):
+        train.step(gaussian(batch, gradient=GRADIENT, spread=SPREAD, seed=seed))
+    noise = train.noise
+    assert noise is not None
+    assert mode_of(train) == ("operations" if "execute" in options else "eager")
+    assert noise.samples >= 299
+    assert noise.spread == pytest.approx(TRACE, rel=0.03)
+    assert noise.critical == pytest.approx(CRITICAL, rel=0.1)
+    assert noise.low <= CRITICAL <= noise.high
+    assert noise.high - noise.low < 0.5 * CRITICAL
+
+
+def test_units_that_differ_from_sample_to_sample() -> None:
+    """Tokens: a micro-batch of n of them has the noise of n, whatever the samples are."""
+    model = Quadratic()
+
+    def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+        losses = model(micro["x"]) * micro["mask"]
+        return wb.Loss(losses.sum(), micro["mask"].sum())
+
+    train = wb.WholeBatch(model, still(model), loss=loss, micro_batch=3, noise=1)
+    long_memory(train)
+    place = torch.Generator().manual_seed(0)
+    for seed in range(500):
+        x = gaussian(12 * 9, gradient=GRADIENT, spread=SPREAD, seed=seed).view(12, 9, PARAMETERS)
+        lengths = torch.randint(0, 10, (12, 1), generator=place)
+        lengths[:3] = 0 if seed % 5 == 0 else lengths[:3]  # a micro-batch without any
+        mask = (torch.arange(9)[None] < lengths).double()
+        train.step({"x": x, "mask": mask})
+    noise = train.noise
+    assert noise is not None
+    assert noise.spread == pytest.approx(TRACE, rel=0.05)
+    assert noise.critical == pytest.approx(CRITICAL, rel=0.1)
+
+
+@pytest.mark.parametrize("sizes", [(5, 5, 5, 5), (1, 2, 3, 9), (9, 3, 2, 1), (7, 1)])
+def test_both_estimates_are_without_bias(sizes: tuple[int, ...]) -> None:
+    """Their mean over 20,000 windows is the truth to four of its own standard errors."""
+    place = torch.Generator().manual_seed(1)
+    count, width = 20_000, 6
+    spread = torch.linspace(0.5, 2.0, width, dtype=torch.float64)
+    mean = torch.full((width,), 0.4, dtype=torch.float64)
+    noise = torch.randn(count, len(sizes), width, generator=place, dtype=torch.float64)
+    units = torch.tensor(sizes, dtype=torch.float64)[None, :, None]
+    sums = units * mean + units.sqrt() * noise * spread
+    norms = sums.cumsum(1).norm(dim=-1)
+    found = [
+        Observation.of(Growths.of(row, sizes), norm=row[-1], units=float(sum(sizes)))
+        for row in norms.tolist()
+    ]
+    for name, truth in (
+        ("spread", float(spread.square().sum())),
+        ("signal", float(mean.square().sum())),
+    ):
+        values = torch.tensor([getattr(one, name) for one in found], dtype=torch.float64)
+        error = (values.mean() - truth).abs() / (values.std() / math.sqrt(count))
+        assert error < 4.0, name
+
+
+def test_two_ranks_with_one_micro_batch_are_the_pair_of_mccandlish() -> None:
+    """Their equations (A.2), with a small batch of 4 and a big one of 8."""
+    small, big = (3.0, 5.0), 6.0
+    both = [Growths.of([norm * 4], [4.0]) for norm in small]
+    summed = Growths(both[0].moment + both[1].moment, both[0].weight + both[1].weight, len(both))
+    found = Observation.of(summed, norm=big * 8, units=8.0)
+    assert found is not None
+    small_square = (small[0] ** 2 + small[1] ** 2) / 2
+    assert found.signal == pytest.approx((8 * big**2 - 4 * small_square) / (8 - 4))
+    assert found.spread == pytest.approx((small_square - big**2) / (1 / 4 - 1 / 8))
+
+
+def test_one_micro_batch_alone_says_nothing() -> None:
+    assert Observation.of(Growths.of([3.0], [4.0]), norm=3.0, units=4.0) is None
+    model = Quadratic()
+    train = wb.WholeBatch(model, still(model), loss=summed, micro_batch=64, noise=1)
+    for seed in range(5):
+        train.step(gaussian(32, gradient=GRADIENT, spread=SPREAD, seed=seed))
+    assert train.noise is None
+
+
+# ----------------------------------------------------------------- uncertainty
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    place = torch.Generator().manual_seed(3)
+    inside = 0
+    trials, windows = 400, 24
+    for _ in range(trials):
+        noise = torch.randn(windows, 2, generator=place, dtype=torch.float64)
+        estimator = Estimator(half_life=1e9)
+        for a, b in noise.tolist():
+            estimator.add(Observation(10.0 + 4.0 * a, 1.0 + 0.8 * b + 0.4 * a, 8.0, 4))
+        found = estimator.estimate()
+        assert found is not None
+        inside += found.low <= 10.0 <= found.high
+    assert 0.92 <= inside / trials <= 0.98
+
+
+def test_fieller_without_an_upper_end() -> None:
+    low, high = fieller(10.0, 0.1, 1.0, 0.04, 0.0, z=1.96)
+    assert high == math.inf
+    assert 0.9 * 10.0 / (0.1 + 1.96 * 0.2) < low < 10.0 / (0.1 + 1.96 * 0.2)
+    assert fieller(10.0, -1.0, 1.0, 0.01, 0.0, z=1.96) == (0.0, math.inf)
+    assert fieller(0.1, 0.1, 1.0, 1.0, 0.0, z=1.96) == (0.0, math.inf)
+    low, high = fieller(10.0, 2.0, 0.01, 0.0001, 0.0, z=1.96)
+    assert low < 5.0 < high < 5.2
+
+
+@pytest.mark.parametrize(("freedom", "point"), [(5, 2.5706), (10, 2.2281), (30, 2.0423)])
+def test_students_points(freedom: float, point: float) -> None:
+    assert student(freedom) == pytest.approx(point, rel=2e-3)
+
+
+def test_newer_windows_count_more() -> None:
+    estimator = Estimator(half_life=4.0)
+    for spread in [100.0] * 40 + [10.0] * 40:
+        estimator.add(Observation(spread, 1.0, 8.0, 4))
+    found = estimator.estimate()
+    assert found is not None
+    assert found.spread == pytest.approx(10.0, rel=0.05)
+
+
+# ---------------------------------------------------------------------- advice
+
+
+def scale_of(batch: float, low: float, high: float, **more: Any) -> NoiseScale:
+    middle = high / 2 if math.isinf(low) else (low + min(high, 10 * low)) / 2
+    values = {"spread": 1.0, "signal": 1.0, "samples": 50, "micro_batches": 8}
+    return NoiseScale(middle, low, high, batch=batch, **{**values, **more})
+
+
+@pytest.mark.parametrize(
+    ("noise", "verdict", "words"),
+    [
+        (scale_of(100, 900, 1500), "enlarge", "enlarge the batch: at 100 tokens an update"),
+        (scale_of(100, 900, math.inf), "enlarge", "to unbounded"),
+        (scale_of(1000, 900, 1500), "keep", "is near the critical 1,200 (900 to 1,500)"),
+        (scale_of(1000, 20, 30000), "keep", "not known well yet"),
+        (scale_of(8000, 900, 1500), "stop accumulating", "2 of the 8 micro-batches would do"),
+        (scale_of(8000, 90, 150), "stop accumulating", "one micro-batch is enough: stop"),
+    ],
+)
+def test_advice(noise: NoiseScale, verdict: str, words: str) -> None:
+    assert noise.verdict == verdict
+    assert words in noise.advice("tokens")
+
+
+# --------------------------------------------------------------- in WholeBatch
+
+
+@pytest.mark.parametrize("options", [{}, {"execute": "compile"}, {"clip_norm": 0.1}])
+def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
+    ends = []
+    for noise in (None, 2):
+        model = mlp(dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+            return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+        make = traced if "execute" in options else wb.WholeBatch
+        train = make(model, optimizer, loss=loss, micro_batch=4, noise=noise, **options)
+        for number in range(6):
+            train.step(samples(11 + number, dtype=torch.float32))
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+        assert (train.noise is None) == (noise is None)
+    for one, other in zip(*ends, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_every_nth_window_is_looked_at() -> None:
+    model = Quadratic()
+    train = wb.WholeBatch(model, still(model), loss=summed, micro_batch=8, noise=5)
+    looked = []
+    for seed in range(12):
+        train.step(
+            gaussian(16, gradient=0.1, spread=SPREAD, seed=seed),
+            after_micro=lambda *_: looked.append(train._probe.active),
+        )
+    assert [index for index, active in enumerate(looked[::2]) if active] == [1, 6, 11]
+
+
+def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:
+    batches = [gaussian(30, gradient=0.1, spread=SPREAD, seed=seed) for seed in range(4)]
+    straight = wb.WholeBatch(
+        model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1
+    )
+    for batch in batches:
+        straight.step(batch)
+
+    stopped = wb.WholeBatch(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
+    saved: dict[str, Any] = {}
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, of: int) -> None:
+        if done == 3:
+            saved.update(copy.deepcopy(stopped.state_dict()))
+            raise Stop
+
+    stopped.step(batches[0])
+    with pytest.raises(Stop):
+        stopped.step(batches[1], after_micro=stop)
+    resumed = wb.WholeBatch(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
+    resumed.load_state_dict(saved)
+    for batch in batches[1:]:
+        resumed.step(batch)
+    assert resumed.noise == straight.noise
+
+
+def test_the_loss_scale_is_taken_out() -> None:
+    found = []
+    for scale in (1.0, 1024.0):
+        model = Quadratic()
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        train = wb.WholeBatch(
+            model, still(model), loss=summed, micro_batch=8, noise=1, scaler=scaler
+        )
+        for seed in range(6):
+            train.step(gaussian(32, gradient=0.1, spread=SPREAD, seed=seed))
+        assert train.noise is not None
+        found.append(train.noise.critical)
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def test_a_loss_of_several_terms_is_not_measured(caplog: pytest.LogCaptureFixture) -> None:
+    model = Quadratic()
+
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        total = model(x).sum()
+        return wb.Loss.terms({"a": (total, len(x)), "b": (total, 2 * len(x))})
+
+    train = wb.WholeBatch(
+        model,
+        still(model),
+        loss=loss,
+        units=lambda x: {"a": len(x), "b": 2 * len(x)},
+        micro_batch=8,
+        noise=1,
+    )
+    for seed in range(3):
+        train.step(gaussian(16, gradient=0.1, spread=SPREAD, seed=seed))
+    assert train.noise is None
+    assert "several terms" in caplog.text
+
+
+@pytest.mark.parametrize("noise", [0, -1, True, 1.5, "often"])
+def test_a_wrong_option_is_refused(noise: Any) -> None:
+    model = Quadratic()
+    with pytest.raises(OptionError, match=r'must be None, "auto", or every how many windows'):
+        wb.WholeBatch(model, still(model), loss=summed, noise=noise)
+
+
+def test_samples_that_depend_on_each_other_are_refused_or_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="noise=4: the samples of a batch depend"):
+        wb.WholeBatch(model, optimizer, loss=summed, noise=4)
+    train = wb.WholeBatch(model, optimizer, loss=summed, noise="auto")
+    assert train.noise is None
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) -> None:
+    """DDP on two ranks, uneven shares, one rank without data in some windows; one micro-batch."""
+    torchrun(ROOT / "tests" / "noise_worker.py", 2, str(tmp_path / "report.json"))
+    for case in json.loads((tmp_path / "report.json").read_text()):
+        assert case["spread"] == pytest.approx(TRACE, rel=0.05), case
+        assert case["critical"] == pytest.approx(CRITICAL, rel=0.1), case
+        assert case["same"], case
