@@ -123,17 +123,17 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("recipes", nargs="*", choices=[[], *RECIPES], default=list(RECIPES))
+    parser.add_argument("recipes", nargs="*", help=f"of {', '.join(RECIPES)}; default: all")
     parser.add_argument("--json", type=Path, default=Path("docs/benchmarks/tune.json"))
     parser.add_argument("--markdown", type=Path, default=Path("docs/benchmarks/tune.md"))
     given = parser.parse_args()
     rows: dict[str, Any] = {}
     if given.json.exists():
         rows = {row["recipe"]: row for row in json.loads(given.json.read_text())["rows"]}
-    for name in given.recipes:
+    for name in given.recipes or RECIPES:
         rows[name] = check(name, RECIPES[name])
         print(json.dumps(rows[name]), flush=True)
-    data = {
+    data: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "machine": f"{platform.machine()}, {platform.system()}",

@@ -137,7 +137,7 @@ class Search:
             # It computes more. What it can gain is a size that does not fit without it.
             plain = way._replace(checkpointing=False)
             for size in self.sizes:
-                if self._was_measured(Setting(size, plain)):
+                if self._holds(Setting(size, plain)):
                     self._leave(Setting(size, way), "fits without checkpointing, which costs time")
         open_sizes = [size for size in self.sizes if Setting(size, way) not in self.trials]
         order = sorted(open_sizes, key=lambda size: abs(self.sizes.index(size) - self._place(at)))
@@ -160,9 +160,10 @@ class Search:
     def _place(self, size: int) -> int:
         return list(self.sizes).index(size)
 
-    def _was_measured(self, setting: Setting) -> bool:
+    def _holds(self, setting: Setting) -> bool:
+        """Whether it fits, as far as anyone knows."""
         trial = self.trials.get(setting)
-        return trial is not None and trial.status in ("measured", "stopped")
+        return self.predicted.fits(setting) and (trial is None or trial.status != "failed")
 
     def _prune(self, way: Way) -> None:
         for size in self.sizes:

@@ -88,8 +88,8 @@ def advice_of(best: Trial, trials: tuple[Trial, ...], *, budget: int, unit: str)
     if best.steps == 1 and divided:
         other = max(divided, key=lambda trial: trial.units_per_second or 0.0)
         said.append(
-            f"With micro-batches it reaches {(other.units_per_second or 0.0) / rate:.0%} of that at "
-            f"best ({other.setting.said()})."
+            f"With micro-batches it reaches {(other.units_per_second or 0.0) / rate:.0%} of that "
+            f"at best ({other.setting.said()})."
         )
     whole = [trial for trial in trials if trial.steps == 1 and trial.setting.way == way]
     if best.steps > 1 and whole:
