@@ -90,6 +90,7 @@ class WholeBatch:
         zero_units: Policy = "raise",
         batchnorm: str = "exact",
         dropout: str = "fresh",
+        audit: bool = True,
         memory: Memory | None = None,
         execute: Execute = "auto",
         gradients: GradientsOn = "device",
@@ -142,6 +143,7 @@ class WholeBatch:
             execute=execute,
             batchnorm=batchnorm,
             dropout=dropout,
+            audit=audit,
         )
         self._counted: list[str] = [SINGLE]
         self._fitting = Fitting(
@@ -196,7 +198,9 @@ class WholeBatch:
         `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
         it, and the step with the same batch after `load_state_dict()` goes on from there.
         """
-        self.last_step = self._window_of(self._fitting.split(batch), after_micro)
+        micros = self._fitting.split(batch)
+        self._feeding.look_at(batch, micros, self._layout)
+        self.last_step = self._window_of(micros, after_micro)
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.coupled.probe import moved_by_another_sample
+from wholebatch.splitting import to_device
+from wholebatch.splitting.layout import BatchSize, Static
 
 __all__ = ["Audit", "Finding", "audit", "batchnorms", "tracked_instance_norms"]
 
@@ -38,12 +39,19 @@ _ADVICE = {
         "outputs do not depend on other samples, but the running statistics move once for every "
         'micro-batch: batchnorm="exact" or "statistics" moves them once per window'
     ),
+    "spectral": (
+        "one power iteration for every forward in training: it moves once per micro-batch, not "
+        "once per update; in evaluation mode it stays as it is"
+    ),
     "probe": (
         "output for one sample moved when another sample changed, for a reason its type does not "
         "tell: no micro-batch can give it the whole batch; compute it per sample, or as part of "
         "a loss of the whole batch"
     ),
 }
+
+
+_BY_TYPE = ("batchnorm", "custom", "sync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +119,40 @@ def uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def audit(
-    model: nn.Module, batch: Any = None, *, forward: Callable[[nn.Module, Any], Any] | None = None
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    forward: Callable[[Any, Any], Any] | None = None,
+    batch_size: BatchSize = None,
+    static: Static = (),
 ) -> Audit:
     """The layers of `model` that couple the samples of a batch.
 
     Layers are looked at as they are now: a BatchNorm in evaluation mode couples nothing and is not
-    reported. With a `batch` the model is also probed: it runs on the first samples, then again with
-    one of them changed. `forward(model, batch)` says how the model is called (default: with the
-    batch, or with its items as keywords or positions). Buffers and random state are left as found.
+    reported. With a `batch` the model is also probed: it runs on its first samples (8 at most)
+    without gradients, then again with one of them changed, three times in all. `forward(model,
+    batch)` says how the model is called (default: with the batch, or with its items as keywords or
+    positions); a loss function will do. `batch_size` and `static` say how the batch is to be read,
+    as in `WholeBatch`. Buffers and random generators are left as found.
 
     >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))
     no layer couples the samples of a batch (by type and by changing one sample)
     """
     findings = list(_by_type(model))
     if batch is not None:
-        known = {finding.name for finding in findings if finding.kind != "running"}
-        with torch.no_grad():
-            names = moved_by_another_sample(model, batch, forward=forward)
+        known = {finding.name for finding in findings if finding.kind in _BY_TYPE}
+        first = next(model.parameters(), None)
+        names = moved_by_another_sample(
+            model,
+            batch if first is None else to_device(batch, first.device),
+            forward=forward,
+            batch_size=batch_size,
+            static=static,
+            known=known,
+        )
         modules = dict(model.named_modules())
         findings += [
-            Finding(name, type(modules[name]).__name__, "probe", _ADVICE["probe"])
-            for name in names
-            if name not in known
+            Finding(name, type(modules[name]).__name__, "probe", _ADVICE["probe"]) for name in names
         ]
     return Audit(tuple(findings), probed=batch is not None)
 
@@ -145,6 +165,17 @@ def _by_type(model: nn.Module) -> Iterator[Finding]:
     for name, module in tracked_instance_norms(model):
         if module.training:
             yield Finding(name, type(module).__name__, "running", _ADVICE["running"])
+    for name, module in model.named_modules():
+        if module.training and _iterates(module):
+            yield Finding(name, type(module).__name__, "spectral", _ADVICE["spectral"])
+
+
+def _iterates(module: nn.Module) -> bool:
+    """Whether this is a spectral normalisation, as a parametrisation or of the older kind."""
+    hooks = module._forward_pre_hooks.values()
+    return type(module).__name__ == "_SpectralNorm" or any(
+        type(hook).__name__ == "SpectralNorm" for hook in hooks
+    )
 
 
 def _kind(module: nn.Module) -> str:

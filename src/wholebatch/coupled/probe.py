@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch import randomness
+from wholebatch.errors import LossError, SplitError
+from wholebatch.splitting.layout import BatchSize, Layout, Static, layout_of, take
+from wholebatch.splitting.structure import flatten
+
 __all__ = ["moved_by_another_sample"]
 
 _SAMPLES = 8
+_TOLERANCE = 1e-5
+
+Forward = Callable[[Any, Any], Any]
 
 
 def moved_by_another_sample(
-    model: nn.Module, batch: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None
+    model: nn.Module,
+    batch: Any,
+    *,
+    forward: Forward | None = None,
+    batch_size: BatchSize = None,
+    static: Static = (),
+    known: Collection[str] = (),
 ) -> list[str]:
     """Names of the modules whose output for one sample moves when another sample changes.
 
     A module is named if what it was given for the unchanged samples stayed the same and what it
     gave back for them did not: the origin, not all that lies behind it. Of nested modules, the
-    innermost.
+    innermost. Those that are `known` are left out. The model runs three times on at most 8 samples,
+    without gradients; of every output two numbers per sample are kept. Buffers and random
+    generators are left as found.
     """
     call = _call if forward is None else forward
-    size = _size(batch)
-    if size is None or size < 2:
+    layout = _layout(batch, batch_size, static)
+    count = 0 if layout is None else min(layout.size, _SAMPLES)
+    if layout is None or count < 2:
         return []
-    count = min(size, _SAMPLES)
-    few = _map(batch, lambda leaf: leaf[:count] if _per_sample(leaf, size) else leaf)
-    changed = _map(few, lambda leaf: _replace_first(leaf) if _per_sample(leaf, count) else leaf)
-    with _Unchanged(model):
-        before = _Trace(model, call, few, count).rows
-        again = _Trace(model, call, few, count).rows
-        after = _Trace(model, call, changed, count).rows
+    with _Unchanged(model), torch.no_grad():
+        origins = [o for o in _origins(model, layout, count, call) if o not in known]
+        if origins and count > 2:
+            # A dimension that happens to be as long as the samples are many is told by another
+            # number of them.
+            fewer = _origins(model, layout, count - 1, call)
+            origins = [name for name in origins if name in fewer]
+    return origins
+
+
+def _layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
+    try:
+        return layout_of(batch, batch_size=batch_size, static=static)
+    except SplitError:  # it cannot be told: as many as the first tensor says
+        tensors = [leaf.value for leaf in flatten(batch)[0] if isinstance(leaf.value, Tensor)]
+        sizes = [len(tensor) for tensor in tensors if tensor.dim()]
+        return layout_of(batch, batch_size=sizes[0], static=static) if any(sizes[:1]) else None
+
+
+def _origins(model: nn.Module, layout: Layout, count: int, call: Forward) -> list[str]:
+    few, changed = _few(layout, count, change=False), _few(layout, count, change=True)
+    before = _Trace(model, call, few, count).rows
+    again = _Trace(model, call, few, count).rows
+    after = _Trace(model, call, changed, count).rows
     origins: list[str] = []
     for key, (inputs, outputs) in before.items():
         if key not in after or key not in again:
@@ -50,18 +85,49 @@ def moved_by_another_sample(
     return origins
 
 
-_TOLERANCE = 1e-5
+def _few(layout: Layout, count: int, *, change: bool) -> Any:
+    """A batch of the first samples; changed, the first of them is another one."""
+    values = []
+    for leaf, batched in zip(layout.leaves, layout.batched, strict=True):
+        value = leaf.value
+        if batched:
+            value = take(value, slice(0, count))
+            value = _replaced_first(value) if change else value
+        values.append(value)
+    return layout.structure.build(values)
+
+
+def _replaced_first(value: Any) -> Any:
+    # Another sample's values are valid ones whatever they mean: pixels, token numbers, labels.
+    if not isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)):
+            return type(value)([value[1], *value[1:]])
+        changed = copy.deepcopy(value)
+        changed[0] = value[1]
+        return changed
+    other = next((k for k in range(1, len(value)) if not torch.equal(value[k], value[0])), None)
+    changed = value.detach().clone()
+    if other is not None:
+        changed[0] = value[other]
+    elif value.is_floating_point():
+        changed[0] = value[0] + 1
+    return changed
+
+
 _Rows = tuple[list[Tensor], list[Tensor]]
 
 
 class _Trace:
-    """Per call of a module: its inputs' and outputs' rows of every sample but the first."""
+    """Per call of a module: what stands for its inputs' and outputs' rows of all samples but one.
 
-    def __init__(
-        self, model: nn.Module, call: Callable[[nn.Module, Any], Any], batch: Any, count: int
-    ) -> None:
+    A row is kept as its norm and its product with a fixed vector of signs: what would take the
+    memory of all activations takes two numbers per sample.
+    """
+
+    def __init__(self, model: nn.Module, call: Forward, batch: Any, count: int) -> None:
         self.rows: dict[tuple[str, int], _Rows] = {}
         self._count = count
+        self._signs: dict[tuple[int, torch.device], Tensor] = {}
         calls: dict[str, int] = {}
         entered: list[list[Tensor]] = []
 
@@ -80,8 +146,8 @@ class _Trace:
             handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
             handles.append(module.register_forward_hook(leaving(name), with_kwargs=True))
         try:
-            with torch.random.fork_rng(enabled=True):
-                torch.manual_seed(0)
+            torch.manual_seed(0)
+            with suppress(LossError):  # a loss function's result cannot lead back from here
                 call(model, batch)
         finally:
             for handle in handles:
@@ -89,27 +155,57 @@ class _Trace:
 
     def _others(self, tree: Any) -> list[Tensor]:
         found: list[Tensor] = []
-
-        def take(leaf: Tensor) -> Tensor:
-            if leaf.dim() and leaf.shape[0] == self._count:
-                rows = leaf.detach()[1:]
-                found.append(rows.double() if leaf.is_floating_point() else rows.clone())
-            return leaf
-
-        _map(tree, take)
+        for leaf in flatten(tree)[0]:
+            tensor = leaf.value
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.dim()
+                and tensor.shape[0] == self._count
+                and tensor.layout is torch.strided
+            ):
+                found.append(self._digest(tensor.detach()[1:]))
         return found
+
+    def _digest(self, rows: Tensor) -> Tensor:
+        if not rows.numel():
+            return rows.new_zeros(2, dtype=torch.float64)
+        if rows.is_complex():
+            rows = torch.view_as_real(rows)
+        if not rows.is_floating_point():
+            rows = rows.float()
+        flat = rows[:, None, None]
+        if rows.dim() > 1:
+            flat = rows.reshape(len(rows), -1, rows.shape[-1])
+        size = torch.linalg.vector_norm(flat, dim=(1, 2), dtype=torch.float64)
+        mixed = (flat @ self._signs_of(flat)).double()
+        places = torch.arange(1, flat.shape[1] + 1, device=flat.device).double()
+        return torch.cat([size, (mixed * places.sqrt()).sum(1)])
+
+    def _signs_of(self, rows: Tensor) -> Tensor:
+        key = (rows.shape[-1], rows.device)
+        if key not in self._signs:
+            made = torch.Generator().manual_seed(rows.shape[-1])
+            signs = torch.randint(0, 2, (rows.shape[-1],), generator=made) * 2.0 - 1.0
+            self._signs[key] = signs.to(rows.device)
+        return self._signs[key].to(rows.dtype)
 
 
 class _Unchanged:
-    """Leaves the model's buffers as they were before the probe."""
+    """Leaves buffers and random generators as they were before the probe."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._saved = [
+            (buffer, buffer.detach().clone())
+            for buffer in model.buffers()
+            if not nn.parameter.is_lazy(buffer)
+        ]
+        self._random = randomness.capture()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exc: object) -> None:
+        randomness.restore(self._random)
         with torch.no_grad():
             for buffer, saved in self._saved:
                 buffer.copy_(saved)
@@ -123,9 +219,8 @@ def _distance(a: list[Tensor], b: list[Tensor]) -> float:
     for left, right in zip(a, b, strict=True):
         if left.shape != right.shape:
             return float("inf")
-        if left.numel():
-            gap = (left.double() - right.double()).abs().max()
-            worst = max(worst, float(gap / left.double().abs().max().clamp_min(1e-30)))
+        gap = (left.double() - right.double()).abs().max()
+        worst = max(worst, float(gap / left.double().abs().max().clamp_min(1e-30)))
     return worst
 
 
@@ -133,46 +228,3 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _replace_first(leaf: Tensor) -> Tensor:
-    # Another sample's values are valid ones whatever they mean: pixels, token numbers, labels.
-    other = next((k for k in range(1, len(leaf)) if not torch.equal(leaf[k], leaf[0])), None)
-    changed = leaf.detach().clone()
-    if other is not None:
-        changed[0] = leaf[other]
-    elif leaf.is_floating_point():
-        changed[0] = leaf[0] + 1
-    return changed
-
-
-def _per_sample(leaf: Tensor, size: int) -> bool:
-    return leaf.dim() > 0 and leaf.shape[0] == size
-
-
-def _size(batch: Any) -> int | None:
-    sizes: list[int] = []
-
-    def look(leaf: Tensor) -> Tensor:
-        if leaf.dim():
-            sizes.append(leaf.shape[0])
-        return leaf
-
-    _map(batch, look)
-    return sizes[0] if sizes else None
-
-
-def _map(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        items = {key: _map(value, function) for key, value in tree.items()}
-        return items if type(tree) is dict else type(tree)(items)  # type: ignore[call-arg]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map(value, function) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map(value, function) for value in tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: _map(getattr(tree, f.name), function) for f in dataclasses.fields(tree)}
-        return dataclasses.replace(tree, **fields)
-    return tree

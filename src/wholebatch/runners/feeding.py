@@ -15,6 +15,7 @@ from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.coupled.batchnorm import Policy
 from wholebatch.coupled.contrastive import Coupled
 from wholebatch.coupled.dropout import PerSample, check_dropout
+from wholebatch.coupled.guard import Guard
 from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.execute import Execute, Executor, check_execute
@@ -54,6 +55,7 @@ class Feeding:
         execute: Execute,
         batchnorm: str,
         dropout: str,
+        audit: bool,
     ) -> None:
         self.model = model
         self._loss = loss
@@ -76,6 +78,7 @@ class Feeding:
             self.policy = choose_batchnorm(batchnorm, root)
         if batchnorm == "sync" and sync.ranks > 1:
             sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
+        self._guard = Guard(root, probes=audit and not sync.counts_must_agree)
         self._whole = WholeLoss(loss, model, window=window) if isinstance(loss, Coupled) else None
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
@@ -113,6 +116,20 @@ class Feeding:
         return execute if why is None else "eager"
 
     # ------------------------------------------------------------ the windows
+
+    def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
+        """Before the first window that is split: refuse a model that couples its samples."""
+        sync = self._window.sync
+        if not self._guard.pending or (len(micros) == 1 and sync.ranks == 1):
+            return
+
+        def forward(model: Any, few: Any) -> Any:
+            function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
+            with self._precision.forward():
+                return function(self.model, self._moved(few))
+
+        self._guard.look(batch, forward, **layout, summed=lambda found: float(sync.sum([found])[0]))
+        torch.clear_autocast_cache()
 
     @property
     def numbers_samples(self) -> bool:

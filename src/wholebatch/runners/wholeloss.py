@@ -100,8 +100,6 @@ class WholeLoss:
         seeds = [
             window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
         ]
-        totals = [term.total for term in terms.values()]
-        window.backward(totals, seeds, also=leaves)
         own = 1.0 if window.sync.rank == 0 else 0.0  # one of the equal losses is entered
         window.record(
             {name: term.total.detach() * own for name, term in terms.items()},
@@ -109,6 +107,7 @@ class WholeLoss:
             {name: term.weight for name, term in terms.items()},
         )
         window.owners.clear()  # the loss is of no micro-batch
+        window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
     def _agreed(self, terms: Mapping[str, Term]) -> dict[str, float]:
         """The units of each term; all ranks must have computed the same loss."""

@@ -1,0 +1,77 @@
+"""No model whose samples depend on each other is trained in silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholebatch.coupled.audit import audit
+from wholebatch.errors import UnsupportedError
+from wholebatch.splitting.layout import BatchSize, Static
+
+__all__ = ["Guard"]
+
+_log = logging.getLogger("wholebatch")
+
+
+class Guard:
+    """Audits a model by type when it is made, and by the probe when a first batch is there.
+
+    The probe runs the model three times on at most 8 samples, without gradients. It is left out
+    where every module is one of PyTorch's own, whose types say all; where the model is compiled,
+    since hooks would compile it again; and where forwards run collectives of their own.
+    """
+
+    def __init__(self, model: nn.Module, *, probes: bool) -> None:
+        for name, parameter in model.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise UnsupportedError(
+                    f"{name!r} is lazy and has no weights yet: run one batch through the model "
+                    "first"
+                )
+        self._model = model
+        self.report = audit(model)
+        modules = list(model.modules())
+        compiled = any(type(module).__name__ == "OptimizedModule" for module in modules)
+        self.pending = probes and not compiled and not all(map(_is_torchs_own, modules))
+        for finding in self.report.findings:
+            if finding.kind == "spectral":
+                _log.warning("%s", finding)
+
+    def look(
+        self,
+        batch: Any,
+        forward: Callable[[Any, Any], Any],
+        *,
+        batch_size: BatchSize,
+        static: Static,
+        summed: Callable[[float], float],
+    ) -> None:
+        """Refuse a model that couples samples by more than BatchNorm; once, all ranks together."""
+        self.pending = False
+        found: list[str] = []
+        try:
+            made = audit(self._model, batch, forward=forward, batch_size=batch_size, static=static)
+            found = [str(finding) for finding in made.beyond_batchnorm]
+        except torch.OutOfMemoryError:
+            _log.warning("no memory to probe the model for layers that couple samples")
+        except (
+            Exception
+        ) as error:  # most often it is the loss function's, and the step will raise it
+            _log.warning("the model could not be probed for layers that couple samples: %r", error)
+        if not summed(float(len(found))):
+            return
+        listed = "\n  ".join(found or ["(found on another rank)"])
+        raise UnsupportedError(
+            "the samples of a batch depend on each other in this model, so no micro-batch can give "
+            f"the update of the whole batch:\n  {listed}\nWholeBatch(audit=False) trains it all "
+            "the same, on micro-batches that are batches of their own"
+        )
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    return type(module).__module__.split(".")[0] == "torch"

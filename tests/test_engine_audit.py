@@ -1,0 +1,146 @@
+"""WholeBatch audits its model: by type when made, by the probe before its first split window."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.support import EXACT, Whole, distance, mean, samples, sgd
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Net(nn.Module):
+    """Not one of PyTorch's own types, so the probe looks at it."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inside, self.last = nn.Linear(5, 8), inside, nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        logits: Tensor = self.last(self.inside(self.drop(self.first(x))))
+        return logits
+
+
+def loss(model: nn.Module, micro: Any) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def test_a_layer_that_no_type_tells_is_refused_by_name_before_anything_moves() -> None:
+    model = Net(Centred()).double()
+    before = copy.deepcopy(model.state_dict())
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
+    with pytest.raises(wb.errors.UnsupportedError, match=r"inside \(Centred\): output for one"):
+        train.step(samples(10))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert train.updates == 0
+
+
+def test_it_may_be_trained_knowingly_or_undivided() -> None:
+    model = Net(Centred()).double()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, audit=False)
+    assert train.step(samples(10)).update == 1
+    model = Net(Centred()).double()
+    assert wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=10).step(samples(10)).update == 1
+
+
+@pytest.mark.parametrize("inside", [nn.Identity(), nn.BatchNorm1d(8)])
+def test_the_probe_leaves_no_trace(inside: nn.Module) -> None:
+    """The first update, with dropout, is bit for bit the one without a probe."""
+    models = [Net(copy.deepcopy(inside)).double() for _ in range(2)]
+    for model, audit in zip(models, (True, False), strict=True):
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, audit=audit)
+        torch.manual_seed(11)
+        train.step(samples(10))
+        train.step(samples(9))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            models[0].state_dict().values(), models[1].state_dict().values(), strict=True
+        )
+    )
+    assert models[0].calls == models[1].calls + 3  # at the first step, and never again
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in models[0].modules())
+
+
+def test_torchs_own_layers_are_not_probed() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    calls = []
+
+    def counted(model: nn.Module, micro: Any) -> wb.Loss:
+        calls.append(len(micro["y"]))
+        return loss(model, micro)
+
+    wb.WholeBatch(model, sgd(model), loss=counted, micro_batch=4).step(samples(10))
+    assert calls == [4, 4, 2]
+
+
+def test_an_error_in_the_loss_function_is_that_of_the_step() -> None:
+    model = Net(nn.Identity()).double()
+
+    def failing(model: nn.Module, micro: Any) -> wb.Loss:
+        raise KeyError("labels")
+
+    train = wb.WholeBatch(model, sgd(model), loss=failing, micro_batch=4)
+    with pytest.raises(KeyError, match="labels"):
+        train.step(samples(10))
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A subclass that normalises by mathematics of its own: no lock-step can meet in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.var(0, unbiased=False) + self.eps).sqrt()
+
+
+def test_a_batchnorm_with_mathematics_of_its_own_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), OwnNorm(8), nn.Linear(8, 3)).double()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
+    with pytest.raises(wb.errors.UnsupportedError, match="1"):
+        train.step(samples(10))
+
+
+def test_lazy_batchnorms_are_exact_once_they_are_there() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 8), nn.LazyBatchNorm1d(dtype=torch.float64), nn.Linear(8, 3))
+    model = model.double()
+    with torch.no_grad():
+        model(samples(3)["x"])
+    whole = Whole(model, loss=mean)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
+    whole.step(samples(10))
+    train.step(samples(10))
+    whole.assert_same(model)
+    assert (
+        distance([b.double() for b in model.buffers()], [b.double() for b in whole.model.buffers()])
+        <= EXACT
+    )
+
+
+def test_lazy_layers_without_weights_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 3)).double()
+    with pytest.raises(wb.errors.UnsupportedError, match="run one batch through the model first"):
+        wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
+
+
+def test_spectral_normalisation_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)).double()
+    with caplog.at_level(logging.WARNING, logger="wholebatch"):
+        wb.WholeBatch(layer, sgd(layer), loss=loss, micro_batch=4)
+    assert "one power iteration for every forward" in caplog.text
+    assert [f.kind for f in wb.audit(layer).findings] == ["spectral"]
+    old = nn.utils.spectral_norm(nn.Linear(5, 3))
+    assert [f.kind for f in wb.audit(old).findings] == ["spectral"]
