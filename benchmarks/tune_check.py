@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from wholebatch.recipes import Batches, Recipe, load_recipe
 from wholebatch.tune import Limits, Setting, Tuned, tune
-from wholebatch.tune.measure import Running, Subject
+from wholebatch.tune.measure import Running, Subject, Timing
 
 HERE = Path(__file__).parent
 RECIPES = {
@@ -30,7 +29,7 @@ RECIPES = {
     "wide-mlp": str(HERE / "recipes" / "wide_mlp.py"),
 }
 NEEDED = 0.95
-ROUNDS = 5
+ROUNDS = 7
 
 
 def subject_of(recipe: Recipe) -> tuple[Subject, dict[str, Any]]:
@@ -59,16 +58,16 @@ def found_by(subject: Subject, options: dict[str, Any], *, exhaustive: bool) -> 
 
 
 def in_turn(subject: Subject, settings: list[Setting]) -> list[float]:
-    """Units per second of each, one window after the other in turn; medians."""
+    """Units per second of each, one window after the other in turn."""
     made = [Running(subject, setting) for setting in settings]
-    rates: list[list[float]] = [[] for _ in made]
+    timings = [Timing() for _ in made]
     for running in made:
         running.window()
     for _ in range(ROUNDS):
-        for at, running in enumerate(made):
+        for timing, running in zip(timings, made, strict=True):
             seconds, step = running.window()
-            rates[at].append(step.units / seconds)
-    return [statistics.median(rate) for rate in rates]
+            timing.add(seconds, step.units)
+    return [timing.rate for timing in timings]
 
 
 def check(name: str, path: str) -> dict[str, Any]:

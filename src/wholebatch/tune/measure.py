@@ -39,19 +39,38 @@ class Subject:
 
 @dataclass(frozen=True)
 class Timing:
-    """Windows that were timed."""
+    """Windows that were timed: seconds and units of each.
 
-    seconds: list[float]
-    units: float
+    What else a machine does only ever takes time away, so the faster half of the windows says what
+    a setting can do, and their median what it usually does.
+    """
+
+    windows: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, seconds: float, units: float) -> None:
+        """One more window."""
+        self.windows.append((seconds, units))
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+    def spent(self) -> float:
+        """Seconds in all."""
+        return sum(seconds for seconds, _ in self.windows)
+
+    @property
+    def fastest(self) -> float:
+        """Units per second of the fastest window."""
+        return max(units / seconds for seconds, units in self.windows)
 
     @property
     def rate(self) -> float:
-        """Units per second."""
-        return self.units / sum(self.seconds)
+        """Units per second: the median of the faster half."""
+        rates = sorted((units / seconds for seconds, units in self.windows), reverse=True)
+        return statistics.median(rates[: -(-len(rates) // 2)])
+
+    @property
+    def seconds(self) -> float:
+        """Of a window, at that rate."""
+        return statistics.fmean(units for _, units in self.windows) / self.rate
 
 
 class Agreed:
@@ -134,15 +153,14 @@ class Running:
         """At least `least` windows and `seconds`; fewer where units per second fall `too_slow`."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        taken: list[float] = []
-        units = 0.0
-        while len(taken) < most and (len(taken) < least or sum(taken) < seconds):
+        timing = Timing()
+        while (made := len(timing.windows)) < most and (made < least or timing.spent < seconds):
             spent, step = self.window()
-            taken.append(spent)
-            units += step.units
-            if too_slow is not None and units / sum(taken) < too_slow:
+            timing.add(spent, step.units)
+            # Two of them: one may have met with something else that the machine was doing.
+            if too_slow is not None and made >= 1 and timing.fastest < too_slow:
                 break
-        return Timing(taken, units)
+        return timing
 
     def peak(self) -> int:
         """The most bytes of tensors in a window: CUDA's own count, elsewhere that of a meter."""

@@ -17,7 +17,7 @@ import torch
 
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.budget import bytes_said
-from wholebatch.tune.measure import Running, Subject
+from wholebatch.tune.measure import Running, Subject, Timing
 from wholebatch.tune.settings import Setting, Trial, Way, steps_of
 from wholebatch.tune.space import Predicted
 
@@ -221,20 +221,20 @@ class Search:
         finally:
             if running is not None:
                 running.close()
-        stopped = slow is not None and timing.rate < slow and len(timing.seconds) < limits.least
+        count = len(timing.windows)
+        stopped = slow is not None and timing.fastest < slow
         over = peak > self.budget
         why = "measured"
         if stopped:
-            count = len(timing.seconds)
-            why = f"stopped after {count} window{'' if count == 1 else 's'}: clearly slower"
+            why = f"stopped after {count} windows: clearly slower"
         elif over:
             why = f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}"
         return blank.with_(
             status="failed" if over else "stopped" if stopped else "measured",
             why=why,
-            seconds=timing.median,
-            windows=len(timing.seconds),
-            units_per_second=timing.units / len(timing.seconds) / timing.median,
+            seconds=timing.seconds,
+            windows=count,
+            units_per_second=timing.rate,
             peak=peak,
             split=split,
         )
@@ -262,22 +262,19 @@ class Search:
         try:
             for running in made:
                 running.window()
-            taken: list[list[float]] = [[] for _ in made]
-            units: list[float] = [0.0 for _ in made]
-            for _ in range(max(3, self.limits.least)):
-                for at, running in enumerate(made):
+            timings = [Timing() for _ in made]
+            for _ in range(max(4, self.limits.least)):
+                for timing, running in zip(timings, made, strict=True):
                     seconds, step = running.window()
-                    taken[at].append(seconds)
-                    units[at] += step.units
+                    timing.add(seconds, step.units)
         finally:
             for running in made:
                 running.close()
-        for trial, seconds_of, units_of in zip(close, taken, units, strict=True):
-            middle = sorted(seconds_of)[len(seconds_of) // 2]
+        for trial, timing in zip(close, timings, strict=True):
             self.trials[trial.setting] = trial.with_(
-                seconds=middle,
-                windows=trial.windows + len(seconds_of),
-                units_per_second=units_of / len(seconds_of) / middle,
+                seconds=timing.seconds,
+                windows=trial.windows + len(timing.windows),
+                units_per_second=timing.rate,
                 why="measured, and again in turn with the best",
             )
 

@@ -62,7 +62,7 @@ class Trial:
     status: str
     why: str
     seconds: float | None = None
-    """Of a window: the median of those measured, its data included."""
+    """Of a window, its data included: the median of the faster half of those measured."""
     windows: int = 0
     units_per_second: float | None = None
     peak: int | None = None
