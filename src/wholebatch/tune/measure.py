@@ -134,18 +134,22 @@ class Running:
         self._wait()
         return self.agreed(time.perf_counter() - began), step
 
-    def warm_up(self, *, most: float) -> None:
-        """Until windows take what they take: caches are warm, graphs are made and recorded."""
-        self.window()
+    def warm_up(self, *, most: float) -> float:
+        """Until windows take what they take: caches are warm, graphs are made and recorded.
+
+        Units per second of the last of them.
+        """
+        seconds, step = self.window()
         if self._is_eager and self.device.type == "cpu":
-            return
+            return step.units / seconds
         last, spent = self.window()[0], 0.0
         while spent < most:
-            seconds = self.window()[0]
+            seconds, step = self.window()
             spent += seconds
             if seconds > 0.9 * last:
-                return
+                break
             last = seconds
+        return step.units / seconds
 
     def timed(
         self, *, least: int, seconds: float, most: int, too_slow: float | None = None

@@ -25,6 +25,8 @@ __all__ = ["Limits", "Search", "Watch"]
 
 CLEARLY = 0.9
 """Of the best speed: below it a setting is slower, whatever noise there is."""
+HOPELESS = 1 / 3
+"""Of the best speed: below it the first window is enough."""
 CLOSE = 0.95
 """Of the best speed: above it a setting is measured again, in turn with the best."""
 SAME = 0.985
@@ -208,12 +210,23 @@ class Search:
         running: Running | None = None
         try:
             running = Running(self.subject, setting)
-            running.warm_up(most=limits.warm_up)
+            warm = running.warm_up(most=limits.warm_up)
+            best = self.best
+            if best is not None and warm < HOPELESS * _rate(best):
+                return blank.with_(
+                    status="stopped",
+                    why="stopped while warming up: several times slower",
+                    windows=1,
+                    units_per_second=warm,
+                )
             timing = running.timed(
                 least=limits.least, seconds=limits.seconds, most=limits.most, too_slow=slow
             )
-            peak = running.peak()
-            split = running.split()
+            count = len(timing.windows)
+            stopped = slow is not None and timing.fastest < slow
+            # What is not to be taken need not be known so well.
+            peak = None if stopped else running.peak()
+            split = {} if stopped else running.split()
         except torch.OutOfMemoryError:
             return blank.with_(why="ran out of memory")
         except (WholebatchError, RuntimeError) as error:
@@ -221,14 +234,12 @@ class Search:
         finally:
             if running is not None:
                 running.close()
-        count = len(timing.windows)
-        stopped = slow is not None and timing.fastest < slow
-        over = peak > self.budget
+        over = peak is not None and peak > self.budget
         why = "measured"
         if stopped:
             why = f"stopped after {count} windows: clearly slower"
         elif over:
-            why = f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}"
+            why = f"needs {bytes_said(peak or 0)}, more than {bytes_said(self.budget)}"
         return blank.with_(
             status="failed" if over else "stopped" if stopped else "measured",
             why=why,
