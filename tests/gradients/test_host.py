@@ -379,8 +379,10 @@ def test_pipe_bounds_what_waits_and_passes_failures_on() -> None:
     pipe.drain()
     assert torch.equal(total, torch.full((1000,), 1225.0))
     assert pipe.bytes_out == 50 * 4000
-    pipe.put(torch.zeros(3), total, first=False)
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(ValueError, match="a gradient of 3 for a sum of 1000"):
+        pipe.put(torch.zeros(3), total, first=False)
+    pipe.put(torch.zeros(1000), torch.zeros(1).expand(1000), first=False)
+    with pytest.raises(RuntimeError, match="single memory location"):
         pipe.drain()
     pipe.put(torch.ones(1000), total, first=True)
     pipe.drain()

@@ -10,7 +10,7 @@ state stays there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, close_gradients, stepping
 from wholebatch.errors import UnsupportedError
+from wholebatch.gradients.ahead import Numbers
 from wholebatch.gradients.norm import total_norm
 from wholebatch.gradients.parts import in_parts, only
 from wholebatch.gradients.pipe import Pipe
@@ -53,6 +54,8 @@ class HostStore(Store):
         self._steps_on_host = steps_on_host
         self._sums: Sums | None = None
         self._pipes: dict[torch.device, Pipe] = {}
+        self._is_last = False
+        self._norms: dict[int, list[Tensor]] = {}  # of sums that are complete, by their place
         self._nowhere: set[int] = set()  # parameters without a gradient on any rank
 
     @property
@@ -100,8 +103,17 @@ class HostStore(Store):
         parameter.grad = None
         first = id(parameter) not in self._sums.filled
         self._sums.filled.add(id(parameter))
+        total = self._sums.flat(parameter)
+        norms: list[Tensor] | None = None
+        if self._is_last:  # the norm is taken on the way, while the sum is in the cache
+            norms = self._norms.setdefault(total.data_ptr(), [])
         flat = flat_of(gradient.detach(), parameter)
-        self._pipes[parameter.device].put(flat, self._sums.flat(parameter), first=first)
+        self._pipes[parameter.device].put(flat, total, first=first, norms=norms)
+
+    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
+        self._is_last = last
+        self._norms = {}
+        return True
 
     def _drain(self) -> Sums:
         for pipe in self._pipes.values():
@@ -124,16 +136,31 @@ class HostStore(Store):
         sums = self._drain()
         if self.sync.ranks > 1:
             self._reduce(sums)
-        wide = any(parameter.dtype is not torch.float32 for parameter in self.parameters)
+        if self.sync.ranks > 1 or hooks:
+            self._norms = {}  # of sums that were not what they are to be yet
+        # A fused step multiplies in float32, and what is rounded is multiplied before.
+        rounds = self.target.sixteen_bit.rounds
+        in_place = any(p.dtype is not torch.float32 and not rounds(p) for p in self.parameters)
         return close_gradients(
             [[_Holder(sums, parameter) for parameter in group] for group in groups],
             self.target.optimizers,
             self.options,
             normalise,
             before_clip=(lambda: hooks.run(self._lent)) if hooks else None,
-            total_norm=total_norm,
-            in_place=wide or self._steps_on_host,  # a fused step multiplies in float32
+            total_norm=self._total_norm,
+            in_place=in_place or self._steps_on_host,
         )
+
+    def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm over these sums, from what was found on the way where it was."""
+        found = [self._norms.get(gradient.data_ptr()) for gradient in gradients]
+        known = [norm for norms in found if norms for norm in norms]
+        others = [g for g, norms in zip(gradients, found, strict=True) if not norms]
+        norms = torch.stack([*known, total_norm(others)])
+        total: Tensor = torch.linalg.vector_norm(norms)
+        if not bool(torch.isfinite(total)):  # squares overflow in float32 where numbers do not
+            total = total_norm(gradients)
+        return total
 
     def _reduce(self, sums: Sums) -> None:
         """Bucket by bucket, once per window; where the ranks talk to each other."""
@@ -168,17 +195,17 @@ class HostStore(Store):
     def step(self, remaining: float) -> None:
         sums = self._drain()
         rounds = self.target.sixteen_bit.rounds
+        way = HostStep(rounds) if self._steps_on_host else Returns(rounds, remaining)
         for index, optimizer in enumerate(self.target.optimizers):
             buckets = [
                 (bucket, [p for p in bucket.parameters if id(p) in sums.filled])
                 for bucket in sums.buckets
                 if bucket.optimizer == index
             ]
-            factor = nullcontext() if remaining == 1.0 else stepping(optimizer, remaining)
-            way = HostStep() if self._steps_on_host else Returns()
-            with in_parts(optimizer), factor:
-                for parameters in way.over(optimizer, buckets, sums, rounds):
-                    with only(optimizer, parameters):
+            with in_parts(optimizer):
+                for parameters in way.over(optimizer, buckets, sums):
+                    rest = 1.0 if rounds(parameters[0]) else remaining
+                    with stepping(optimizer, rest), only(optimizer, parameters):
                         optimizer.step()
 
     # ------------------------------------------------------------------ state
@@ -200,6 +227,6 @@ class HostStore(Store):
             pipe.forget()
         super().discard()
         self.target.sixteen_bit.end()
-        self._nowhere = set()
+        self._nowhere, self._norms = set(), {}
         if self._sums is not None:
             self._sums.filled = set()

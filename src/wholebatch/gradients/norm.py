@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["total_norm"]
+__all__ = ["norm_of_row", "total_norm"]
 
 _ROW = 256
 _PIECE = 2**12 * _ROW
@@ -20,7 +20,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     On the CPU the norm of a long float32 tensor loses digits with its length (4e-4 for a million
     equal numbers); short rows, added up in float64, keep them (2e-7) and are as fast.
     """
-    norms = [norm for gradient in gradients for norm in _norms(gradient)]
+    norms = [norm_of_row(_row(gradient)) for gradient in gradients]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -31,18 +31,20 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _norms(gradient: Tensor) -> list[Tensor]:
-    """Norms in float64 of the pieces of a gradient."""
-    row = _row(gradient)
+def norm_of_row(row: Tensor) -> Tensor:
+    """The norm of a flat tensor, in float64."""
     if row.dtype is not torch.float32:
-        return [torch.linalg.vector_norm(row, dtype=torch.float64)]
+        wide: Tensor = torch.linalg.vector_norm(row, dtype=torch.float64)
+        return wide
     even = row.numel() - row.numel() % _ROW
     norms = [
         torch.linalg.vector_norm(torch.linalg.vector_norm(piece.view(-1, _ROW), dim=1).double())
         for piece in row[:even].split(_PIECE)
         if piece.numel()
     ]
-    return [*norms, torch.linalg.vector_norm(row[even:], dtype=torch.float64)]
+    norms.append(torch.linalg.vector_norm(row[even:], dtype=torch.float64))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _row(gradient: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from wholebatch.gradients.norm import norm_of_row
+
 __all__ = ["Pipe", "add_on_host"]
 
 _WAITING_BYTES = 96 * 2**20
@@ -31,19 +33,27 @@ _CAST = 2**19
 
 
 @torch.no_grad()
-def add_on_host(total: Tensor, part: Tensor, *, first: bool) -> None:
-    """`total += part`, or `total = part`, for flat tensors on the host; `part` may be 16-bit."""
-    if first:
-        total.copy_(part)
-    elif total.dtype is part.dtype:
-        total.add_(part)
-    else:  # piece by piece: torch would write a widened copy of all of it to memory first
-        step = _CAST * torch.get_num_threads()
+def add_on_host(
+    total: Tensor, part: Tensor, *, first: bool, norms: list[Tensor] | None = None
+) -> None:
+    """`total += part`, or `total = part`, for flat tensors on the host; `part` may be 16-bit.
+
+    Where `norms` is given, the norms of the pieces of the new `total` are added to it.
+    """
+    # Piece by piece: torch would write a widened copy of all of it to memory first, and the norm
+    # finds in the cache what has just been added.
+    step = _CAST * torch.get_num_threads()
+    wide = None
+    if not first and total.dtype is not part.dtype:
         wide = torch.empty(min(step, part.numel()), dtype=total.dtype)
-        for start in range(0, part.numel(), step):
-            piece = part[start : start + step]
-            cast = wide[: piece.numel()].copy_(piece)
-            total[start : start + step].add_(cast)
+    for start in range(0, part.numel(), step):
+        piece, sum_ = part[start : start + step], total[start : start + step]
+        if first:
+            sum_.copy_(piece)
+        else:
+            sum_.add_(piece if wide is None else wide[: piece.numel()].copy_(piece))
+        if norms is not None:
+            norms.append(norm_of_row(sum_))
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +63,7 @@ class _Gradient:
     flat: Tensor
     total: Tensor
     first: bool
+    norms: list[Tensor] | None
     made: torch.cuda.Event | None
 
 
@@ -64,6 +75,7 @@ class _Copy:
     piece: Tensor | None  # None: it was copied to its place in the sum at once
     total: Tensor
     first: bool
+    norms: list[Tensor] | None
     frees: _Gradient | None  # the gradient of which this was the last
 
 
@@ -91,8 +103,15 @@ class Pipe:
         self._thread: threading.Thread | None = None
         self.bytes_out = 0
 
-    def put(self, gradient: Tensor, total: Tensor, *, first: bool) -> None:
-        """Take a flat gradient over: it is added to `total`, or becomes it, soon."""
+    def put(
+        self, gradient: Tensor, total: Tensor, *, first: bool, norms: list[Tensor] | None = None
+    ) -> None:
+        """Take a flat gradient over: it is added to `total`, or becomes it, soon.
+
+        `norms`, if given, gets the norms of the pieces of the sum.
+        """
+        if total.shape != gradient.shape:
+            raise ValueError(f"a gradient of {gradient.numel()} for a sum of {total.numel()}")
         if self._thread is None:
             self._start()
         made = None
@@ -104,7 +123,7 @@ class Pipe:
             while shared.waiting > self._limit and shared.failure is None:
                 shared.changed.wait()
             self._raise_failure()
-            shared.queue.append(_Gradient(gradient, total, first, made))
+            shared.queue.append(_Gradient(gradient, total, first, norms, made))
             shared.waiting += size
             shared.open += 1
             shared.changed.notify_all()
@@ -190,7 +209,7 @@ class _HostAdder:
         self.pending: deque[_Copy] = deque()
 
     def take(self, gradient: _Gradient) -> None:
-        add_on_host(gradient.total, gradient.flat, first=gradient.first)
+        add_on_host(gradient.total, gradient.flat, first=gradient.first, norms=gradient.norms)
         _gone(self._shared, gradient, added=True)
 
     def finish_one(self) -> None:
@@ -241,9 +260,8 @@ class _DeviceAdder:
                 done.record(self._stream)
             is_last = stop == flat.numel()
             part = total[start:stop]
-            self.pending.append(
-                _Copy(done, piece, part, gradient.first, gradient if is_last else None)
-            )
+            frees = gradient if is_last else None
+            self.pending.append(_Copy(done, piece, part, gradient.first, gradient.norms, frees))
             if not is_last:
                 self._rest.appendleft((gradient, stop))
 
@@ -254,7 +272,9 @@ class _DeviceAdder:
         if copy.frees is not None:  # before the addition: the device may go on
             _gone(self._shared, copy.frees, added=False)
         if copy.piece is not None:
-            add_on_host(copy.total, copy.piece, first=copy.first)
+            add_on_host(copy.total, copy.piece, first=copy.first, norms=copy.norms)
+        elif copy.norms is not None:
+            copy.norms.append(norm_of_row(copy.total))
         self.pending.popleft()
         self._copy_on()
         if copy.frees is not None:

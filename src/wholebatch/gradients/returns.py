@@ -16,27 +16,37 @@ from wholebatch.gradients.sums import Bucket, Sums, flat_of, like
 
 __all__ = ["HostStep", "Returns"]
 
+_CAST = 2**19
+"""Elements for each thread that are multiplied before they are rounded: what its cache holds."""
+
 _Buckets: TypeAlias = Sequence[tuple[Bucket, list[nn.Parameter]]]
 
 
 class Returns:
-    """The sums come back: within an iteration the parameters of a bucket have their gradients."""
+    """The sums come back: within an iteration the parameters of a bucket have their gradients.
+
+    What is rounded to 16 bit is rounded on the host, after it was multiplied by `factor`: so it
+    takes half the bytes of the link and of the device.
+    """
+
+    def __init__(self, rounds: Callable[[nn.Parameter], bool], factor: float) -> None:
+        self._rounds = rounds
+        self._factor = factor
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def over(
         self,
         optimizer: torch.optim.Optimizer,
         buckets: _Buckets,
         sums: Sums,
-        rounds: Callable[[nn.Parameter], bool],
     ) -> Iterator[list[nn.Parameter]]:
         """The parameters of one bucket after the other, each with its `.grad`."""
         ahead: list[tuple[list[nn.Parameter], list[Tensor], torch.cuda.Event | None]] = []
-        streams: dict[torch.device, torch.cuda.Stream] = {}
         used = [(bucket, parameters) for bucket, parameters in buckets if parameters]
         try:
             for index in range(len(used) + 1):
                 if index < len(used):
-                    ahead.append(_sent(*used[index], sums, rounds, streams))
+                    ahead.append(self._sent(*used[index], sums))
                 if index == 0:
                     continue
                 parameters, gradients, arrived = ahead.pop(0)
@@ -51,46 +61,59 @@ class Returns:
                 for parameter in parameters:
                     parameter.grad = None
         finally:
-            for stream in streams.values():
+            for stream in self._streams.values():
                 stream.synchronize()  # the sums may be overwritten from here on
 
+    def _sent(
+        self, bucket: Bucket, parameters: list[nn.Parameter], sums: Sums
+    ) -> tuple[list[nn.Parameter], list[Tensor], torch.cuda.Event | None]:
+        """Start the way back of a bucket; its gradients, and the event after which they are there.
 
-def _sent(
-    bucket: Bucket,
-    parameters: list[nn.Parameter],
-    sums: Sums,
-    rounds: Callable[[nn.Parameter], bool],
-    streams: dict[torch.device, torch.cuda.Stream],
-) -> tuple[list[nn.Parameter], list[Tensor], torch.cuda.Event | None]:
-    """Start the way back of a bucket; its gradients, and the event after which they are there."""
-    device = parameters[0].device
-    held = [sums.flat(parameter) for parameter in parameters]
-    # Rounded on the host, a 16-bit gradient takes half the bytes of the link and of the device.
-    dtype = parameters[0].dtype if rounds(parameters[0]) else bucket.flat.dtype
-    if device.type != "cuda":
-        pairs = zip(parameters, held, strict=True)
-        return parameters, [like(parameter, one.to(dtype)) for parameter, one in pairs], None
-    current = torch.cuda.current_stream(device)
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-    side = streams[device]
-    flats = [torch.empty(one.numel(), dtype=dtype, device=device) for one in held]
-    side.wait_stream(current)  # what the memory was used for before must be over
-    with torch.cuda.stream(side), torch.no_grad():
-        for flat, one in zip(flats, held, strict=True):
-            if one.dtype is dtype:
-                flat.copy_(one, non_blocking=True)
-            else:
-                narrow = torch.empty(one.numel(), dtype=dtype, pin_memory=True)
-                flat.copy_(narrow.copy_(one), non_blocking=True)
-        arrived = side.record_event()
-    return parameters, [like(p, flat) for p, flat in zip(parameters, flats, strict=True)], arrived
+        All of it in one piece where the whole bucket comes back, as it nearly always does.
+        """
+        device = parameters[0].device
+        held = [sums.flat(parameter) for parameter in parameters]
+        sizes = [one.numel() for one in held]
+        rows = [bucket.flat] if len(parameters) == len(bucket.parameters) else held
+        if self._rounds(parameters[0]):
+            rows = [self._narrow(row, parameters[0]) for row in rows]
+        if device.type != "cuda":
+            flats = torch.cat(rows).split(sizes) if len(rows) > 1 else rows[0].split(sizes)
+            gradients = [like(p, flat) for p, flat in zip(parameters, flats, strict=True)]
+            return parameters, gradients, None
+        current = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        whole = torch.empty(sum(sizes), dtype=rows[0].dtype, device=device)
+        side.wait_stream(current)  # what the memory was used for before must be over
+        with torch.cuda.stream(side), torch.no_grad():
+            for target, row in zip(whole.split([r.numel() for r in rows]), rows, strict=True):
+                target.copy_(row, non_blocking=True)
+            arrived = side.record_event()
+        flats = whole.split(sizes)
+        gradients = [like(p, flat) for p, flat in zip(parameters, flats, strict=True)]
+        return parameters, gradients, arrived
+
+    @torch.no_grad()
+    def _narrow(self, row: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The row times the factor, rounded once to the parameter's dtype, on the host."""
+        pinned = parameter.device.type == "cuda"
+        narrow = torch.empty(row.numel(), dtype=parameter.dtype, pin_memory=pinned)
+        step = _CAST * torch.get_num_threads()
+        wide = torch.empty(min(step, row.numel()), dtype=row.dtype)
+        for start in range(0, row.numel(), step):
+            piece = row[start : start + step]
+            times = torch.mul(piece, self._factor, out=wide[: piece.numel()])
+            narrow[start : start + step].copy_(times)
+        return narrow
 
 
 class HostStep:
     """The parameters come to the host, are stepped there, and go back; the state stays there."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: Callable[[nn.Parameter], bool]) -> None:
+        self._rounds = rounds
         self._on_device: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -99,7 +122,6 @@ class HostStep:
         optimizer: torch.optim.Optimizer,
         buckets: _Buckets,
         sums: Sums,
-        rounds: Callable[[nn.Parameter], bool],
     ) -> Iterator[list[nn.Parameter]]:
         """The parameters of one bucket after the other, on the host with their `.grad`."""
         used = [parameters for _, parameters in buckets if parameters]
@@ -113,7 +135,7 @@ class HostStep:
             for parameter, copy in zip(parameters, copies, strict=True):
                 _state_to_host(optimizer, parameter)
                 gradient = sums.flat(parameter)
-                if rounds(parameter):
+                if self._rounds(parameter):
                     gradient = gradient.to(parameter.dtype)
                 if copy is not None:
                     self._on_device[id(parameter)] = parameter.data
