@@ -61,13 +61,14 @@ def test_compiled_forward_where_a_graph_of_all_is_not_possible() -> None:
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, execute="compile")
     train.step(samples(8))
     whole.step(samples(8))
+    model.calls = 0  # the first step's audit has run it too
     with pytest.warns(ExecuteWarning, match="with a compiled forward only"):
         train.step(samples(8))
     whole.step(samples(8))
     train.step(samples(8))
     whole.step(samples(8))
     assert mode_of(train) == "compiled forward"
-    assert model.calls == 3 * 2
+    assert model.calls == 2 * 2
     whole.assert_same(model)
 
 

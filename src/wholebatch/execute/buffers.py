@@ -6,19 +6,49 @@ CUDA graphs read and write fixed addresses. So the buffers stay when a window's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["Casts", "Gradients", "buffer_dtype"]
 
+_ALIGNED = 256
+"""Elements; every tensor of a piece begins where kernels can read it in wide words."""
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def buffer_dtype(parameter: Tensor) -> torch.dtype:
     """Gradients of 16-bit parameters are added in fp32, all others in their own dtype."""
     return torch.float32 if parameter.dtype in _SIXTEEN_BIT else parameter.dtype
+
+
+def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Zeros of these shapes and strides, those of one dtype in one piece of memory.
+
+    One by one they would settle in the gaps that freed activations leave, and hold on to all of the
+    memory around them.
+    """
+    places: dict[torch.dtype, int] = {}
+    starts = []
+    for tensor, dtype in zip(like, dtypes, strict=True):
+        starts.append(places.get(dtype, 0))
+        places[dtype] = starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED
+    if not like:
+        return []
+    device = like[0].device
+    pieces = {
+        dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in places.items()
+    }
+    return [
+        pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start)
+        for tensor, dtype, start in zip(like, dtypes, starts, strict=True)
+    ]
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Its strides where they leave no gaps, else those that `empty_like` would choose."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 class Gradients:
@@ -29,14 +59,12 @@ class Gradients:
         self._buffers: dict[int, Tensor] = {}
         self._entered: tuple[int, ...] = ()
 
-    def of(self, used: Iterable[int]) -> list[Tensor]:
+    def of(self, used: Sequence[int]) -> list[Tensor]:
         """The buffers of these parameters; made where there is none yet."""
-        for index in used:
-            if index not in self._buffers:
-                parameter = self.parameters[index]
-                self._buffers[index] = torch.zeros_like(
-                    parameter, dtype=buffer_dtype(parameter), requires_grad=False
-                )
+        wanted = [index for index in used if index not in self._buffers]
+        like = [self.parameters[index] for index in wanted]
+        made = in_one_piece(like, [buffer_dtype(parameter) for parameter in like])
+        self._buffers.update(zip(wanted, made, strict=True))
         return [self._buffers[index] for index in used]
 
     def are_in_place(self, used: tuple[int, ...]) -> bool:
@@ -76,11 +104,14 @@ class Casts:
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @torch.no_grad()
-    def of(self, wanted: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
+    def of(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """These copies; made where there is none yet."""
-        for key in wanted:
-            if key not in self._copies:
-                self._copies[key] = self._parameters[key[0]].detach().to(key[1])
+        keys = [key for key in dict.fromkeys(wanted) if key not in self._copies]
+        sources: list[Tensor] = [self._parameters[index] for index, _ in keys]
+        made = in_one_piece(sources, [dtype for _, dtype in keys])
+        if made:
+            torch._foreach_copy_(made, sources)
+        self._copies.update(zip(keys, made, strict=True))
         return [self._copies[key] for key in wanted]
 
     @torch.no_grad()
