@@ -3,7 +3,7 @@
     python benchmarks/gpu_speed.py                                  # everything (long)
     python benchmarks/gpu_speed.py --models gpt-124m --micro 1 4    # a part of it
     python benchmarks/gpu_speed.py --quick                          # one small table
-    python benchmarks/gpu_speed.py --short                          # the main rows in 3 minutes
+    python benchmarks/gpu_speed.py --main                           # the main rows in 8 minutes
     python benchmarks/gpu_speed.py --tables                         # speed.md from speed.json again
 
 Every loop runs in a process of its own, so that device memory is its own. `--together N` lets N of
@@ -36,26 +36,32 @@ MODES = [
     "wholebatch compile",
     "wholebatch eager",
 ]
-SHORT = [
+PEERS = ["loop", "HF Trainer", "Lightning", "Accelerate"]
+MAIN: list[list[tuple[str, str, int]]] = [
     [
-        ("gpt-124m", "wholebatch graph", 4),
-        ("gpt-124m", "wholebatch graph", 1),
-        ("gpt-124m", "wholebatch graph", 8),
-        ("gpt-124m", "loop", 4),
-        ("gpt-124m", "loop", 1),
+        *(("gpt-124m", "wholebatch graph", size) for size in (8, 4, 1)),
         ("gpt-124m", "loop + torch.compile", 4),
-        ("gpt-124m", "HF Trainer", 4),
         ("gpt-1.3b", "wholebatch graph", 4),
+        *(("resnet-50", "wholebatch graph", size) for size in (32, 8)),
+        *(("encoder", "wholebatch graph", size) for size in (16, 4)),
     ],
     [
-        ("gpt-124m", "Accelerate", 4),
-        ("gpt-124m", "Lightning", 4),
-        ("gpt-124m", "HF Trainer", 1),
-        ("gpt-1.3b", "HF Trainer", 4),
         ("gpt-124m", WHOLE, 0),
-        ("gpt-1.3b", "Lightning", 1),
+        ("gpt-1.3b", "wholebatch graph", 1),
+        *(("gpt-124m", mode, 4) for mode in PEERS),
+        *(("gpt-124m", mode, 1) for mode in PEERS),
     ],
-    [("gpt-1.3b", "wholebatch graph", 1)],
+    [("gpt-1.3b", WHOLE, 0), *(("gpt-1.3b", mode, 4) for mode in PEERS[1:2])],
+    [("gpt-1.3b", mode, 4) for mode in ("loop", "Lightning", "loop + torch.compile")],
+    [("gpt-1.3b", mode, 1) for mode in PEERS[:3]],
+    [
+        *(("resnet-50", mode, size) for size in (32, 8) for mode in PEERS),
+        ("resnet-50", "loop + torch.compile", 32),
+    ],
+    [
+        *(("encoder", mode, size) for size in (16, 4) for mode in PEERS),
+        ("encoder", "loop + torch.compile", 16),
+    ],
 ]
 """Batches of rows; the rows of a batch are in device memory at the same time (139 GiB)."""
 
@@ -88,7 +94,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=7200.0, help="seconds in all")
     parser.add_argument("--together", type=int, default=1, help="rows that warm up side by side")
     parser.add_argument("--quick", action="store_true", help="gpt-124m at 4, ours and two loops")
-    parser.add_argument("--short", action="store_true", help="the main rows, warmed up together")
+    parser.add_argument("--main", action="store_true", help="the main rows, warmed up together")
+    parser.add_argument("--batches", nargs="+", type=int, help="only these batches of --main")
     parser.add_argument("--profile", action="store_true", help="and profile one window of each row")
     parser.add_argument("--tables", action="store_true", help="only write speed.md from speed.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
@@ -106,10 +113,12 @@ def main() -> int:
         Results(options.out, measuring=False).write()
         return 0
     began = time.monotonic()
-    batches: list[list[Spec]] = [list(batch) for batch in SHORT]
+    batches: list[list[Spec]] = [list(batch) for batch in MAIN]
     if options.quick:
         options.models, options.micro, options.modes = ["gpt-124m"], [4], MODES[:3]
-    if not options.short:
+    if options.batches:
+        batches = [batches[index] for index in options.batches]
+    if not options.main:
         specs: list[Spec] = []
         for model in options.models:
             for mode in options.modes:

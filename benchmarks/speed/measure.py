@@ -98,6 +98,7 @@ def _timed(
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
+    joules = _joules()
     begin = last = time.perf_counter()
     while len(times) < windows and (len(times) < 3 or last - begin < seconds):
         losses.append(next(updates))
@@ -106,18 +107,35 @@ def _timed(
         last = now
     synchronize()
     each = (time.perf_counter() - begin) / len(times)
+    used = _joules()
     units = case.window * case.units_per_sample
     return {
         "ms": 1e3 * each,
         "fastest_ms": 1e3 * min(times),
         "slowest_ms": 1e3 * max(times),
         "windows": len(times),
+        "median_ms": 1e3 * sorted(times)[len(times) // 2],
+        "joules": None if used is None or joules is None else (used - joules) / len(times),
         "units_per_s": units / each,
         "units": case.units,
         "tflops": case.flops_per_unit * units / each / 1e12,
         "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.memory_reserved() / GIB,
     }
+
+
+def _joules() -> float | None:
+    """What the device has used since the driver was loaded, where the driver tells."""
+    if DEVICE != "cuda":
+        return None
+    try:
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    except Exception:  # no such package, or a driver that does not tell
+        return None
 
 
 def _profile(updates: Iterator[float]) -> dict[str, Any]:
