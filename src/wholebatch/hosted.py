@@ -137,8 +137,8 @@ class Hosted:
                 f"the window's first loss was divided by {self._divided_by:g}, this one is by "
                 f"{divided_by:g}: change the number of micro-batches between windows"
             )
-        weight = units * self._seed
-        mean.register_hook(_weighing(weight))
+        wide = units.double() if isinstance(units, Tensor) else units
+        mean.register_hook(_weighing(wide * self._seed))
         self._totals.append(_total(mean.detach(), units))
         self._units.append(units)
         self.micro_batches += 1

@@ -184,9 +184,10 @@ def accumulator(
     if "scaler" in options:
         raise OptionError("scaler= beside an Accelerator, which has its own: leave it out")
     options.setdefault("steps", accelerator.gradient_accumulation_steps)
+    optimizers = _torch_optimizers(optimizer)
     return Accumulator(
         model,
-        _torch_optimizers(optimizer),
+        optimizers if len(optimizers) > 1 else optimizers[0],
         scheduler=scheduler,
         scaler=getattr(accelerator, "scaler", None),
         **options,

@@ -1,0 +1,365 @@
+"""Exact windows in Transformers' Trainer and the trainers that descend from it (TRL's SFTTrainer).
+
+```python
+trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was Trainer(...)
+```
+
+The Trainer has all batches of a window in hand before its first forward, so the units of the whole
+window on all ranks are counted there, and each loss (a mean over its own units) is weighed by its
+share of them. That needs nothing of the model: whether it accepts `num_items_in_batch` or not,
+whether the loss is its own, a `compute_loss_func` or an overridden `compute_loss`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch import randomness
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.batchnorm import Policy
+from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, UnsupportedError
+from wholebatch.extras import require
+from wholebatch.loss import Loss, Units, check_units, mean_loss
+from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.memory.calibrate import choose_on_device
+from wholebatch.splitting import batch_size_of, split
+
+require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:  # a mixin: it stands before the Trainer, or one of its descendants, in the bases
+    _Trainer = object
+
+__all__ = ["ExactWindows", "exact"]
+
+_log = logging.getLogger("wholebatch")
+
+UnitsFunction: TypeAlias = Callable[[Mapping[str, Any]], Units]
+MicroBatch: TypeAlias = int | Literal["auto"] | None
+_WINDOW_FILE = "wholebatch_window_{rank}.pt"
+
+
+def exact(
+    trainer: type[Any],
+    *,
+    units: UnitsFunction | None = None,
+    micro_batch: MicroBatch = None,
+    memory: Memory | None = None,
+    batchnorm: str = "refuse",
+) -> type[Any]:
+    """The class of trainer whose every update is that of the undivided global batch.
+
+    `units(inputs)` counts what the loss is a mean over; the default counts the labels that are not
+    -100 (from the second one on, where the model's loss shifts them). `micro_batch` cuts every
+    batch of the loader further, into that many samples, or by "auto" into the most that are
+    predicted to fit into `memory` ("20GiB", a fraction, or what is free); the update stays the
+    same.
+    """
+    if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
+        raise OptionError(
+            f"exact({trainer!r}): must be transformers.Trainer, or a class that descends from it"
+        )
+    if units is not None and not callable(units):
+        raise OptionError(f"units={units!r}: must be a function of a batch's inputs")
+    if micro_batch not in (None, "auto") and (
+        isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1
+    ):
+        raise OptionError(
+            f'micro_batch={micro_batch!r}: must be a positive number of samples, "auto" or None'
+        )
+    if memory is not None and micro_batch != "auto":
+        raise OptionError(f'memory={memory!r} without micro_batch="auto": it would not be used')
+    options = {
+        "units_of": None if units is None else staticmethod(units),
+        "micro_batch": micro_batch,
+        "memory": memory,
+        "batchnorm": batchnorm,
+    }
+    return type(f"Exact{trainer.__name__}", (ExactWindows, trainer), options)
+
+
+class ExactWindows(_Trainer):
+    """The mixin that `exact` puts before a trainer, for classes that are written out:
+
+    ```python
+    class MyTrainer(ExactWindows, Trainer):
+        units_of = staticmethod(lambda inputs: inputs["weights"].sum())
+    ```
+    """
+
+    units_of: UnitsFunction | None = None
+    micro_batch: MicroBatch = None
+    memory: Memory | None = None
+    batchnorm: str = "refuse"
+
+    _counted: float | None = None  # units of the open window, on all ranks
+    _place = 0  # batches of the window that are done
+    _size = 0
+    _chosen: int | None = None
+    _is_counting = False
+    _policy: Policy | None = None
+    _loss_so_far = 0.0
+    _resume: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------ units
+
+    def count_units(self, inputs: Mapping[str, Any]) -> Units:
+        """What the loss of these inputs is a mean over."""
+        if self.units_of is not None:
+            return check_units(self.units_of(inputs))
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, Tensor):
+            raise LossError(
+                "nothing says what the loss is a mean over: the batch has no tensor of 'labels'; "
+                "pass exact(Trainer, units=a function of the batch's inputs)"
+            )
+        if labels.is_floating_point():  # a regression, or several labels at once
+            return labels.numel()
+        if "shift_labels" not in inputs and self._shifts_labels():
+            labels = labels[..., 1:]
+        return (labels != -100).sum()
+
+    def _shifts_labels(self) -> bool:
+        """Whether the model's own loss predicts label t + 1 at place t (newer Trainers know)."""
+        known: bool | None = getattr(self, "_loss_shifts_labels", None)
+        if known is None:
+            from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+            model: Any = self.model
+            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+            kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None))
+            config = getattr(inner, "config", None)
+            known = kind is ForCausalLMLoss and not getattr(config, "is_encoder_decoder", False)
+        return known
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of the next window; their units are counted on the way."""
+        self._is_counting = True
+        try:
+            samples, _ = found = super().get_batch_samples(*args, **kwargs)
+        finally:
+            self._is_counting = False
+        self._place, self._size, self._loss_so_far = 0, len(samples), 0.0
+        return found
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        if not self._is_counting:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
+        counted = torch.stack([one.to(device) for one in units]).sum() if units else None
+        if counted is None:
+            return None
+        if self.accelerator.num_processes > 1:
+            counted = self.accelerator.gather(counted.reshape(1)).sum()
+        self._counted = float(counted)
+        return counted
+
+    # ----------------------------------------------------------- the backward
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Forward and backward of one batch, in micro-batches where that was asked for."""
+        if self._place == 0:
+            self._begin_window(model)
+        if self._resume is not None:
+            if self._place < self._resume["done"]:
+                self._place += 1  # its gradient is in the checkpoint
+                return torch.zeros((), device=self.args.device)
+            self._continue_window(model)
+        micros = self._micros(inputs)
+        total = None
+        for index, micro in enumerate(micros):
+            holds = index + 1 < len(micros)
+            with self.accelerator.no_sync(model) if holds else nullcontext(), self._weighing():
+                loss = super().training_step(model, micro, num_items_in_batch)
+            total = loss if total is None else total + loss
+            if self._policy is not None:
+                self._policy.micro()
+        self._place += 1
+        self._loss_so_far = self._loss_so_far + total  # type: ignore[operator]
+        if self._place == self._size and self._policy is not None:
+            self._policy.end_window()
+        return total
+
+    def _begin_window(self, model: nn.Module) -> None:
+        _check(self)
+        if self._counted == 0.0:
+            raise EmptyWindowError(
+                f"all {self._size} batches of this window have zero units (every label is -100), "
+                "so its mean does not exist: filter such samples"
+            )
+        if self._policy is None:
+            model.train()
+            self._policy = choose_batchnorm(self.batchnorm, self.model)
+        self._policy.begin_window()
+
+    @contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Within it, every loss is weighed by its share of the window's units.
+
+        On the instance, so that a compute_loss that a subclass has overridden is weighed too. The
+        Trainer's own division by the number of batches is made one by 1.
+        """
+        found, steps = self.__dict__.get("compute_loss"), self.current_gradient_accumulation_steps
+        inner = self.compute_loss
+
+        @functools.wraps(inner)
+        def weighed(
+            model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            units = self.count_units(inputs)
+            result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
+            mean = result[0] if return_outputs else result
+            assert self._counted is not None
+            # The engine averages over the ranks, and the window's mean is over all of them.
+            wide = units.double() if isinstance(units, Tensor) else units
+            share = wide / self._counted * self.accelerator.num_processes
+            loss = mean_loss(mean, share).total
+            return (loss, *result[1:]) if return_outputs else loss
+
+        self.compute_loss = weighed  # type: ignore[method-assign]
+        self.current_gradient_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = steps
+            del self.__dict__["compute_loss"]
+            if found is not None:
+                self.__dict__["compute_loss"] = found
+
+    # ---------------------------------------------------------- micro-batches
+
+    def _micros(self, inputs: Any) -> list[Any]:
+        if self.micro_batch is None:
+            return [inputs]
+        inputs = dict(inputs)
+        if self._chosen is None:
+            self._chosen = self._choose(inputs) if self.micro_batch == "auto" else self.micro_batch
+        return list(split(inputs, min(self._chosen, batch_size_of(inputs))))
+
+    def _choose(self, inputs: dict[str, Any]) -> int:
+        """The most samples of this batch that are predicted to fit, on every rank."""
+        samples = batch_size_of(inputs)
+        device = torch.device(self.args.device)
+        if self.memory is None and device.type != "cuda":
+            return samples
+        model: Any = self.accelerator.unwrap_model(self.model)
+        budget = parse_memory(
+            "free" if self.memory is None else self.memory,
+            device=device,
+            held=sum(p.numel() * p.element_size() for p in model.parameters()),
+        )
+        precision = {"no": "full", "bf16": "bf16", "fp16": "fp16"}[self.accelerator.mixed_precision]
+        prepared = self._prepare_inputs(inputs)
+        optimizer: Any = self.optimizer
+        try:
+            choice = choose_on_device(
+                model,
+                _model_loss,
+                prepared,
+                budget=budget,
+                optimizer=getattr(optimizer, "optimizer", optimizer),
+                precision=precision,
+            )
+        except UnsupportedError as error:
+            _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
+            return samples
+        _log.info("%s", choice.said())
+        if not choice.fits:
+            raise OptionError(f"not even one sample fits into the memory: {choice.said()}")
+        chosen = torch.tensor([choice.micro_batch], device=device)
+        return int(self.accelerator.gather(chosen).min())
+
+    # ----------------------------------------------------------------- resume
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer's checkpoint; in the middle of a window with what the window holds."""
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        file = folder / _WINDOW_FILE.format(rank=self.args.process_index)
+        if not 0 < self._place < self._size:
+            file.unlink(missing_ok=True)
+            return
+        trained: Any = self.model_wrapped
+        if not (trained is self.model or isinstance(trained, DistributedDataParallel)):
+            _log.warning(
+                "the gradients of an open window are inside %s: the window begins again after a "
+                "resume, with other random numbers",
+                type(trained).__name__,
+            )
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(
+            {
+                "done": self._place,
+                "size": self._size,
+                "counted": self._counted,
+                "loss": torch.as_tensor(self._loss_so_far),
+                "gradients": {
+                    name: parameter.grad
+                    for name, parameter in self.model.named_parameters()
+                    if parameter.grad is not None
+                },
+                "batchnorm": {} if self._policy is None else self._policy.state_dict(),
+                "random": randomness.capture(),
+            },
+            file,
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / _WINDOW_FILE.format(rank=self.args.process_index)
+        if file.exists():
+            self._resume = torch.load(file, map_location="cpu", weights_only=False)
+
+    def _continue_window(self, model: nn.Module) -> None:
+        """The gradients and random generators as they were when the window was left."""
+        saved, self._resume = self._resume, None
+        assert saved is not None
+        if (saved["size"], saved["counted"]) != (self._size, self._counted):
+            raise StateError(
+                f"the checkpoint was made in a window of {saved['size']} batches with "
+                f"{saved['counted']:g} units, and this one has {self._size} with "
+                f"{self._counted:g}: resume with the same data and settings"
+            )
+        for name, parameter in self.model.named_parameters():
+            gradient = saved["gradients"].get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        if self._policy is not None:
+            self._policy.load_state_dict(saved["batchnorm"])
+        self._loss_so_far = saved["loss"].to(self.args.device)
+        self._tr_loss += self._loss_so_far
+        randomness.restore(saved["random"])
+
+
+def _model_loss(model: Any, inputs: Mapping[str, Any]) -> Loss:
+    """What a step of the model costs in memory; the number of units does not matter for that."""
+    outputs = model(**inputs)
+    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return Loss(loss, 1)
+
+
+def _check(trainer: Any) -> None:
+    if trainer.args.n_gpu > 1:
+        raise UnsupportedError(
+            f"Trainer on {trainer.args.n_gpu} GPUs in one process (DataParallel), which averages "
+            "the losses of its replicas: start one process per GPU (torchrun, accelerate launch)"
+        )
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
+            raise UnsupportedError(
+                f"Trainer with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
+                "counted more than once over ranks that share a batch; use data parallelism alone"
+            )

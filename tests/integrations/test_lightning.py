@@ -1,0 +1,195 @@
+"""Exact windows in Lightning's Trainer and Fabric, against their training on undivided batches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
+from tests.support import EXACT, Whole, mean, mlp, pieces, samples
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+
+pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from wholebatch.integrations.lightning import ExactWindows, FabricWindows
+
+pytestmark = [
+    pytest.mark.slow,
+    # Lightning's advice about workers, logging intervals and devices, and what it still uses.
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::lightning.fabric.utilities.rank_zero.LightningDeprecationWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:.*(LeafSpec|treespec|isinstance).*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*(LeafSpec|treespec|isinstance).*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning"),
+]
+SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
+IN_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import compare.fabric
+    import compare.lightning
+
+    return {"trainer": compare.lightning, "fabric": compare.fabric}
+
+
+@pytest.mark.parametrize("host", ["trainer", "fabric"])
+@pytest.mark.parametrize("case", ["equal", "uneven", "short tail", "masked tokens", "clipped"])
+def test_every_case_of_one_process(compare: Any, host: str, case: str) -> None:
+    problem, train = sys.modules["compare.problem"], compare[host].train
+    whole = train(problem.PROBLEMS[case], "whole")
+    start = problem.flat(problem.Reader())
+    assert problem.distance(train(problem.PROBLEMS[case], "ours"), whole, start) <= EXACT
+    if case != "equal":
+        assert problem.distance(train(problem.PROBLEMS[case], "own"), whole, start) > 0.01
+
+
+@pytest.mark.distributed
+def test_the_trainers_diff_on_two_processes(tmp_path: Path, monkeypatch: Any) -> None:
+    script = "lightning_trainer.py"
+    whole = weights_here(
+        plain_script(script), tmp_path, monkeypatch, "--micro-batch", "32", "--steps", "1"
+    )
+    changed = changed_script("lightning.md", script, tmp_path)
+    ours = weights(changed, tmp_path, "--devices", "2", launcher=IN_TWO)
+    assert error(ours, whole) <= EXACT
+    assert error(weights_here(plain_script(script), tmp_path, monkeypatch), whole) > 1e-3
+
+
+def test_fabrics_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "fabric_loop.py"
+    whole = weights_here(
+        plain_script(script), tmp_path, monkeypatch, "--micro-batch", "16", "--steps", "1"
+    )
+    changed = changed_script("lightning.md", script, tmp_path, number=1)
+    assert error(weights_here(changed, tmp_path, monkeypatch), whole) <= EXACT
+    assert error(weights_here(plain_script(script), tmp_path, monkeypatch), whole) > 1e-3
+
+
+class Module(LightningModule):
+    """The classifier of tests/support.py."""
+
+    def __init__(self, *, returns_units: bool = False, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = mlp() if model is None else model
+        self.returns_units = returns_units
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss: Tensor = mean(self.model, batch)
+        return {"loss": loss, "units": len(batch["y"])} if self.returns_units else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: LightningModule, callbacks: list[Any], **options: Any) -> Trainer:
+    trainer = Trainer(
+        **{"max_epochs": 1, "accumulate_grad_batches": 3, **options},
+        accelerator="cpu",
+        devices=1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(pieces(samples(sum(SIZES)), SIZES), batch_size=None))
+    return trainer
+
+
+def whole_of(*windows: int, **options: Any) -> Whole:
+    whole = Whole(mlp(), **options)
+    for batch in pieces(samples(sum(SIZES)), windows):
+        whole.step(batch)
+    return whole
+
+
+def test_units_from_what_training_step_returns() -> None:
+    module, windows = Module(returns_units=True), ExactWindows()
+    fit(module, [windows])
+    whole_of(9, 9, 4).assert_same(module.model)
+    assert windows.last is not None
+    assert (windows.last.units, windows.last.micro_batches) == (4, 1)
+    assert windows.state_dict() == {"updates": 3}
+    assert "training_step" not in module.__dict__  # the module is as it was
+
+
+def test_a_schedule_of_the_window_size() -> None:
+    module = Module()
+    schedule = GradientAccumulationScheduler(scheduling={0: 3, 1: 2})
+    windows = ExactWindows(units=lambda batch: len(batch["y"]))
+    fit(module, [schedule, windows], accumulate_grad_batches=1, max_epochs=2)
+    whole = whole_of(9, 9, 4)
+    for batch in pieces(samples(sum(SIZES)), [8, 4, 6, 4]):
+        whole.step(batch)
+    whole.assert_same(module.model)
+
+
+def test_clipping_by_value() -> None:
+    module = Module()
+    windows = ExactWindows(units=lambda batch: len(batch["y"]))
+    fit(module, [windows], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    whole_of(9, 9, 4, clip_value=0.01).assert_same(module.model)
+
+
+def test_loss_scaling_of_the_precision_plugin() -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    class Scaled(MixedPrecision):
+        """The loss scale of fp16, without its rounding."""
+
+        def autocast_context_manager(self) -> Any:
+            return torch.autocast("cpu", enabled=False)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    module = Module()
+    windows = ExactWindows(units=lambda batch: len(batch["y"]))
+    plugin = Scaled("16-mixed", "cpu", scaler)
+    fit(module, [windows], plugins=[plugin], gradient_clip_val=0.05)
+    # The scale is divided out by its reciprocal in float32, a power of two.
+    whole_of(9, 9, 4, clip_norm=0.05).assert_same(module.model)
+    assert windows.last is not None
+    assert windows.last.loss < 2  # the loss itself, not the scaled one
+
+
+def test_what_the_callback_refuses() -> None:
+    with pytest.raises(OptionError, match="must be a function of the batch"):
+        ExactWindows(units=4)  # type: ignore[arg-type]
+    with pytest.raises(LossError, match="nothing says what the loss is a mean over"):
+        fit(Module(), [ExactWindows()])
+    by_hand = Module()
+    by_hand.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match=r"wb\.Accumulator in training_step"):
+        fit(by_hand, [ExactWindows()], accumulate_grad_batches=1)
+    norm = Module(model=nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double())
+    with pytest.raises(UnsupportedError, match=r"BatchNorm in 'model\.0'"):
+        fit(norm, [ExactWindows()])
+
+
+def test_what_fabric_windows_refuse() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    inner = mlp()
+    model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    with pytest.raises(OptionError, match=r"must be what fabric\.setup returned"):
+        FabricWindows(fabric, model, torch.optim.SGD(inner.parameters(), lr=0.1))
+    windows = FabricWindows(fabric, model, optimizer)
+    windows.backward(mean(model, samples(4)), units=4, last=False)
+    with pytest.raises(WindowError, match="last=True"):
+        optimizer.step()
+    done = windows.backward(mean(model, samples(2)), units=2, last=True)
+    assert done is not None
+    assert (done.units, done.micro_batches, windows.updates) == (6, 2, 1)
