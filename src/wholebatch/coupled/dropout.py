@@ -30,13 +30,6 @@ __all__ = ["Choice", "PerSample", "check_dropout"]
 Choice = Literal["fresh", "per-sample"]
 
 _aten = torch.ops.aten
-_FUSED = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
 _BITS = 24
 
 
@@ -114,9 +107,10 @@ class _Masks(TorchDispatchMode):
         if func is _aten.bernoulli_.float:
             chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             return args[0].copy_(self._keep(args[0], chance))
-        if func in _FUSED:
-            if _dropout_of(func, args, kwargs) == 0.0:
-                return func(*args, **kwargs)
+        fused = _dropout_of(func, args, kwargs)  # attention in one kernel, masks and all
+        if fused == 0.0:
+            return func(*args, **kwargs)
+        if fused is not None:
             raise UnsupportedError(
                 f"{func}: the masks of fused attention cannot be made per sample; use "
                 "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout in attention"
@@ -165,9 +159,9 @@ def _mix(z: Tensor) -> Tensor:
     return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))
 
 
-def _dropout_of(func: Any, args: Any, kwargs: Any) -> float:
+def _dropout_of(func: Any, args: Any, kwargs: Any) -> float | None:
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
             return float(given)
-    return 0.0
+    return None

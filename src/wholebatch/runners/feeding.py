@@ -179,6 +179,19 @@ class Feeding:
         `numbers`: of each micro-batch, its samples' places in this rank's batch.
         """
         self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
+        before = None if self._drop is None else torch.get_rng_state()
+        self._run(micros, first, reduces, before_micro, after_micro)
+        if before is not None:
+            torch.set_rng_state(before)  # the window has drawn its seed, and nothing else counts
+
+    def _run(
+        self,
+        micros: Sequence[Any],
+        first: int,
+        reduces: bool,
+        before_micro: Callable[[int], None],
+        after_micro: AfterMicro,
+    ) -> None:
         together = self.in_lock_step(micros)
         if together and self._window.sync.counts_must_agree:
             raise UnsupportedError(
