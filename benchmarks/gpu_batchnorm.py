@@ -1,27 +1,42 @@
 """Exact BatchNorm on a GPU: a ResNet-50, 256 images in micro-batches of 16, held in every way.
 
-Time and memory of one window beside those of the whole batch and of plain (wrong) micro-batching,
-all in one run: `python benchmarks/gpu_batchnorm.py [batch] [micro-batch]`.
+Time and memory of one window, forward and backward, beside those of the whole batch and of plain
+(wrong) micro-batching, all in one run; the traffic of `hold="host"` beside what the link can do;
+and its peak from 64 to 1,024 images.
+
+    python benchmarks/gpu_batchnorm.py                   # on CUDA; writes batchnorm.md and .json
+    python benchmarks/gpu_batchnorm.py --device cpu      # tries the file out, with tiny images
+
+Pages go to $OUT if that is set, else to docs/benchmarks. They are written after every row.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import json
+import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import wholebatch as wb
 from wholebatch.coupled import batchnorms
 from wholebatch.runners.blocks import Recomputed, blocks_of
-from wholebatch.runners.lockstep import Hold, LockStep
+from wholebatch.runners.lockstep import Hold
 
 Pair = tuple[Tensor, Tensor]
 Window = Callable[[], object]
+MIB = 2**20
 
 
 class Bottleneck(nn.Module):
@@ -64,101 +79,312 @@ def resnet50() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def measured(window: Window, model: nn.Module, *, rounds: int) -> tuple[float, float]:
-    """Milliseconds (median) and GiB (beyond the parameters) of a window."""
-    times = []
-    for _ in range(rounds + 2):
-        model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        start = time.perf_counter()
-        window()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return statistics.median(times[2:]), peak
+def loss(model: nn.Module, pair: Pair) -> wb.Loss:
+    return wb.Loss(F.cross_entropy(model(pair[0]), pair[1], reduction="sum"), pair[1].numel())
 
 
-def link() -> tuple[float, float]:
-    """GB/s of the host link, out and in."""
-    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    found = []
-    for target, source in ((host, device), (device, host)):
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(8):
-            target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        found.append(8 * len(host) / (time.perf_counter() - start) / 1e9)
-    return found[0], found[1]
+@dataclass
+class Lab:
+    """The model, the images, and how they are measured."""
 
+    device: str
+    batch: int
+    micro: int
+    side: int
+    rounds: int
 
-def main() -> None:
-    size = int(sys.argv[1]) if len(sys.argv) > 1 else 256
-    micro = int(sys.argv[2]) if len(sys.argv) > 2 else 16
-    only = sys.argv[3].split(",") if len(sys.argv) > 3 else None
-    torch.manual_seed(0)
-    torch.backends.cudnn.benchmark = True
-    model = resnet50().cuda()
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x = torch.randn(size, 3, 224, 224).pin_memory()
-    y = torch.randint(0, 1000, (size,)).pin_memory()
-    micros = list(zip(x.split(micro), y.split(micro), strict=True))
-    blocks = blocks_of(model)
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        torch.backends.cudnn.benchmark = True
+        self.model = resnet50().to(self.device)
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.blocks = blocks_of(self.model)
 
-    def moved(pair: Pair) -> Pair:
-        image = pair[0].to("cuda", non_blocking=True, memory_format=torch.channels_last)
-        return image, pair[1].to("cuda", non_blocking=True)
+    @property
+    def on_cuda(self) -> bool:
+        return self.device == "cuda"
 
-    def loss(pair: Pair) -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return F.cross_entropy(model(pair[0]), pair[1], reduction="sum")
+    def images(self, number: int) -> Pair:
+        """On the host, pinned where there is a device to copy them to."""
+        x = torch.randn(number, 3, self.side, self.side)
+        x, y = x.contiguous(memory_format=torch.channels_last), torch.randint(0, 1000, (number,))
+        return (x.pin_memory(), y.pin_memory()) if self.on_cuda else (x, y)
 
-    def plain(parts: list[Pair], recomputed: bool) -> Window:
+    def plain(self, pair: Pair, micro: int, *, again: bool) -> Window:
+        """Micro-batches one by one, each normalised by itself; blocks computed again or not."""
+        parts = list(zip(pair[0].split(micro), pair[1].split(micro), strict=True))
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
         def window() -> None:
-            with Recomputed(blocks if recomputed else ()):
+            with Recomputed(self.blocks if again else ()):
                 for part in parts:
-                    loss(moved(part)).backward()
+                    x, y = (tensor.to(self.device, non_blocking=True) for tensor in part)
+                    with torch.autocast(self.device, dtype=torch.bfloat16):
+                        total = loss(self.model, (x, y)).total
+                    (total / len(pair[1])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
         return window
 
-    ways: dict[str, Window] = {
-        "whole batch": plain([(x, y)], False),
-        "whole batch, blocks again": plain([(x, y)], True),
-        "plain micro-batches (wrong)": plain(micros, False),
-        "plain micro-batches, blocks again (wrong)": plain(micros, True),
-    }
-    holds: tuple[Hold, ...] = ("graphs", "inputs", "host")
-    steps = {hold: LockStep(batchnorms(model), model=model, hold=hold) for hold in holds}
-    for hold, step in steps.items():
-        ways[f'exact, hold="{hold}"'] = partial(
-            step.run, micros, forward=loss, backward=Tensor.backward, moved=moved
+    def exact(self, hold: Hold, execute: str) -> wb.WholeBatch:
+        self.model.zero_grad(set_to_none=True)
+        # A learning rate of zero: every way measures the same model.
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        train = wb.WholeBatch(
+            self.model,
+            optimizer,
+            loss=loss,
+            micro_batch=self.micro,
+            precision="bf16",
+            execute=execute,  # type: ignore[arg-type]
         )
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ResNet-50, {size} images in")
-    print(f"micro-batches of {micro}, bf16 autocast, channels last; GiB beyond the parameters")
-    print(f"{len(blocks)} blocks, {len(batchnorms(model))} BatchNorms")
-    for name, window in ways.items():
-        if only is not None and not any(part in name for part in only):
-            continue
+        train._feeding._lock_step.holding = hold  # where running out of memory would lead it
+        return train
+
+    def measured(self, window: Window, *, warm: int, rounds: int | None = None) -> dict[str, float]:
+        """Milliseconds (median), and MiB beyond what was there: allocated, and of the driver."""
+        self.empty()
+        before, reserved, driver = self.used()
+        times = []
+        for index in range((rounds or self.rounds) + warm):
+            if index == warm and self.on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            self.wait()
+            start = time.perf_counter()
+            window()
+            self.wait()
+            times.append((time.perf_counter() - start) * 1e3)
+        found = {"ms": statistics.median(times[warm:])}
+        if self.on_cuda:
+            found["allocated"] = (torch.cuda.max_memory_allocated() - before) / MIB
+            found["reserved"] = (torch.cuda.max_memory_reserved() - reserved) / MIB
+            found["driver"] = (self.used()[2] - driver) / MIB
+        return found
+
+    def used(self) -> tuple[int, int, int]:
+        if not self.on_cuda:
+            return 0, 0, 0
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free
+
+    def wait(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def empty(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        self.wait()
+        if self.on_cuda:
+            torch.cuda.empty_cache()
+
+
+def link() -> dict[str, float]:
+    """GB/s of the host link: out and in alone, and both ways at once."""
+    size, times = 1 << 28, 6
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found = {}
+    for name, ways in (("out", (0,)), ("in", (1,)), ("both", (0, 1))):
+        for _ in range(2):  # the first to warm up
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(times):
+                for way in ways:
+                    target, source = (host, device) if way == 0 else (device, host)
+                    with torch.cuda.stream(streams[way]):
+                        target[way].copy_(source[way], non_blocking=True)
+            torch.cuda.synchronize()
+            took = time.perf_counter() - start
+        found[name] = times * size * len(ways) / took / 1e9
+    return found
+
+
+# ------------------------------------------------------------------------------------- the rows
+
+
+def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None]) -> None:
+    """One window of every way."""
+    pair = lab.images(lab.batch)
+    rows: dict[str, Any] = found.setdefault("ways", {})
+
+    def row(name: str, window: Window, *, warm: int = 2, rounds: int | None = None) -> None:
         try:
-            milliseconds, gib = measured(window, model, rounds=3 if "host" in name else 5)
-        except torch.cuda.OutOfMemoryError:
-            print(f"{name:45} out of memory")
+            rows[name] = lab.measured(window, warm=warm, rounds=rounds)
+        except torch.OutOfMemoryError:
+            rows[name] = {}
+        lab.empty()
+        print(f"{name:55}", *(f"{k} {v:.1f}" for k, v in rows[name].items()), flush=True)
+        note()
+
+    whole, micro = lab.batch, lab.micro
+    row("whole batch", lab.plain(pair, whole, again=False))
+    row("whole batch, blocks again", lab.plain(pair, whole, again=True))
+    row("plain micro-batches (wrong)", lab.plain(pair, micro, again=False), rounds=3)
+    row("plain micro-batches, blocks again (wrong)", lab.plain(pair, micro, again=True), rounds=3)
+    holds: tuple[Hold, ...] = ("inputs", "host", "graphs")
+    for hold in holds:
+        train = lab.exact(hold, "graph" if lab.on_cuda else "eager")
+        step = partial(train.step, pair)
+        lab.empty()
+        name = f'exact, hold="{hold}"'
+        # The first window runs by threads and is recorded; the others are replays.
+        row(f"{name}, recorded", step, warm=2)
+        rows[f"{name}, recorded"]["mode"] = train._feeding.recorder.mode
+        paged = train._feeding._lock_step.paged
+        if paged is not None:
+            rows[f"{name}, recorded"].update(out=paged.bytes_out, back=paged.bytes_in)
+        del train, step
+        train = lab.exact(hold, "eager")
+        row(f"{name}, by threads", partial(train.step, pair), warm=1, rounds=1)
+        del train
+        note()
+
+
+def peaks(lab: Lab, found: dict[str, Any], sizes: Sequence[int], note: Callable[[], None]) -> None:
+    """What hold="host" needs as the batch grows, and what one plain micro-batch needs."""
+    rows: dict[str, Any] = found.setdefault("peaks", {})
+    for execute in ("graph", "eager") if lab.on_cuda else ("eager",):
+        for size in sizes:
+            pair = lab.images(size)
+            train = lab.exact("host", execute)
+            # What is fetched ahead is learnt in the first window, so the second counts.
+            rows[f"{execute} {size}"] = lab.measured(partial(train.step, pair), warm=1, rounds=1)
+            print("peak of", execute, size, rows[f"{execute} {size}"], flush=True)
+            del train, pair
+            lab.empty()
+            note()
+
+
+# ------------------------------------------------------------------------------------- the page
+
+
+def page(found: dict[str, Any]) -> str:
+    """The tables of what was measured."""
+    ways, about = found["ways"], found["about"]
+    whole, plain = ways["whole batch"], ways["plain micro-batches (wrong)"]
+    again = ways["plain micro-batches, blocks again (wrong)"]
+    lines = [
+        "# Exact BatchNorm: time and memory",
+        "",
+        f"Written by `benchmarks/gpu_batchnorm.py` on {about['date']}: {about['machine']}, torch "
+        f"{about['torch']}. A ResNet-50 ({about['norms']} BatchNorms, {about['blocks']} blocks), "
+        f"{about['batch']} images of {about['side']} × {about['side']} in micro-batches of "
+        f"{about['micro']}, bf16 autocast, channels last; one update. Median of {about['rounds']} "
+        "windows. MiB beyond the parameters; *allocated* is the peak of PyTorch's allocator, "
+        "*held* what the process has taken from the device (its cache and the recording with it).",
+        "",
+        "| way | ms | × whole batch | × plain | × plain, blocks again | allocated, MiB | × whole "
+        "batch | held, MiB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in ways.items():
+        if "ms" not in row:
+            lines.append(f"| {name} | out of memory | | | | | | |")
             continue
-        print(f"{name:45} {milliseconds:9.1f} ms  {gib:7.3f} GiB", flush=True)
-        if (paged := steps["host"].paged) is not None:
-            out, back = link()
-            moved_bytes = paged.bytes_out + paged.bytes_in
-            print(
-                f"    {paged.bytes_out / 1e9:.2f} GB out, {paged.bytes_in / 1e9:.2f} GB in: ",
-                end="",
-            )
-            print(
-                f"{moved_bytes / milliseconds / 1e6:.1f} GB/s of {out:.1f} out, {back:.1f} in alone"
-            )
+        ratios = [row["ms"] / other["ms"] for other in (whole, plain, again)]
+        cells = [f"{row['ms']:.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+        if "allocated" in row:
+            cells += [f"{row['allocated']:.0f}", f"{row['allocated'] / whole['allocated']:.2f}"]
+            cells += [f"{row['driver']:.0f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "*Plain* micro-batches are normalised each by itself, which is another (wrong) update: "
+        "they are here for their time and memory. *Recorded* is what `WholeBatch` does from the "
+        "third window of a kind on: the window as one CUDA graph. *By threads* is what it does "
+        "before, and where a window cannot be recorded.",
+    ]
+    host = ways.get('exact, hold="host", recorded', {})
+    if "out" in host and "link" in found:
+        lines += _link(host, found["link"], plain)
+    if found.get("peaks"):
+        lines += _peaks(found["peaks"], plain)
+    return "\n".join(lines) + "\n"
+
+
+def _link(host: dict[str, Any], measured: dict[str, float], plain: dict[str, Any]) -> list[str]:
+    seconds = host["ms"] / 1e3
+    rates = {"out": host["out"] / seconds / 1e9, "in": host["back"] / seconds / 1e9}
+    both = rates["out"] + rates["in"]
+    return [
+        "",
+        '## The link to the host under `hold="host"`',
+        "",
+        "| direction | GB per window | GB/s | GB/s of large copies alone | share |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {way} | {host[key] / 1e9:.2f} | {rates[way]:.1f} | {measured[way]:.1f} | "
+            f"{rates[way] / measured[way]:.0%} |"
+            for way, key in (("out", "out"), ("in", "back"))
+        ),
+        f"| both at once | {(host['out'] + host['back']) / 1e9:.2f} | {both:.1f} | "
+        f"{measured['both']:.1f} | {both / measured['both']:.0%} |",
+        "",
+        f"A window takes {host['ms'] / plain['ms']:.2f} times that of plain micro-batches.",
+    ]
+
+
+def _peaks(rows: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        '## The peak of `hold="host"` as the batch grows',
+        "",
+        "| images | how | ms | allocated, MiB | × plain micro-batches | held, MiB |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    for name, row in rows.items():
+        execute, size = name.split()
+        how = "recorded" if execute == "graph" else "by threads"
+        cells = [f"{row['ms']:.0f}"]
+        if "allocated" in row:
+            cells += [f"{row['allocated']:.0f}", f"{row['allocated'] / plain['allocated']:.2f}"]
+            cells += [f"{row['driver']:.0f}"]
+        lines.append(f"| {size} | {how} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--micro", type=int, default=16)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peaks", default="64,256,1024", help="batch sizes, or none")
+    options = parser.parse_args()
+    lab = Lab(options.device, options.batch, options.micro, options.side, options.rounds)
+    folder = Path(os.environ.get("OUT") or Path(__file__).parents[1] / "docs" / "benchmarks")
+    found: dict[str, Any] = {
+        "about": {
+            "date": date.today().isoformat(),
+            "machine": torch.cuda.get_device_name() if lab.on_cuda else "CPU",
+            "torch": torch.__version__,
+            "norms": len(batchnorms(lab.model)),
+            "blocks": len(lab.blocks),
+            "batch": lab.batch,
+            "micro": lab.micro,
+            "side": lab.side,
+            "rounds": lab.rounds,
+        }
+    }
+
+    def note() -> None:
+        if not lab.on_cuda or len(found.get("ways", ())) < 4:
+            return  # tried out only, or nothing to compare with yet
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "batchnorm.json").write_text(json.dumps(found, indent=1) + "\n")
+        (folder / "batchnorm.md").write_text(page(found), encoding="utf-8")
+
+    if lab.on_cuda:
+        found["link"] = link()
+        print("link", found["link"], flush=True)
+    compare(lab, found, note)
+    sizes = [int(size) for size in options.peaks.split(",") if size != "none"]
+    peaks(lab, found, sizes, note)
+    print(page(found))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import wholebatch as wb
 from wholebatch.coupled import batchnorms
 from wholebatch.runners.lockstep import Hold, LockStep
 
@@ -130,10 +133,108 @@ def test_host_memory_does_not_depend_on_the_batch() -> None:
     model = network()
     for parts in (4, 4, 32):  # the first time for what is made once
         x = torch.randn(parts * 16, 3, 64, 64)
-        model.zero_grad()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        lockstep(model, (x, torch.zeros(parts * 16, dtype=torch.long)), [16] * parts, "host")
+        micros = [(part, torch.zeros(16, dtype=torch.long)) for part in x.split(16)]
+        step = LockStep(batchnorms(model), model=model, hold="host", least_page=1024)
+        for _ in range(2):  # what is fetched ahead is known from the first window on
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step.run(
+                micros,
+                forward=lambda micro: loss(model, micro),
+                backward=lambda value: value.backward(),
+                moved=lambda micro: (micro[0].cuda(non_blocking=True), micro[1].cuda()),
+            )
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[2] <= 1.02 * peaks[1], peaks
+
+
+# ---------------------------------------------------------------------------- recorded windows
+
+
+def training(
+    model: nn.Module, hold: Hold, total: Any = None, precision: str = "full"
+) -> wb.WholeBatch:
+    def summed(model: nn.Module, micro: Pair) -> wb.Loss:
+        return wb.Loss(loss(model, micro), len(micro[1]))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=total or summed,
+        micro_batch=6,
+        execute="graph",
+        precision=precision,
+    )
+    train._feeding._lock_step.holding = hold
+    train._feeding._lock_step._least_page = 1024
+    return train
+
+
+def on_host(size: int, seed: int) -> Pair:
+    x, y = batch(size)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    return x.cpu()[order], y.cpu()[order]
+
+
+def test_recorded_windows_equal_the_undivided_batch_in_float64() -> None:
+    for hold in HOLDS:
+        model = network().double()
+        want = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(want.parameters(), lr=0.05)
+        train = training(model, hold)
+        for seed in range(4):
+            data = on_host(22, seed)  # 6, 6, 6 and 4
+            step = train.step(data)
+            value = loss(want, (data[0].cuda(), data[1].cuda())) / 22
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert abs(step.loss - float(value)) <= 1e-12 * abs(float(value))
+            assert train._feeding.recorder.mode == ("recording" if seed else "threads"), hold
+        ours = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+        theirs = [*want.parameters(), *(b for b in want.buffers() if b.is_floating_point())]
+        gap = torch.cat([(a - b).flatten() for a, b in zip(ours, theirs, strict=True)]).norm()
+        far = float(gap / torch.cat([b.flatten() for b in theirs]).norm())
+        assert far <= 1e-12, (hold, far)
+
+
+def test_recorded_under_autocast_gives_the_bits_of_the_threads() -> None:
+    for hold in HOLDS:
+        models = [network(), network()]
+        for model, execute in zip(models, ("graph", "eager"), strict=True):
+            train = training(model, hold, precision="bf16")
+            train._feeding.recorder._off = execute == "eager"
+            for seed in range(3):
+                x, y = on_host(24, seed)
+                train.step((x.float(), y))
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(ours, theirs), hold
+
+
+def test_what_cannot_be_recorded_leaves_the_device_as_it_was() -> None:
+    """A recording that breaks off must not break what comes after it."""
+
+    def reads(model: nn.Module, micro: Pair) -> wb.Loss:
+        total = loss(model, micro)
+        return wb.Loss(total * (2.0 if float(total) < 0 else 1.0), len(micro[1]))
+
+    model = network().double()
+    train = training(model, "graphs", reads)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train.step(on_host(12, 0))
+    assert any("run by threads instead" in str(warning.message) for warning in said), said
+    for seed in range(2):
+        train.step(on_host(12, seed))
+    dropped = F.dropout(torch.ones(1000, device="cuda"), 0.5)  # the generator works on
+    assert 300 < int((dropped == 0).sum()) < 700
+    blocks = [torch.empty(1 << 20, device="cuda") for _ in range(3)]  # and the allocator
+    del blocks
+    torch.cuda.empty_cache()
+    again = training(network().double(), "graphs")  # and another recording can be made
+    for seed in range(2):
+        again.step(on_host(12, seed))
+    assert again._feeding.recorder.mode == "recording"

@@ -31,6 +31,7 @@ from wholebatch.execute.trace import Form
 from wholebatch.loss import Loss, Terms
 from wholebatch.runners.lockstep import LockStep
 from wholebatch.snapshot import Snapshot
+from wholebatch.sync.single import Single
 from wholebatch.window import Window
 
 __all__ = ["CudaTape", "Recorder", "Tape"]
@@ -273,8 +274,8 @@ class Recorder:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
         if window.store.only_eager is not None:
             raise CannotTrace(window.store.only_eager)
-        if window.sync.ranks > 1 or window.sync.grows_own_graph:
-            raise CannotTrace("ranks reduce between its kernels")
+        if not isinstance(window.sync, Single):
+            raise CannotTrace("an engine for several ranks holds parts of its graph")
         if window.store.only_eager is not None:
             raise CannotTrace(window.store.only_eager)
         refuse_hooks(self._model)
