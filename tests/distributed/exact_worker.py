@@ -109,6 +109,23 @@ def by_whole_batch(engine: str, case: str, clip: float | None, make: Any, known:
     return errors(model, seen, undivided(everyones(mine), clip, make))
 
 
+def by_graphs() -> Any:
+    """DDP: compiled micro-steps, in other numbers on every rank; rank 0 runs out of data early."""
+    model = wrapped("ddp")
+    optimizer = sgd(model)
+    seen = SeenFull(model, optimizer)
+    rank = dist.get_rank()
+    windows = 3 if rank == 0 else 4
+    mine = [[micro(1000 * rank + 10 * w, 4 + 2 * rank)] for w in range(windows)]
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=2, clip_norm=0.05, execute="compile"
+    )
+    for batch in train.over([window[0] for window in mine]):
+        train.step(batch)
+    assert train._feeding.executor.mode == "compile"
+    return errors(model, seen, undivided(everyones(mine), 0.05, sgd))
+
+
 def nothing_on_one_rank(engine: str) -> Any:
     """Rank 0 has no data from the start: the others' updates are made on it too."""
     model = wrapped(engine)
@@ -172,6 +189,7 @@ def main() -> None:
     if engine == "ddp":
         cases["no data on rank 0"] = lambda: nothing_on_one_rank(engine)
         cases["skipped and flushed"] = skipped_and_flushed
+        cases["compiled micro-steps"] = by_graphs
         cases["no gradient anywhere"] = no_gradient_anywhere
     results = {}
     for name, run in cases.items():

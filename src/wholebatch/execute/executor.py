@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import OptionError
 from wholebatch.execute.buffers import Casts, Gradients
@@ -93,7 +94,7 @@ class Executor:
         self.execute = execute
         self.notes = Notes(asked=execute in ("compile", "graph"))
         self.mode = "eager"
-        self._model = model
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._window = window
         self._precision = precision
@@ -107,8 +108,8 @@ class Executor:
         self._forward: CompiledForward | None = None
         self._reset()
         reason = None
-        if window.sync.ranks > 1 or window.sync.grows_own_graph:
-            reason = "gradients are reduced between ranks by hooks that only eager code calls"
+        if not window.sync.takes_graphs or window.sync.counts_must_agree:
+            reason = "this engine's collectives run in its forwards and backwards, by eager code"
         elif window.store.only_eager is not None:
             reason = window.store.only_eager
         elif keeps_moments:

@@ -32,16 +32,21 @@ class _Bucket:
 
 
 class Buckets:
-    """The gradients of some parameters, summed over the ranks of a group."""
+    """The gradients of some parameters, summed over the ranks of a group.
+
+    `send` may stand for the collective, where only the memory of it is asked for.
+    """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup | None,
         wait: Callable[[Any], None],
+        *,
+        send: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        self._group = group
         self._wait = wait
+        self._send = send or (lambda flat: dist.all_reduce(flat, group=group, async_op=True))
         self._buckets = _layout(parameters)
         self._next = 0
         self.filled_in: set[int] = set()
@@ -91,7 +96,7 @@ class Buckets:
             ]
         )
         sent = torch.view_as_real(bucket.flat) if bucket.flat.is_complex() else bucket.flat
-        bucket.work = dist.all_reduce(sent, group=self._group, async_op=True)
+        bucket.work = self._send(sent)
 
     @torch.no_grad()
     def _receive(self, bucket: _Bucket) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wholebatch.sync.alarm import alarm
+from wholebatch.sync.waiting import Waiting
 
 __all__ = ["Group"]
 
@@ -22,6 +23,7 @@ class Group:
         self._groups = tuple(groups)
         self._device = device
         self.rank = rank
+        self.waiting = Waiting(device)
         self.size = 1
         for group in self._groups:
             self.size *= dist.get_world_size(group)
@@ -45,10 +47,11 @@ class Group:
                 self.wait(dist.broadcast(tensor, source, group=group, async_op=True))
 
     def wait(self, work: dist.Work) -> None:
-        if self._device.type == "cuda":
-            work.wait()  # orders the streams; the host does not stop here
-        else:
-            alarm().wait(work)
+        with self.waiting.measured():
+            if self._device.type == "cuda":
+                work.wait()  # orders the streams; the host does not stop here
+            else:
+                alarm().wait(work)
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         for group in self._groups:

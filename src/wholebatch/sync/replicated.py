@@ -43,6 +43,7 @@ class Replicated(Sync):
         self.counts_must_agree = any(
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()
         )
+        self.takes_graphs = not self.counts_must_agree  # else collectives run in the forward
         self.policy = "hold: gradients are reduced once per window, during its last backward"
         self._buckets: Buckets | None = None
         self._layout: list[int] = []
@@ -65,6 +66,9 @@ class Replicated(Sync):
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
         with self._of(parameters).reducing(overlap=False):
             pass
+
+    def waited(self) -> float | None:
+        return self._group.waiting.seconds
 
     def filled_in(self) -> set[int]:
         return set() if self._buckets is None else self._buckets.filled_in

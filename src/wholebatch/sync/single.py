@@ -15,6 +15,8 @@ __all__ = ["Single"]
 class Single(Sync):
     """The model is in one process, whatever its devices."""
 
+    takes_graphs = True
+
     def backward(
         self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
     ) -> AbstractContextManager[None]:
@@ -22,6 +24,9 @@ class Single(Sync):
 
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
         return
+
+    def waited(self) -> float | None:
+        return 0.0
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return list(values)

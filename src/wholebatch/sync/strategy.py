@@ -34,6 +34,10 @@ class Sync(ABC):
     grows_own_graph: bool = False
     """Whether graphs lead to the engine's own tensors instead of the parameters themselves."""
 
+    takes_graphs: bool = False
+    """Whether a micro-step may run as a graph, without autograd: what it adds into `.grad` is
+    reduced at the close."""
+
     same_parameters: bool = True
     """Whether all ranks hold the same parameters, whole or in slices."""
 
@@ -71,6 +75,10 @@ class Sync(ABC):
     @abstractmethod
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
+
+    def waited(self) -> float | None:
+        """Seconds so far that this rank has waited for others; None where the engine hides it."""
+        return None
 
     def filled_in(self) -> set[int]:
         """Parameters (by id) that had no gradient on this rank at the last reduction."""
