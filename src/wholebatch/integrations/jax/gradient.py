@@ -105,7 +105,7 @@ def accumulate(
             )
         main, rest = _split(args, batched, size, micro_batch)
         extras = []
-        sums = None
+        sums: Any = None
         if main is not None:
 
             def body(carry: Any, micro: list[Any]) -> tuple[Any, Any]:
@@ -256,7 +256,8 @@ def _cast(leaf: Any, names: frozenset[str]) -> Any:
         return leaf
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(leaf, tuple(names), to="varying")
-    return jax.lax.pvary(leaf, tuple(names))
+    pvary: Callable[..., Any] = getattr(jax.lax, "pvary")  # noqa: B009: gone in new versions
+    return pvary(leaf, tuple(names))
 
 
 def _varying(tree: Any, axis_name: str | Sequence[str]) -> Any:

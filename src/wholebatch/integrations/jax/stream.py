@@ -155,7 +155,8 @@ def flush(
     (-2.0, 1)
     """
     nothing = jax.tree.map(jnp.zeros_like, params)
-    return tx.update(nothing, state, params, units=0, last=True, **extra)
+    updates, closed = tx.update(nothing, state, params, units=0, last=True, **extra)
+    return updates, closed
 
 
 def has_updated(state: WindowState) -> Any:

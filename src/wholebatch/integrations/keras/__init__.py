@@ -1,0 +1,44 @@
+"""Exact windows in Keras 3, on its TensorFlow, JAX and torch backends.
+
+```python
+from wholebatch.integrations.keras import GradientAccumulateModel
+
+model = GradientAccumulateModel(accum_steps=4, inputs=model.inputs, outputs=model.outputs)
+model.compile(optimizer, loss, ...)          # as before
+model.fit(x, y, batch_size=8)                # 4 × 8 samples make one update, that of all 32
+```
+
+| name | for |
+|---|---|
+| `GradientAccumulateModel` | `compile` and `fit` as they are; it counts units itself |
+| `GradientAccumulateOptimizer` | a model that must stay as it is; units come through its `loss()` |
+| `TapeAccumulator` | a loop of one's own around `tf.GradientTape` |
+| `AccumBatchNormalization` | BatchNormalization whose running statistics are those of the window |
+"""
+
+from __future__ import annotations
+
+from wholebatch.errors import UnsupportedError
+from wholebatch.extras import require
+
+require("keras", at_least="3.10", extra="keras", purpose="wholebatch in Keras")
+
+import keras  # noqa: E402
+
+if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
+    raise UnsupportedError(
+        f"the Keras backend {keras.backend.backend()!r} does not train: set KERAS_BACKEND to "
+        "tensorflow, jax or torch"
+    )
+
+from wholebatch.integrations.keras.batchnorm import AccumBatchNormalization  # noqa: E402
+from wholebatch.integrations.keras.model import GradientAccumulateModel  # noqa: E402
+from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer  # noqa: E402
+from wholebatch.integrations.keras.tape import TapeAccumulator  # noqa: E402
+
+__all__ = [
+    "AccumBatchNormalization",
+    "GradientAccumulateModel",
+    "GradientAccumulateOptimizer",
+    "TapeAccumulator",
+]

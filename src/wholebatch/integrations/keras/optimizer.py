@@ -1,0 +1,442 @@
+"""`GradientAccumulateOptimizer`: any Keras optimizer, once per window, on its exact gradient.
+
+It holds the window: for every group of losses the sum of gradients in float32 (or float64), the
+units, and how many micro-batches are in. All of it are optimizer variables, saved with the model.
+
+Every loss is multiplied by `units × seed` before its gradient is taken, so that the sum over the
+window, divided by `Σ units × seed`, is the gradient of the whole batch's mean. The seed is near
+1 / Σ units, so that float16 gradients stay as large as those of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.utils import tracking
+
+from wholebatch.errors import OptionError, UnsupportedError, WindowError
+from wholebatch.integrations.keras.terms import Group, wide
+
+__all__ = ["GradientAccumulateOptimizer", "check_steps", "replicas"]
+
+LOSS, EQUAL = "loss", "equal"
+
+
+def check_steps(accum_steps: Any) -> int:
+    if not isinstance(accum_steps, int) or isinstance(accum_steps, bool) or accum_steps < 1:
+        raise OptionError(
+            f"accum_steps={accum_steps!r}: must be a positive number of micro-batches"
+        )
+    return accum_steps
+
+
+def replicas() -> int:
+    """Over how many replicas of tf.distribute this step runs."""
+    if keras.backend.backend() != "tensorflow":
+        return 1
+    import tensorflow as tf
+
+    return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
+
+@keras.saving.register_keras_serializable(package="wholebatch")
+class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """`optimizer`, once per `accum_steps` micro-batches, on the gradient of their whole batch.
+
+    Clipping, weight decay, moving averages, constraints and the learning rate's schedule belong to
+    `optimizer` and so happen once per update.
+
+    An optimizer does not see what a gradient is a mean over. It must be told: compile the model
+    with `loss=optimizer.loss("mse")`, which notes the units of that one loss (TensorFlow and torch
+    backends), or say `units="equal"`, which is exact only if every micro-batch has the same number
+    of units: no masks, no short last batch. `callbacks=[optimizer.tail()]` closes a half-filled
+    window at the end of an epoch; without it, it goes on in the next. `GradientAccumulateModel`
+    needs none of this.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        accum_steps: int,
+        *,
+        units: str = LOSS,
+        groups: Sequence[bool] = (False,),
+        name: str | None = None,
+    ) -> None:
+        inner = keras.optimizers.get(optimizer)
+        if units not in (LOSS, EQUAL):
+            raise OptionError(f'units={units!r}: must be "loss" or "equal"')
+        if isinstance(inner, GradientAccumulateOptimizer):
+            raise OptionError("a GradientAccumulateOptimizer around another: one is enough")
+        base = getattr(inner, "inner_optimizer", inner)
+        if base.gradient_accumulation_steps:
+            raise OptionError(
+                f"the optimizer has gradient_accumulation_steps={base.gradient_accumulation_steps} "
+                "of its own: leave that away, windows would be accumulated twice"
+            )
+        super().__init__(learning_rate=0.0, name=name or "gradient_accumulate_optimizer")
+        self.inner_optimizer = inner
+        self.accum_steps = check_steps(accum_steps)
+        self.units = units
+        self.driven = False  # by a GradientAccumulateModel, which says itself when to close
+        self._sums_only = tuple(groups)
+        self._noted: Any = None  # the units of the loss that was computed last
+        self._weighed: Any = None  # those that the last scaled loss was multiplied by
+        self._now: int | None = None
+        self._flush: Any = None
+        self._inside = True
+
+    @property
+    def loss_scale_factor(self) -> Any:
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        if getattr(self, "_inside", False):
+            raise UnsupportedError(
+                "a LossScaleOptimizer around GradientAccumulateOptimizer would skip single "
+                "micro-batches of a window: put it inside, and keep Keras from adding one: "
+                "compile(GradientAccumulateOptimizer(LossScaleOptimizer(optimizer), accum_steps), "
+                "auto_scale_loss=False); or use GradientAccumulateModel"
+            )
+
+    # ------------------------------------------------------------- the window
+
+    @tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator,unused-ignore]
+    def build(self, variables: Sequence[Any]) -> None:
+        if self.built:
+            return
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+        self._place = self._variable("place", (), "int32", "only_first_replica", "auto")
+        self._window: list[tuple[Any, Any, list[Any]]] = []
+        self._seen = [False] * len(variables)
+        for _ in self._sums_only:
+            self._add_group()
+
+    def _add_group(self) -> None:
+        index = len(self._window)
+        units = self._variable(f"units_{index}", (), wide(), "sum", "on_read")
+        seed = self._variable(f"seed_{index}", (), wide(), "only_first_replica", "auto")
+        sums = [
+            self._variable(
+                f"sum_{index}_{number}",
+                variable.shape,
+                "float64" if str(variable.dtype) == "float64" else "float32",
+                "sum",
+                "on_read",
+                like=variable,
+            )
+            for number, variable in enumerate(self._trainable_variables)
+        ]
+        self._window.append((units, seed, sums))
+
+    def _variable(
+        self, name: str, shape: Any, dtype: str, aggregation: str, sync: str, like: Any = None
+    ) -> Any:
+        variable = keras.Variable(
+            initializer="zeros",
+            shape=shape,
+            dtype=dtype,
+            trainable=False,
+            autocast=False,
+            aggregation=aggregation,
+            synchronization=sync,
+            layout=getattr(like, "_layout", None),
+            name=name,
+        )
+        self._track_variable(variable)
+        return variable
+
+    @tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator,unused-ignore]
+    def hold(self, sums_only: Sequence[bool]) -> None:
+        """Make room for these groups of losses (True: a sum, which has no units)."""
+        wanted = tuple(sums_only)
+        if wanted == self._sums_only:
+            return
+        if not self.built:
+            self._sums_only = wanted
+            return
+        if len(wanted) < len(self._window):
+            raise WindowError(
+                f"the model's losses have {len(wanted)} kinds of units, and had "
+                f"{len(self._window)} before: compile it again"
+            )
+        if replicas() > 1:
+            raise UnsupportedError(
+                "losses with different units (a mask on one of several outputs, a mean next to a "
+                "sum) on several replicas: give them one unit with units=, or train on one"
+            )
+        while len(self._window) < len(wanted):
+            self._add_group()
+        self._sums_only = wanted
+
+    def seed_of(self, group: int, units: Any) -> Any:
+        """What the losses of this window are scaled by; near 1 / (units of the whole window)."""
+        if self._sums_only[group]:
+            return ops.ones((), wide())
+        if not self.built:
+            return 1.0 / (self.accum_steps * ops.maximum(units, 1.0))
+        seed = ops.convert_to_tensor(self._window[group][1])
+        if replicas() > 1:  # one number for all of them
+            import tensorflow as tf
+
+            units = tf.distribute.get_replica_context().all_reduce("SUM", units)
+        return ops.where(seed > 0, seed, 1.0 / (self.accum_steps * ops.maximum(units, 1.0)))
+
+    def weighted(self, groups: Sequence[Group]) -> list[Any]:
+        """The numbers whose gradients are added up: losses × units × seed, scaled for float16."""
+        found = []
+        for index, group in enumerate(groups):
+            factor = self.seed_of(index, group.units)
+            if group.units is not None:
+                factor = factor * group.units
+            found.append(self.inner_optimizer.scale_loss(group.loss * factor))
+        return found
+
+    def add(self, gradients: Sequence[Sequence[Any]], units: Sequence[Any]) -> None:
+        """Take in one micro-batch: the gradients of its weighted losses, and their units."""
+        for index, (grads, counted) in enumerate(zip(gradients, units, strict=True)):
+            total, seed, sums = self._window[index]
+            seed.assign(self.seed_of(index, counted))
+            if counted is not None:
+                self.assign_add(total, counted)
+            here = [
+                (sum_, grad) for sum_, grad in zip(sums, grads, strict=True) if grad is not None
+            ]
+            for number, grad in enumerate(grads):
+                self._seen[number] = self._seen[number] or grad is not None
+            self._add_all(here)
+        self.assign_add(self._place, 1)
+
+    def _add_all(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        backend = keras.backend.backend()
+        if backend == "torch" and pairs:
+            import torch
+
+            sums = [sum_.value for sum_, _ in pairs]
+            torch._foreach_add_(
+                sums, [grad.to(sum_.dtype) for sum_, (_, grad) in zip(sums, pairs, strict=True)]
+            )
+            return
+        for sum_, grad in pairs:
+            if backend == "tensorflow":
+                self.assign_add(sum_, grad)  # sparse gradients of embeddings too
+            else:
+                sum_.assign(sum_ + ops.cast(grad, sum_.dtype))
+
+    def mean_gradients(self) -> list[Any]:
+        """The whole batch's gradients (still times the loss scale), reduced over replicas."""
+        counted = [ops.convert_to_tensor(total) for total, _, _ in self._window]
+        sums = [[ops.convert_to_tensor(each) for each in window[2]] for window in self._window]
+        if replicas() > 1:
+            import tensorflow as tf
+
+            context = tf.distribute.get_replica_context()
+            counted = context.all_reduce("SUM", counted)
+            sums = [context.all_reduce("SUM", each) for each in sums]
+        factors = []
+        for index, (_, seed, _) in enumerate(self._window):
+            scale = ops.convert_to_tensor(seed)
+            if not self._sums_only[index]:
+                scale = scale * counted[index]
+            # Not divide_no_nan: on the torch backend it rounds numbers to float32.
+            factors.append(ops.where(scale > 0, 1.0 / ops.where(scale > 0, scale, 1.0), 0.0))
+        seen = self._seen if any(self._seen) else [True] * len(self._seen)
+        return [
+            sum(
+                each[number] * ops.cast(factor, each[number].dtype)
+                for each, factor in zip(sums, factors, strict=True)
+            )
+            if used
+            else None
+            for number, used in enumerate(seen)
+        ]
+
+    def clear(self) -> None:
+        """Empty the window; the seed stays."""
+        for total, _, sums in self._window:
+            for variable in (total, *sums):
+                variable.assign(ops.zeros(variable.shape, variable.dtype))
+        self._place.assign(0)
+        if keras.backend.backend() == "torch":  # elsewhere what was traced stays as it is
+            self._seen = [False] * len(self._seen)
+
+    def close(self) -> None:
+        """One update of the inner optimizer from what is in the window."""
+        gradients = self.mean_gradients()
+        base = getattr(self.inner_optimizer, "inner_optimizer", self.inner_optimizer)
+        if replicas() > 1:
+            # They are sums over the replicas already, so that clipping sees the whole gradient.
+            base._all_reduce_sum_gradients = list
+        try:
+            self.inner_optimizer.apply(gradients, self._trainable_variables)
+        finally:
+            if replicas() > 1:
+                del base._all_reduce_sum_gradients
+        self.clear()
+
+    @property
+    def place(self) -> int:
+        """Micro-batches in the open window."""
+        if not self.built:
+            return 0
+        if not self.driven:  # the window moves inside graphs, unseen from here
+            return int(ops.convert_to_numpy(self._place))
+        if self._now is None:
+            self._now = int(ops.convert_to_numpy(self._place))
+        return self._now
+
+    def moved_to(self, place: int | None) -> None:
+        """Note the place from outside: on JAX the variables are not current during a fit."""
+        self._now = place
+
+    # ------------------------------------------------- as an optimizer by itself
+
+    def loss(self, loss: Any) -> Any:
+        """The loss (a name, function or `keras.losses.Loss`), which notes its units for this."""
+        from wholebatch.integrations.keras.counted import CountedLoss
+
+        if keras.backend.backend() == "jax":
+            raise UnsupportedError(
+                "on the JAX backend a loss cannot hand its units to an optimizer: use "
+                'GradientAccumulateModel, or units="equal" where every micro-batch has as many'
+            )
+        return CountedLoss(loss).bound_to(self)
+
+    def tail(self) -> Any:
+        """A callback that closes a half-filled window at the end of every epoch."""
+        from wholebatch.integrations.keras.counted import Tail
+
+        return Tail()
+
+    def note(self, units: Any) -> None:
+        """Called by `loss()`: the units of the micro-batch whose gradients come next."""
+        if self._noted is not None and _same_step(self._noted, units):
+            raise UnsupportedError(
+                "optimizer.loss(...) on several outputs: it gets one gradient for all of "
+                "them and cannot weigh them apart; use GradientAccumulateModel"
+            )
+        self._noted = units
+
+    def scale_loss(self, loss: Any) -> Any:
+        if self.driven:
+            raise WindowError(
+                "this GradientAccumulateOptimizer belongs to a GradientAccumulateModel, whose own "
+                "train_step uses it: do not override train_step, or use TapeAccumulator"
+            )
+        if self.units == EQUAL:
+            self._noted = ops.ones((), wide())
+        if self._noted is None:
+            raise WindowError(
+                "no loss has noted the units of this micro-batch: compile with "
+                'loss=optimizer.loss("..."), or use GradientAccumulateModel, or units="equal" '
+                "where every micro-batch has as many"
+            )
+        self._weighed, self._noted = self._noted, None
+        (weighted,) = self.weighted([Group(ops.cast(loss, wide()), self._weighed)])
+        return weighted
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if not self.built:
+            self.build(list(trainable_variables or ()))
+        if replicas() > 1:
+            raise UnsupportedError(
+                "GradientAccumulateOptimizer alone on several replicas: use GradientAccumulateModel"
+            )
+        if self._weighed is None:
+            raise WindowError(
+                "gradients of a loss that did not pass through optimizer.scale_loss(): use "
+                "TapeAccumulator in a loop of your own"
+            )
+        self.add([grads], [self._weighed])
+        self._weighed = None
+        if keras.backend.backend() == "torch":
+            if self.place >= self.accum_steps:
+                self.close()
+        else:
+            ops.cond(ops.greater_equal(self._place, self.accum_steps), self.close, lambda: None)
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        """JAX: `apply` as a function of the variables' values."""
+        from wholebatch.integrations.keras.steps_jax import stateless_apply
+
+        return stateless_apply(self, optimizer_variables, grads, trainable_variables)
+
+    def flush(self) -> bool:
+        """Close a half-filled window; whether there was one."""
+        if self.place == 0:
+            return False
+        backend = keras.backend.backend()
+        if backend == "jax":
+            from wholebatch.integrations.keras.steps_jax import flush
+
+            flush(self)
+        elif backend == "torch":
+            import torch
+
+            with torch.no_grad():
+                self.close()
+        else:
+            import tensorflow as tf
+
+            if self._flush is None:
+                self._flush = tf.function(lambda: self._distribution_strategy.run(self.close))
+            self._flush()
+        self._now = 0
+        return True
+
+    # -------------------------------------------------- what the inner one has
+
+    @property
+    def variables(self) -> list[Any]:
+        return [*self._variables, *self.inner_optimizer.variables]
+
+    @property
+    def learning_rate(self) -> Any:
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """Updates made so far."""
+        return self.inner_optimizer.iterations
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def load_own_variables(self, store: Any) -> None:
+        super().load_own_variables(store)
+        self._now = None
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "accum_steps": self.accum_steps,
+            "units": self.units,
+            "groups": list(self._sums_only),
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        inner = keras.saving.deserialize_keras_object(
+            config["optimizer"], custom_objects=custom_objects
+        )
+        return cls(**{**config, "optimizer": inner})
+
+
+def _same_step(before: Any, now: Any) -> bool:
+    """Whether two units were noted in one training step, the first of them not used."""
+    if keras.backend.backend() == "tensorflow":
+        graph = getattr(now, "graph", None) if not hasattr(now, "numpy") else None
+        return graph is not None and getattr(before, "graph", None) is graph
+    return False

@@ -1,0 +1,222 @@
+"""The micro-step on the JAX backend: pure functions of the state, adding or closing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+from keras import tree
+from keras.src import backend
+from keras.src.distribution import distribution_lib
+
+from wholebatch.integrations.keras.terms import Group, groups_of, wide
+
+__all__ = ["flush", "stateless_apply", "symbolic_build", "train_function"]
+
+
+def micro_step(model: Any, state: Any, data: Any, *, closes: bool) -> Any:
+    """Keras's own `train_step`, except that the gradient goes into the window."""
+    import jax
+    import jax.numpy as jnp
+
+    trainable, non_trainable, optimizer_variables, metrics = state
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    optimizer = model.optimizer
+
+    def losses(trainable: Any) -> Any:
+        loss, aux, groups = _losses(
+            model, trainable, non_trainable, metrics, optimizer_variables, x, y, sample_weight
+        )
+        optimizer.hold([group.units is None for group in groups])
+        with backend.StatelessScope(
+            state_mapping=list(zip(optimizer.variables, optimizer_variables, strict=True))
+        ):
+            weighted = optimizer.weighted(groups)
+        return jnp.stack(weighted), (loss, aux, [group.units for group in groups])
+
+    weighted, pull_back, (loss, aux, units) = jax.vjp(losses, trainable, has_aux=True)
+    unit_vectors = jnp.eye(len(weighted), dtype=weighted.dtype)
+    gradients = [pull_back(vector)[0] for vector in unit_vectors]
+    y_pred, non_trainable, metrics = aux
+    trainable, optimizer_variables = _into_window(
+        optimizer, optimizer_variables, trainable, gradients, units, closes=closes
+    )
+    logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+    return logs, (trainable, non_trainable, optimizer_variables, metrics)
+
+
+def _losses(
+    model: Any,
+    trainable: Any,
+    non_trainable: Any,
+    metrics: Any,
+    optimizer_variables: Any,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+) -> tuple[Any, Any, list[Group]]:
+    """The loss of a micro-batch by groups of units (JAXTrainer.compute_loss_and_updates)."""
+    training = {"training": True} if model._call_has_training_arg else {}
+    y_pred, non_trainable, added = model.stateless_call(
+        trainable, non_trainable, x, return_losses=True, **training
+    )
+    if added:
+        model._losses_override.clear()
+        model._losses_override = added
+    mapping = [
+        *zip(model.trainable_variables, trainable, strict=True),
+        *zip(model.non_trainable_variables, non_trainable, strict=True),
+        *zip(model.metrics_variables, metrics, strict=True),
+    ]
+    try:
+        with backend.StatelessScope(state_mapping=mapping) as scope:
+            loss = model._compute_loss(x, y, y_pred, sample_weight=sample_weight, training=True)
+            counted = None if model.count_units is None else model.count_units(x, y, sample_weight)
+            samples = next(each for each in tree.flatten(x) if each is not None).shape[0]
+            groups = groups_of(
+                model,
+                loss,
+                samples=keras.ops.cast(samples, wide()),
+                units=counted,
+                replicas=1,
+            )
+        non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
+        metrics = [scope.get_current_value(v) for v in model.metrics_variables]
+    finally:
+        if added:
+            model._losses_override.clear()
+    return loss, (y_pred, non_trainable, metrics), groups
+
+
+def _into_window(
+    optimizer: Any,
+    variables: Sequence[Any],
+    trainable: Sequence[Any],
+    gradients: Sequence[Sequence[Any]],
+    units: Sequence[Any],
+    *,
+    closes: bool,
+) -> tuple[Any, list[Any]]:
+    """The optimizer's `add`, and `close` if asked, as a function of the variables' values."""
+    with _scope(optimizer, variables) as scope:
+        if gradients:
+            optimizer.add(gradients, units)
+        means = optimizer.mean_gradients() if closes else []
+        if closes:
+            optimizer.clear()
+    own = [scope.get_current_value(v) for v in optimizer._variables]
+    inner = list(variables[len(own) :])
+    if closes:
+        trainable, inner = optimizer.inner_optimizer.stateless_apply(inner, means, trainable)
+    return trainable, [*own, *inner]
+
+
+def _scope(optimizer: Any, variables: Sequence[Any]) -> Any:
+    mapping = list(zip(optimizer.variables, variables, strict=True))
+    return backend.StatelessScope(state_mapping=mapping)
+
+
+def stateless_apply(optimizer: Any, variables: Any, grads: Any, trainable: Any) -> Any:
+    """`GradientAccumulateOptimizer` alone: whether the window closes is decided on the device."""
+    import jax
+    import jax.numpy as jnp
+
+    step = partial(
+        _into_window,
+        optimizer,
+        gradients=[grads],
+        units=[jnp.ones((), wide())],
+    )
+    own = [id(v) for v in optimizer._variables]
+    place = variables[own.index(id(optimizer._place))]
+    return jax.lax.cond(
+        place + 1 >= optimizer.accum_steps,
+        lambda variables, trainable: _lists(step(variables, trainable, closes=True)),
+        lambda variables, trainable: _lists(step(variables, trainable, closes=False)),
+        list(variables),
+        list(trainable),
+    )
+
+
+def _lists(pair: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
+    return list(pair[0]), list(pair[1])
+
+
+def flush(optimizer: Any) -> None:
+    import jax
+
+    close = jax.jit(
+        lambda variables, trainable: _into_window(
+            optimizer, variables, trainable, [], [], closes=True
+        )
+    )
+    trainable, variables = close(
+        [v.value for v in optimizer.variables], [v.value for v in optimizer._trainable_variables]
+    )
+    for variable, value in zip(optimizer._trainable_variables, trainable, strict=True):
+        variable.assign(value)
+    for variable, value in zip(optimizer.variables, variables, strict=True):
+        variable.assign(value)
+
+
+def train_function(model: Any) -> Callable[[Any, Any], Any]:
+    import jax
+
+    def compiled(closes: bool) -> Callable[[Any, Any], Any]:
+        step = partial(micro_step, model, closes=closes)
+        if model.run_eagerly or not model.jit_compile:
+            return step
+        shardings = None
+        if distribution_lib.distribution() is not None:
+            shardings = (None, model._get_state_sharding_spec())
+        return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+    adds, closes = compiled(False), compiled(True)
+
+    def one_step(state: Any, data: Any) -> Any:
+        place = model.optimizer.place + 1
+        closing = place >= model.accum_steps
+        result = (closes if closing else adds)(state, data)
+        model.optimizer.moved_to(0 if closing else place)
+        return result
+
+    return model._make_function(one_step)  # type: ignore[no-any-return]
+
+
+def symbolic_build(model: Any, build: Callable[..., None], iterator: Any, data_batch: Any) -> None:
+    """Find out how many groups of units the losses have before the state is handed to JAX."""
+    import jax
+
+    if data_batch is None and iterator is not None:
+        for _, _, data_or_iterator in iterator:
+            listed = isinstance(data_or_iterator, (list, tuple))
+            data_batch = data_or_iterator[0] if listed else next(data_or_iterator)
+            break
+    optimizer = model.optimizer
+    unbuilt = not optimizer.built
+    build(data_batch=data_batch)
+    if not unbuilt or model._compile_loss is None:
+        return
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data_batch)
+    found: list[bool] = []
+
+    def discover(state: Any, x: Any, y: Any, sample_weight: Any) -> None:
+        trainable, non_trainable, variables, metrics = state
+        *_, groups = _losses(
+            model, trainable, non_trainable, metrics, variables, x, y, sample_weight
+        )
+        found.extend(group.units is None for group in groups)
+
+    state = tuple(
+        [v.value for v in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+    jax.eval_shape(discover, state, x, y, sample_weight)
+    optimizer.hold(found)

@@ -1,0 +1,75 @@
+"""`TapeAccumulator`: exact windows in a loop of one's own around `tf.GradientTape`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from wholebatch.errors import UnsupportedError, WindowError
+from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer, replicas
+from wholebatch.integrations.keras.terms import Group, wide
+
+__all__ = ["TapeAccumulator"]
+
+
+class TapeAccumulator:
+    """One update of `optimizer` per `accum_steps` micro-batches, exactly that of their whole batch.
+
+    ```python
+    accumulator = TapeAccumulator(optimizer, model.trainable_variables, accum_steps=4)
+    for x, y in micro_batches:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(losses(y, model(x, training=True)))
+            weighted = accumulator.weigh(total, units=len(x))
+        accumulator.add(tape, weighted)
+    accumulator.flush()                                   # the tail
+    ```
+
+    `weigh` is called under the tape, with the sum over the micro-batch and its units (samples,
+    tokens, weights). Both may be in a `tf.function`.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], *, accum_steps: int) -> None:
+        if keras.backend.backend() != "tensorflow":
+            raise UnsupportedError(
+                "TapeAccumulator needs the TensorFlow backend; on JAX use "
+                "wholebatch.integrations.jax, on torch wholebatch.Accumulator"
+            )
+        if replicas() > 1:
+            raise UnsupportedError(
+                "TapeAccumulator on several replicas: use GradientAccumulateModel"
+            )
+        self.window = GradientAccumulateOptimizer(optimizer, accum_steps)
+        self.window.build(list(variables))
+        self._variables = list(variables)
+        self._units: Any = None
+
+    @property
+    def place(self) -> int:
+        """Micro-batches in the open window."""
+        return self.window.place
+
+    def weigh(self, total: Any, *, units: Any) -> Any:
+        """What the tape is to differentiate, of a sum over this many units."""
+        counted = ops.cast(units, wide())
+        self._units = counted
+        mean = ops.divide_no_nan(ops.cast(total, wide()), counted)
+        (weighted,) = self.window.weighted([Group(mean, counted)])
+        return weighted
+
+    def add(self, tape: Any, weighted: Any) -> None:
+        """Take the micro-batch in; the window's last one makes the update."""
+        if self._units is None:
+            raise WindowError("add() without weigh(): call it under the tape first")
+        gradients = tape.gradient(weighted, self._variables)
+        units, self._units = self._units, None
+        window = self.window
+        window.add([gradients], [units])
+        ops.cond(ops.greater_equal(window._place, window.accum_steps), window.close, lambda: None)
+
+    def flush(self) -> bool:
+        """Close a half-filled window; whether there was one."""
+        return self.window.flush()
