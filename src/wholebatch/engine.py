@@ -188,6 +188,11 @@ class WholeBatch:
         return self._window.skipped
 
     @property
+    def waited(self) -> float | None:
+        """Seconds so far that this rank has waited for others; None where the engine hides it."""
+        return self._window.sync.waited()
+
+    @property
     def noise(self) -> NoiseScale | None:
         """The gradient noise scale as far as `noise=` has measured it: `noise.advice()`."""
         return self._probe.estimate

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from wholebatch.errors import MissingExtraError, StateError
-from wholebatch.report.metrics import Events, MetricsFile, record_of
+from wholebatch.report.metrics import MetricsFile, record_of
+from wholebatch.report.tensorboard import Events
 from wholebatch.report.terminal import Terminal, count_said
 from wholebatch.step import Step
 

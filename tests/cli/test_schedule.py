@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cli.helpers import (
     EXACT,
@@ -192,8 +192,16 @@ def test_a_resumed_run_keeps_its_schedule(command: Command, recipe: Write) -> No
 def test_two_ranks_follow_the_schedule_together(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:
-    """Sizes that do not divide by the ranks, by tokens: the update is that of one process."""
-    path = recipe(EXACT)
+    """Sizes that do not divide by the ranks, by tokens: the update is that of one process.
+
+    The second rank is slow: the first one says how much of its time it waits.
+    """
+    slow = "    time.sleep(0.05 * int(os.environ.get('RANK', '0')))\n"
+    path = recipe(
+        EXACT,
+        ("import torch\n", "import os, time\nimport torch\n"),
+        ("    x, y = micro\n", "    x, y = micro\n" + slow),
+    )
     options = ["--batch-size", "5@0,9@12tok,7@40tok", "--steps", "6", "--lr-rule", "sqrt"]
     assert command("train", path, *options, "--out", "one").status == 0
     main = SRC / "wholebatch" / "cli" / "__main__.py"
@@ -205,4 +213,7 @@ def test_two_ranks_follow_the_schedule_together(
     lines = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     assert [line["units"] for line in lines[0]] == [line["units"] for line in lines[1]]
     assert [line["lr"] for line in lines[0]] == [line["lr"] for line in lines[1]]
-    assert torch.is_tensor(one["0.weight"])
+    waited = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
+    shares = [line["communication"] for line in waited]
+    assert all(0.0 <= share <= 1.0 for share in shares)
+    assert max(shares) > 0.3

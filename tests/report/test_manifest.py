@@ -35,13 +35,13 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_the_manifest_makes_the_run_again_in_a_new_process(
-    process: Command, recipe: Write, tmp_path: Path
+    command: Command, process: Command, recipe: Write, tmp_path: Path
 ) -> None:
     """Dropout, random samples, a schedule of the batch, a seed: the same bits at the end."""
     path = recipe(NOISY)
     options = ["--batch-size", "4@0,10@2", "--seed", 5, "--lr", 0.02, "--lr-rule", "sqrt"]
     options += ["--warmup", 3, "--steps", 5, "--betas", "beta2"]
-    assert process("train", path, *options, "--out", "first").status == 0
+    assert command("train", path, *options, "--out", "first").status == 0
     again = process("train", "--from", "first/manifest.json", "--out", "second")
     assert again.status == 0, again.err
     assert "note:" not in again.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from wholebatch.checkpoint import Checkpoints
 from wholebatch.cli.folder import RunFolder
 from wholebatch.cli.session import Session
 from wholebatch.cli.stop import StopRequest
+from wholebatch.cli.watch import Watch, open_sinks
 from wholebatch.errors import WindowError
 from wholebatch.recipes import Nothing
-from wholebatch.report.metrics import Events, MetricsFile, record_of
+from wholebatch.report.metrics import MetricsFile, Sink, record_of
 from wholebatch.report.terminal import Terminal
 from wholebatch.splitting import batch_size_of
 
@@ -55,17 +57,12 @@ def run_loop(
 ) -> Outcome:
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
-        metrics = events = None
-        if session.crew.is_first:
-            metrics = MetricsFile(folder.metrics, windows=session.windows)
-            stack.callback(metrics.close)
-            events = Events(folder.events, windows=session.windows)
-            stack.callback(events.close)
+        sinks = open_sinks(stack, session, folder)
         after = "micro-batch" if session.crew.ranks == 1 else "window"
         stop = stack.enter_context(StopRequest(after=after, told=session.crew.is_first))
         terminal.begin(done=session.train.updates, total=session.config.steps)
         stack.callback(terminal.end)
-        return _Loop(session, folder, terminal, metrics, events, stop).run(mid_window)
+        return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
 
 
 class _Loop:
@@ -74,16 +71,20 @@ class _Loop:
         session: Session,
         folder: RunFolder,
         terminal: Terminal,
-        metrics: MetricsFile | None,  # of the first rank
-        events: Events | None,
+        sinks: Sequence[Sink],  # of the first rank
         stop: StopRequest,
     ) -> None:
         self._session = session
         self._checkpoints = Checkpoints(folder.checkpoints)
         self._terminal = terminal
         self._memory = session.memory
-        self._metrics = metrics
-        self._events = events
+        self._sinks = sinks
+        self._watch = Watch(session)
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        for sink in sinks:
+            if isinstance(sink, MetricsFile):  # of a run that is resumed
+                self._note_losses(sink.first, sink.last)
         self._stop = stop
         self._began = time.perf_counter()
         self._units = self._seconds = 0.0
@@ -136,10 +137,11 @@ class _Loop:
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
+            more=self._watch.more(seconds=seconds),
         )
-        if self._metrics is not None and self._events is not None:
-            self._metrics.write(record)
-            self._events.write(record)
+        for sink in self._sinks:
+            sink.write(record)
+        self._note_losses(record, record)
         session.position = session.batches.position
         self._terminal.update(
             updates=session.train.updates,
@@ -148,6 +150,12 @@ class _Loop:
         )
         self._watch_skipped(step.skipped)
 
+    def _note_losses(self, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> None:
+        if self._first_loss is None and first is not None:
+            self._first_loss = first["loss"]
+        if last is not None:
+            self._last_loss = last["loss"]
+
     def _after_micro(self, done: int, of: int) -> None:
         self._terminal.micro(done, of)
         # Several ranks stop together, between windows: see `run`.
@@ -155,9 +163,8 @@ class _Loop:
             raise _Stopped(self._save(micro_batches=done), done, of)
 
     def _save(self, *, micro_batches: int = 0) -> Path:
-        if self._metrics is not None and self._events is not None:
-            self._metrics.sync()
-            self._events.sync()
+        for sink in self._sinks:
+            sink.sync()
         return self._session.save(self._checkpoints, micro_batches=micro_batches)
 
     def _watch_skipped(self, reason: str | None) -> None:
@@ -184,8 +191,6 @@ class _Loop:
         return self._units / self._seconds if self._seconds else 0.0
 
     def _outcome(self, checkpoint: Path, done: int, of: int, *, finished: bool = False) -> Outcome:
-        metrics = self._metrics
-        first, last = (metrics.first, metrics.last) if metrics is not None else (None, None)
         return Outcome(
             finished=finished,
             checkpoint=checkpoint,
@@ -193,7 +198,7 @@ class _Loop:
             of=of,
             seconds=time.perf_counter() - self._began,
             units_per_second=self._rate,
-            first_loss=first["loss"] if first else None,
-            last_loss=last["loss"] if last else None,
+            first_loss=self._first_loss,
+            last_loss=self._last_loss,
             batch=self._largest[1],
         )

@@ -100,6 +100,9 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
         ("written to", f"{shown(folder)}/"),
         ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json  manifest.json"),
     ]
+    noise = session.train.noise
+    if noise is not None and noise.samples >= 4:
+        rows.insert(2, ("batch size", noise.advice(session.recipe.unit)))
     if session.train.recoveries:
         count = session.train.recoveries
         rows.insert(

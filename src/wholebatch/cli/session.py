@@ -157,6 +157,7 @@ def build(
         clip_norm=config.clip_norm,
         memory=config.budget,
         execute=config.execute,  # type: ignore[arg-type]
+        noise=None if config.noise == "off" else config.noise,  # type: ignore[arg-type]
         scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
     )
     if crew.rank:  # dropout of its own on every rank

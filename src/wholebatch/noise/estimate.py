@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 __all__ = ["Estimator", "NoiseScale", "Observation"]
@@ -196,8 +197,9 @@ class Estimator:
             spread=spread,
             signal=signal,
             samples=len(seen),
-            batch=seen[-1].units,
-            micro_batches=seen[-1].micro_batches,
+            # Not of the last alone: that may be the short one at the end of an epoch.
+            batch=median(one.units for one in seen[-5:]),
+            micro_batches=int(median(one.micro_batches for one in seen[-5:])),
         )
 
     def state_dict(self) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""One line of JSON per window, and the same numbers for TensorBoard.
+"""One line of JSON per window, and its numbers for whoever draws them.
 
 `metrics.jsonl` has each window exactly once, also after a kill and a resume: what lies beyond the
 checkpoint is cut off before going on, and lines are on the disk before the checkpoint that counts
@@ -12,21 +12,57 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from wholebatch.errors import MissingExtraError, StateError
+from wholebatch.errors import StateError
 from wholebatch.step import Step
 
-__all__ = ["TIMING", "Events", "MetricsFile", "record_of"]
+__all__ = ["TIMING", "MetricsFile", "Sink", "record_of", "scalars_of"]
 
-TIMING = frozenset({"seconds", "units_per_second", "time"})
-"""The fields of a record that say when and how fast, not what."""
+TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries", "communication"})
+"""The fields of a record that say when and how, not what: two identical runs do not share them."""
+
+_SCALARS = (
+    "loss",
+    "grad_norm",
+    "clip",
+    "loss_scale",
+    "units",
+    "units_per_second",
+    "seconds",
+    "batch_size",
+    "micro_batches",
+    "memory",
+    "recoveries",
+    "skipped_windows",
+    "communication",
+    "noise_scale",
+    "noise_low",
+    "noise_high",
+)
+
+
+class Sink(Protocol):
+    """Takes the record of every window: a file, or somebody else's."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
 
 
 def record_of(
-    step: Step, *, window: int, epoch: int, lr: list[float], now: float
+    step: Step,
+    *,
+    window: int,
+    epoch: int,
+    lr: list[float],
+    now: float,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is written of one window. `update` counts updates, `window` also those skipped."""
+    """What is written of one window. `update` counts updates, `window` also those skipped.
+
+    `more`: what the step itself does not say (memory, the noise scale and the like).
+    """
     record: dict[str, Any] = {
         "window": window,
         "update": step.update,
@@ -42,10 +78,26 @@ def record_of(
     }
     if step.terms:
         record["terms"] = dict(step.terms)
+    record.update(more or {})
     record["seconds"] = round(step.seconds, 6)
     record["units_per_second"] = round(step.units / step.seconds, 3) if step.seconds > 0 else None
     record["time"] = round(now, 3)
     return record
+
+
+def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record by the names under which they are drawn; none that is not finite."""
+    found = {name: record.get(name) for name in _SCALARS}
+    rates = record["lr"] if isinstance(record["lr"], list) else [record["lr"]]
+    for group, rate in enumerate(rates):
+        found["lr" if len(rates) == 1 else f"lr/{group}"] = rate
+    for name, value in record.get("terms", {}).items():
+        found[f"terms/{name}"] = value
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if value is not None and math.isfinite(value)
+    }
 
 
 class MetricsFile:
@@ -97,39 +149,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-class Events:
-    """TensorBoard's event files; after a resume, what lies beyond the checkpoint is hidden."""
-
-    def __init__(self, folder: Path, *, windows: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
-        self._writer: Any = SummaryWriter(
-            str(folder), purge_step=windows + 1 if windows else None, flush_secs=10
-        )
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """The numbers of a record, by its window."""
-        for name in ("loss", "grad_norm", "clip", "loss_scale", "units_per_second"):
-            self._scalar(name, record[name], record["window"])
-        rates = record["lr"] if isinstance(record["lr"], list) else [record["lr"]]
-        for group, rate in enumerate(rates):
-            self._scalar("lr" if len(rates) == 1 else f"lr/{group}", rate, record["window"])
-        for name, value in record.get("terms", {}).items():
-            self._scalar(f"terms/{name}", value, record["window"])
-
-    def _scalar(self, name: str, value: float | None, window: int) -> None:
-        if value is not None:
-            self._writer.add_scalar(name, value, window)
-
-    def sync(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def _finite(value: Any) -> Any:
