@@ -155,13 +155,16 @@ class Pipe:
             target=_work, args=(self._shared, self.device), name="wholebatch-gradients", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _end, self._shared)
+        weakref.finalize(self, _end, self._shared, self._thread)
 
 
-def _end(shared: _Shared) -> None:
+def _end(shared: _Shared, thread: threading.Thread) -> None:
+    """The pipe, or the interpreter, goes: no thread may be inside torch by then."""
     with shared.changed:
         shared.queue.append(None)
         shared.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(timeout=10.0)
 
 
 def _work(shared: _Shared, device: torch.device) -> None:

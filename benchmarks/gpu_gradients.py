@@ -1,0 +1,347 @@
+"""Device memory and time of a window by where its gradients go, on one CUDA device.
+
+    python benchmarks/gpu_gradients.py                       # the table of docs/gradients.md
+    python benchmarks/gpu_gradients.py --rows host-1 plain-1 # some rows
+    python benchmarks/gpu_gradients.py --model gpt-tiny      # tries the program out, on a CPU too
+    python benchmarks/gpu_gradients.py --tables              # gradients.md from its json again
+
+The link and the addition on the host are measured first, by themselves. Rows then run one after the
+other in one process; each is printed as it comes, and `--budget` seconds end the run. Everything is
+written to docs/benchmarks/gradients.json and gradients.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from speed.models import CASES, summed  # noqa: E402
+
+import wholebatch as wb  # noqa: E402
+from wholebatch.gradients import pipe  # noqa: E402
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+GIB = 2.0**30
+BF16, FP32 = "bf16", "fp32"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to keep gradients, at one micro-batch."""
+
+    gradients: str
+    micro: int
+    parameters: str
+    samples: int = 0
+    optimizer_on: str = "device"
+    windows: int = 2
+    beside: str = ""
+    """The row that it is compared with."""
+
+
+def rows(large: int) -> dict[str, Row]:
+    """`large`: a micro-batch whose computation covers the link and the host's addition."""
+    few = 4
+    return {
+        "plain-1": Row("device", 1, BF16),
+        "host-1": Row("host", 1, BF16, beside="plain-1", windows=1),
+        "plain-large": Row("device", large, BF16, windows=3),
+        "host-large": Row("host", large, BF16, beside="plain-large", windows=3),
+        "autocast-plain-1": Row("device", 1, FP32),
+        "autocast-moments-1": Row("moments", 1, FP32, beside="autocast-plain-1"),
+        "autocast-plain-large": Row("device", large, FP32, windows=3),
+        "autocast-host-large": Row("host", large, FP32, beside="autocast-plain-large", windows=3),
+        "plain-once": Row("device", few, FP32, samples=few, windows=4),
+        "release-once": Row("release", few, FP32, samples=few, beside="plain-once", windows=4),
+        "host-step": Row("host", large, BF16, optimizer_on="host", beside="plain-large", windows=2),
+    }
+
+
+class Found:
+    """What was measured, written after every row."""
+
+    def __init__(self, out: Path, model: str) -> None:
+        self._file = out / "gradients.json"
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.machine: dict[str, Any] = {
+            "model": model,
+            "device": torch.cuda.get_device_name() if HAS_CUDA else "CPU",
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        self.rows[name] = row
+        print(f"{name}: {json.dumps(row)}", flush=True)
+        self.write()
+
+    def tell(self, **numbers: Any) -> None:
+        self.machine.update(numbers)
+        print(json.dumps(numbers), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"machine": self.machine, "rows": self.rows}, indent=1)
+        self._file.write_text(text + "\n", encoding="utf-8")
+
+
+def link(found: Found, nbytes: int) -> None:
+    """Bytes per second between pinned memory and the device, each way by itself."""
+    if not HAS_CUDA:
+        return
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    speeds = {}
+    for way, target, source in (("to_host", host, device), ("to_device", device, host)):
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(4):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        speeds[f"{way}_gb_per_s"] = 4 * nbytes / (time.perf_counter() - began) / 1e9
+    found.tell(**speeds)
+
+
+def addition(found: Found, elements: int) -> None:
+    """Elements per second that the host adds into fp32, from memory as the pipe does it."""
+    total = torch.zeros(elements)
+    for name, dtype in ((BF16, torch.bfloat16), (FP32, torch.float32)):
+        ring = torch.zeros(pipe._PIECE_BYTES // dtype.itemsize, dtype=dtype, pin_memory=HAS_CUDA)
+
+        def once(ring: Tensor = ring) -> None:
+            for piece in total.split(ring.numel()):
+                pipe.add_on_host(piece, ring[: piece.numel()], first=False)
+
+        once()
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            once()
+            times.append(time.perf_counter() - began)
+        found.tell(**{f"host_adds_{name}_g_per_s": elements / min(times) / 1e9})
+    wide = torch.zeros(elements, dtype=torch.bfloat16)
+    began = time.perf_counter()
+    total.add_(wide)
+    found.tell(plain_torch_adds_bf16_g_per_s=elements / (time.perf_counter() - began) / 1e9)
+
+
+class Stopwatch:
+    """How long the pipe's thread adds, which tells what a window waited for."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._added = pipe.add_on_host
+
+    def __enter__(self) -> Stopwatch:
+        def timed(*args: Any, **options: Any) -> None:
+            began = time.perf_counter()
+            self._added(*args, **options)
+            self.seconds += time.perf_counter() - began
+
+        pipe.add_on_host = timed
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pipe.add_on_host = self._added
+
+
+def synchronize() -> None:
+    if HAS_CUDA:
+        torch.cuda.synchronize()
+
+
+def free() -> None:
+    gc.collect()
+    if HAS_CUDA:
+        torch.cuda.empty_cache()
+
+
+def driver_bytes() -> int:
+    """What the driver says is taken on the device, by whomever."""
+    if not HAS_CUDA:
+        return 0
+    left, total = torch.cuda.mem_get_info()
+    return int(total - left)
+
+
+def measured(case_name: str, row: Row) -> dict[str, Any]:
+    case = CASES[case_name]
+    free()
+    before = driver_bytes()
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model: nn.Module = case.build()
+    if row.parameters == BF16:
+        model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    samples = row.samples or case.window
+    batch = default_collate([case.sample(index) for index in range(samples)])
+    options: dict[str, Any] = {"gradients": row.gradients, "optimizer_on": row.optimizer_on}
+    if row.gradients == "release":
+        options["nonfinite"] = "skip"
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=summed,
+        micro_batch=min(row.micro, samples),
+        units=lambda micro: micro["y"].numel(),
+        precision="full" if row.parameters == BF16 else "bf16",
+        execute="eager",
+        **options,
+    )
+    began = time.perf_counter()
+    losses = [train.step(batch).loss]
+    synchronize()
+    first = time.perf_counter() - began
+    if HAS_CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    out_before = getattr(train._window.store, "bytes_out", 0)
+    times = []
+    with Stopwatch() as stopwatch:
+        for _ in range(row.windows):
+            began = time.perf_counter()
+            losses.append(train.step(batch).loss)
+            synchronize()
+            times.append(time.perf_counter() - began)
+    out = (getattr(train._window.store, "bytes_out", 0) - out_before) / row.windows
+    parameters = sum(p.numel() for p in model.parameters())
+    found = {
+        **asdict(row),
+        "seconds": statistics.median(times),
+        "all_seconds": times,
+        "first_seconds": first,
+        "allocated_gib": torch.cuda.max_memory_allocated() / GIB if HAS_CUDA else 0.0,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if HAS_CUDA else 0.0,
+        "driver_gib": (driver_bytes() - before) / GIB,
+        "gradient_gib": 4 * parameters / GIB,
+        "numbers": parameters,
+        "micro_batches": -(-samples // min(row.micro, samples)),
+        "bytes_out": out,
+        "host_gib": getattr(train._window.store, "host_bytes", 0) / GIB,
+        "adding_seconds": stopwatch.seconds / row.windows,
+        "losses": losses,
+    }
+    del train, model, optimizer
+    free()
+    return found
+
+
+def judged(machine: dict[str, Any], all_rows: dict[str, dict[str, Any]], name: str) -> None:
+    """Add to a row what it comes to beside the one that it is compared with."""
+    row = all_rows[name]
+    beside = all_rows.get(row["beside"])
+    if beside is None:
+        return
+    limits = [beside["seconds"]]
+    if row["gradients"] == "host" and "to_host_gb_per_s" in machine:
+        added = row["numbers"] * row["micro_batches"]
+        kind = row["parameters"]
+        limits.append(row["bytes_out"] / machine["to_host_gb_per_s"] / 1e9)
+        limits.append(added / machine[f"host_adds_{kind}_g_per_s"] / 1e9)
+    row["limits"] = limits
+    row["times_largest_limit"] = row["seconds"] / max(limits)
+    row["times_plain"] = row["seconds"] / beside["seconds"]
+    for kind in ("allocated", "driver"):
+        saved = beside[f"{kind}_gib"] - row[f"{kind}_gib"]
+        row[f"{kind}_saved_of_gradients"] = saved / row["gradient_gib"]
+
+
+def page(data: dict[str, Any]) -> str:
+    """The table, in Markdown."""
+    machine = data["machine"]
+    lines = [
+        "| gradients | parameters | micro-batch | s per window | beside plain | of the largest "
+        "limit | device memory | gradients saved |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"].values():
+        if "error" in row:
+            continue
+        host_step = ', optimizer_on="host"' if row["optimizer_on"] == "host" else ""
+        saved = row.get("allocated_saved_of_gradients")
+        lines.append(
+            f'| `"{row["gradients"]}"`{host_step} | {row["parameters"]} | {row["micro"]} of '
+            f"{row['samples'] or machine['window']} | {row['seconds']:.2f} | "
+            + (f"{row['times_plain']:.2f}×" if "times_plain" in row else "")
+            + " | "
+            + (f"{row['times_largest_limit']:.2f}×" if row["gradients"] == "host" else "")
+            + f" | {row['allocated_gib']:.1f} GiB | "
+            + (f"{saved:.0%} of {row['gradient_gib']:.1f} GiB" if saved is not None else "")
+            + " |"
+        )
+    facts = [
+        f"{machine['device']}, torch {machine['torch']}, {machine['threads']} host threads.",
+        f"Link {machine.get('to_host_gb_per_s', 0):.1f} GB/s to the host, "
+        f"{machine.get('to_device_gb_per_s', 0):.1f} GB/s back; the host adds "
+        f"{machine['host_adds_bf16_g_per_s']:.1f} G bf16 or "
+        f"{machine['host_adds_fp32_g_per_s']:.1f} G fp32 numbers a second into fp32 sums.",
+    ]
+    return "\n".join([*lines, "", " ".join(facts), ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="gpt-1.3b", choices=sorted(CASES))
+    parser.add_argument("--rows", nargs="+")
+    parser.add_argument("--large", type=int, default=16)
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds in all")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
+    parser.add_argument("--tables", action="store_true")
+    options = parser.parse_args()
+    page_file = options.out / "gradients.md"
+    if options.tables:
+        data = json.loads((options.out / "gradients.json").read_text(encoding="utf-8"))
+        page_file.write_text(page(data), encoding="utf-8")
+        return 0
+    began = time.monotonic()
+    case = CASES[options.model]
+    found = Found(options.out, options.model)
+    found.tell(window=case.window, large=min(options.large, case.window))
+    is_small = options.model == "gpt-tiny"
+    link(found, 2**20 if is_small else 2**30)
+    addition(found, 2**20 if is_small else 2**29)
+    chosen = rows(min(options.large, case.window))
+    longest = 0.0
+    for name, row in chosen.items():
+        if options.rows and name not in options.rows:
+            continue
+        started = time.monotonic()
+        if started - began + longest > options.budget:
+            print(f"{name}: no time left", flush=True)
+            continue
+        try:
+            result = measured(options.model, row)
+        except Exception as problem:
+            result = {"error": f"{type(problem).__name__}: {str(problem)[:300]}", "beside": ""}
+            free()
+        else:
+            found.rows[name] = result
+            judged(found.machine, found.rows, name)
+        found.add(name, result)
+        longest = max(longest, time.monotonic() - started)
+        print(f"after {time.monotonic() - began:.0f} s", flush=True)
+    text = page({"machine": found.machine, "rows": found.rows})
+    page_file.write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""On a CUDA device: gradients on the host, released, or in the moments, beside the plain window."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+Micro = dict[str, Tensor]
+MIB = 2**20
+
+
+class Net(nn.Module):
+    """Large matrices, small vectors, a tied embedding, and another order of memory."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.norm = nn.LayerNorm(width)
+        self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = self.norm(x + self.conv(x[:, None]).mean(1))
+        return nn.functional.linear(x, self.embed.weight)
+
+
+def loss(model: nn.Module, micro: Micro) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def batch(samples: int = 13, length: int = 17) -> Micro:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (samples, length), generator=generator)
+    return {"x": tokens, "y": tokens.roll(1, 1)}
+
+
+def run(
+    dtype: torch.dtype, *, device: str = "cuda", width: int = 96, updates: int = 3, **options: Any
+) -> tuple[nn.Module, list[wb.Step], wb.WholeBatch]:
+    torch.manual_seed(0)
+    model = Net(width).to(dtype).to(device)
+    fused = options.pop("fused", True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    options = {"micro_batch": 3, "units": lambda m: m["y"].numel(), **options}
+    train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager", **options)
+    return model, [train.step(batch()) for _ in range(updates)], train
+
+
+def far(ours: nn.Module, right: nn.Module) -> float:
+    a = nn.utils.parameters_to_vector(p.detach().cpu().double() for p in ours.parameters())
+    b = nn.utils.parameters_to_vector(p.detach().cpu().double() for p in right.parameters())
+    return float((a - b).norm() / b.norm())
+
+
+def test_host_sums_make_the_update_of_the_plain_window() -> None:
+    for dtype, at_most in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        for options in ({}, {"clip_norm": 0.05}, {"clip_value": 0.001}, {"fused": False}):
+            plain, steps, _ = run(dtype, **options)
+            for on in ("device", "host"):
+                host, ours, _ = run(dtype, gradients="host", optimizer_on=on, **options)
+                assert far(host, plain) <= at_most, (dtype, options, on, far(host, plain))
+                for a, b in zip(ours, steps, strict=True):
+                    assert abs(a.grad_norm / b.grad_norm - 1) < 1e-2, (a, b)
+
+
+def test_host_sums_have_the_bits_of_the_plain_window() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.backends.cudnn.flags(deterministic=True):
+            plain, _, _ = run(dtype)
+            host, _, _ = run(dtype, gradients="host")
+        assert all(map(torch.equal, plain.parameters(), host.parameters())), dtype
+
+
+def test_release_has_the_bits_of_the_plain_window() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for micro in (3, 13):
+            options: dict[str, Any] = {"micro_batch": micro, "nonfinite": "skip"}
+            plain, _, _ = run(dtype, **options)
+            ours, _, _ = run(dtype, gradients="release", **options)
+            assert far(ours, plain) <= 1e-6, (dtype, micro)
+
+
+def test_moments_are_those_of_the_cpu() -> None:
+    on_cpu, _, _ = run(torch.float64, device="cpu", gradients="moments")
+    on_gpu, _, _ = run(torch.float64, gradients="moments")
+    assert far(on_gpu, on_cpu) <= 1e-12
+
+
+def test_state_on_the_host_leaves_none_on_the_device() -> None:
+    _, _, train = run(torch.float32, gradients="host", optimizer_on="host")
+    states = train._window.target.optimizers[0].state.values()
+    assert {t.device.type for state in states for t in state.values()} == {"cpu"}
+
+
+def test_resume_in_the_middle_of_a_window() -> None:
+    torch.backends.cudnn.deterministic = True
+    straight, _, train = run(torch.float32, gradients="host", updates=1)
+    saved: dict[str, Any] = {}
+
+    def keep(done: int, of: int) -> None:
+        if done == 2:
+            saved["train"] = train.state_dict()
+            saved["model"] = {n: t.clone() for n, t in straight.state_dict().items()}
+
+    optimizer = train._window.target.optimizers[0].state_dict()
+    optimizer = {
+        "state": {i: {n: t.clone() for n, t in s.items()} for i, s in optimizer["state"].items()},
+        "param_groups": optimizer["param_groups"],
+    }
+    train.step(batch(), after_micro=keep)
+    resumed, _, again = run(torch.float32, gradients="host", updates=0)
+    resumed.load_state_dict(saved["model"])
+    again._window.target.optimizers[0].load_state_dict(optimizer)
+    again.load_state_dict(saved["train"])
+    again.step(batch())
+    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
+
+
+def peak(**options: Any) -> tuple[int, int]:
+    """Bytes at the peak of a third window, above what lay there before, and bytes of gradients."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model, _, train = run(torch.float32, width=2048, updates=2, micro_batch=13, **options)
+    numbers = sum(p.numel() for p in model.parameters())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train.step(batch())
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, 4 * numbers
+
+
+def test_no_store_but_the_plain_one_holds_the_gradients() -> None:
+    plain, gradients = peak()
+    assert plain > gradients
+    limits = {"host": 0.0, "moments": 0.0, "release": 0.0}
+    for name in limits:
+        extra: dict[str, Any] = {"nonfinite": "skip"} if name == "release" else {}
+        limits[name], _ = peak(gradients=name, **extra)
+    # Four matrices of 16 MiB: two of them may wait, and the one that is being made.
+    assert max(limits.values()) < plain - gradients / 4, (plain, gradients, limits)
