@@ -201,17 +201,21 @@ def test_recorded_windows_equal_the_undivided_batch_in_float64() -> None:
         assert far <= 1e-12, (hold, far)
 
 
-def test_recorded_under_autocast_gives_the_bits_of_the_threads() -> None:
-    for hold in HOLDS:
-        models = [network(), network()]
-        for model, execute in zip(models, ("graph", "eager"), strict=True):
-            train = training(model, hold, precision="bf16")
-            train._feeding.recorder._off = execute == "eager"
-            for seed in range(3):
-                x, y = on_host(24, seed)
-                train.step((x.float(), y))
-        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(ours, theirs), hold
+def test_recorded_windows_give_the_bits_of_the_threads_also_with_dropout() -> None:
+    for dropout in (0.0, 0.3):
+        for hold in HOLDS:
+            models = [network(dropout), network(dropout)]
+            for model, execute in zip(models, ("graph", "eager"), strict=True):
+                torch.manual_seed(4)
+                train = training(model, hold, precision="bf16")
+                train._feeding.recorder._off = execute == "eager"
+                for seed in range(4):
+                    x, y = on_host(24, seed)
+                    train.step((x.float(), y))
+                mode = "recording" if execute == "graph" else "threads"
+                assert train._feeding.recorder.mode == mode, train._feeding.recorder.notes.history
+            for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                assert torch.equal(ours, theirs), (hold, dropout)
 
 
 def test_what_cannot_be_recorded_leaves_the_device_as_it_was() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -57,7 +57,8 @@ class Again:
         self._parameters = list(model.parameters())
         self._run: Callable[[], Any] = list
 
-    def record(self, run: Callable[[], R]) -> R:
+    def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
+        assert not generators  # those of the CPU cannot be replayed
         self._run = run
         self._made = run()
         self._gradients = [parameter.grad for parameter in self._parameters]
@@ -184,7 +185,7 @@ def test_the_random_numbers_after_it_do_not_depend_on_who_ran() -> None:
 
 
 class Broken(Again):
-    def record(self, run: Callable[[], R]) -> R:
+    def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
         run()
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -218,7 +219,7 @@ def counting(model: nn.Sequential) -> None:
         (Wrong, None, 0.0, "its gradient differs from that of eager code by 1.0e+00 of it"),
         (Again, hooked, 0.0, "0 has forward hooks"),
         (Again, counting, 0.0, "its forward changes ReLU.calls"),
-        (Again, None, 0.5, "it draws random numbers"),
+        (Again, None, 0.5, "it draws random numbers on the host"),
     ],
 )
 def test_what_cannot_be_recorded_runs_by_threads(

@@ -8,6 +8,7 @@ ResNet-50 about a third, for about a third more time, and nothing travels to the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from wholebatch.coupled.audit import batchnorms
 from wholebatch.coupled.moments import recomputing
 from wholebatch.coupled.replaced import ReplacedForwards
+from wholebatch.coupled.rng import Begins, Call
 
 __all__ = ["Recomputed", "blocks_of"]
 
@@ -58,21 +60,24 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class Recomputed:
     """While this is entered, the given blocks keep their inputs only.
 
-    `random=False`: they draw no random numbers, so the generators are left alone. All but `kept`:
-    the block that comes last in the forward comes first in the backward, when what is inside of it
-    would be there again at once. `last` names it, once all micro-batches have been through.
+    All but `kept`: the block that comes last in the forward comes first in the backward, when what
+    is inside of it would be there again at once. `last` names it, once all micro-batches have been
+    through. `begins` is told where the blocks draw random numbers. With `again`, a context in which
+    a call is computed again, the generators are left alone.
     """
 
     def __init__(
         self,
         blocks: Sequence[tuple[str, nn.Module]],
         *,
-        random: bool = True,
         kept: str | None = None,
+        begins: Begins | None = None,
+        again: Callable[[Call], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._blocks = blocks
-        self._random = random
         self._kept = kept
+        self._begins = begins
+        self._at_replay = again
         self._calls: dict[str, int] = {}
         self._replaced = ReplacedForwards()
 
@@ -94,8 +99,18 @@ class Recomputed:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not recomputing():
                 self._calls[name] = self._calls.get(name, 0) + 1
-            return checkpoint(
-                found, *args, use_reentrant=False, preserve_rng_state=self._random, **kwargs
-            )
+            again, begins = self._at_replay, self._begins
+            if again is not None and begins is not None:
+                call = begins.call(name)
+                return checkpoint(
+                    found,
+                    *args,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    context_fn=lambda: (nullcontext(), again(call)),
+                    **kwargs,
+                )
+            with nullcontext() if begins is None or recomputing() else begins.noted(name):
+                return checkpoint(found, *args, use_reentrant=False, **kwargs)
 
         return forward

@@ -19,7 +19,7 @@ losses = step.run(
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from wholebatch.coupled.audit import running_buffers
 from wholebatch.coupled.moments import Reduce
-from wholebatch.coupled.rng import Streams
+from wholebatch.coupled.rng import Begins, Call, RecordedStreams, Streams
 from wholebatch.errors import OptionError
 from wholebatch.runners.baton import Baton
 from wholebatch.runners.blocks import Recomputed, blocks_of
@@ -102,7 +102,9 @@ class LockStep:
         self._learnt: dict[int, set[Place]] = {}
         self.paged: Paged | None = None
         self._last_block: str | None = None  # known after the first run
-        self.drawn = True  # whether a micro-batch of the last run drew random numbers
+        self.drawn = frozenset({"cpu"})  # devices whose random numbers the last run drew
+        self.seed = 0  # of the last run's random numbers
+        self._begins: dict[Call, int] = {}
 
     def run(
         self,
@@ -150,21 +152,32 @@ class LockStep:
             self.holding = "host"
         return True
 
+    def recorded_streams(self, parties: int) -> RecordedStreams | None:
+        """The random numbers of a recording of the last run; None if it drew none."""
+        if not self.drawn:
+            return None
+        device = next(device for device in self._devices() if device.type == "cuda")
+        return RecordedStreams(parties, device, self._begins)
+
     def record(
-        self, micros: Sequence[M], *, forward: Callable[[M], T], backward: Callable[[T], R]
+        self,
+        micros: Sequence[M],
+        *,
+        forward: Callable[[M], T],
+        backward: Callable[[T], R],
+        streams: RecordedStreams | None,
     ) -> list[R]:
         """The same as `run`, for a CUDA graph that is being recorded on the current stream.
 
-        For models that draw no random numbers (`drawn` says so after a run): the device's generator
-        is not touched. Host memory that the copies of `hold="host"` go to is the recording's own
-        from here on. A run of the same kind must have been before, so that everything that is made
-        once is made.
+        A run of the same kind must have been just before, so that everything that is made once is
+        made. Random numbers are those of `streams`. Host memory that the copies of `hold="host"` go
+        to is the recording's own from here on.
         """
         pool = self._pool or HostPool(pinned=self._on_cuda())
         self._pool = None  # a later run takes another
         pool.forget_copies()
         self._recorded_pools.append(pool)
-        return self._run(micros, forward, backward, None, pool=pool, recording=True)
+        return self._run(micros, forward, backward, None, pool=pool, recorded=streams or True)
 
     def forget_recordings(self) -> None:
         """Give back the host memory of all recordings: none of them will be replayed again."""
@@ -178,13 +191,14 @@ class LockStep:
         moved: Callable[[M], M] | None,
         *,
         pool: HostPool | None = None,
-        recording: bool = False,
+        recorded: RecordedStreams | bool = False,
     ) -> list[R]:
         parties = len(micros)
-        devices = () if recording else self._devices()
+        devices = () if recorded else self._devices()
         streams = Streams(parties, devices) if parties > 1 else None
+        on_tape = recorded if isinstance(recorded, RecordedStreams) else None
         pages = self._pages(parties, pool) if self.holding == "host" and parties > 1 else None
-        parts = [part for part in (streams, pages) if part is not None]
+        parts = [part for part in (streams, on_tape, pages) if part is not None]
         baton: Baton[R] = Baton(
             parties,
             enter=lambda party: [part.enter(party) for part in parts],
@@ -217,14 +231,16 @@ class LockStep:
             return lambda: inherited.run(lambda: body(party))
 
         # Recording computes nothing, so nothing has to be put back.
-        buffers = _Buffers(() if recording else self._norms)
+        buffers = _Buffers(() if recorded else self._norms)
+        begins = Begins(self._offset, lambda: baton.party) if elsewhere or recorded else None
         try:
             with (
                 Meetings(self._norms, baton, reduce=self._reduce),
                 Recomputed(
                     self._blocks if self.holding == "inputs" else (),
-                    random=not recording,
                     kept=self._last_block,
+                    begins=begins,
+                    again=_same if recorded and on_tape is None else on_tape and on_tape.again,
                 ) as recomputed,
                 Elsewhere(
                     self._model.modules() if by_layers and self._model else (),
@@ -244,11 +260,21 @@ class LockStep:
         finally:
             if pages is not None:
                 self.paged = pages.close()
+            if on_tape is not None:
+                on_tape.close()
         self._last_block = self._last_block or recomputed.last(parties)
         if streams is not None:
             streams.close()
-            self.drawn = streams.drawn()
+        if streams is not None and not recorded:
+            self.drawn, self.seed = streams.drawn(), streams.seed
+            self._begins = {} if begins is None else begins.of
         return results
+
+    def _offset(self) -> int:
+        """How far the device's random numbers are."""
+        if not self._on_cuda():
+            return 0
+        return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
     def _has_thread_state(self) -> bool:
         return self._on_cuda()
@@ -281,6 +307,10 @@ class LockStep:
 
 def _here(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _same(call: Call) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _at_once(job: Callable[[], T]) -> T:

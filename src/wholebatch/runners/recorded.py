@@ -6,23 +6,22 @@ instead of running it; a replay needs no threads, no meetings and no host.
 
 A recording holds for windows whose micro-batches have the same shapes. What it was made under (the
 model's plain attributes, where its tensors are) is looked at again at every window, and a recording
-is used only after it gave the gradients that the threads gave. Models that draw random numbers,
-decide by the values of tensors, or do anything in Python that has to be done again are not
-recorded: their windows run as before.
+is used only after it gave the gradients that the threads gave, with the same random numbers. Models
+that draw random numbers on the host, decide by the values of tensors, or do anything in Python that
+has to be done again are not recorded: their windows run as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.backward import Backward, backward_into
-from wholebatch.coupled.rng import draw
+from wholebatch.coupled.rng import RecordedStreams, draw
 from wholebatch.execute.check import differs
 from wholebatch.execute.fingerprint import Fingerprint, only_reads, refuse_hooks
 from wholebatch.execute.inputs import Inputs, Key, take_apart
@@ -30,13 +29,13 @@ from wholebatch.execute.notes import CannotTrace, Notes, first_line
 from wholebatch.execute.trace import Form
 from wholebatch.loss import Loss, Terms
 from wholebatch.runners.lockstep import LockStep
+from wholebatch.runners.tape import CudaTape, Tape
 from wholebatch.snapshot import Snapshot
 from wholebatch.sync.single import Single
 from wholebatch.window import Window
 
-__all__ = ["CudaTape", "Recorder", "Tape"]
+__all__ = ["Recorder"]
 
-R = TypeVar("R")
 Micro = tuple[list[Tensor], list[Tensor]]
 """Totals, and the units that are tensors, of one micro-batch."""
 
@@ -44,49 +43,6 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _EAGER_WINDOWS = 2
 """Windows of a kind before one is recorded: making the recording takes about as long."""
 _KINDS = 3
-
-
-class Tape(Protocol):
-    """Records what `run` launches, and launches it again."""
-
-    def record(self, run: Callable[[], R]) -> R: ...
-
-    def replay(self) -> None: ...
-
-
-class CudaTape:
-    """A CUDA graph. What `run` returns keeps its place: every replay writes it anew."""
-
-    def __init__(self, pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
-
-    def record(self, run: Callable[[], R]) -> R:
-        # Other threads launch into the recorded stream; only this one is kept from what would
-        # break a recording.
-        try:
-            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-                return run()
-        except BaseException:
-            _after_a_broken_recording(self._pool)
-            raise
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-def _after_a_broken_recording(pool: Any) -> None:
-    """A recording that fails leaves the allocator and the generator believing that it goes on."""
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError):
-        torch.cuda.synchronize()
-    with suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
-    with suppress(RuntimeError):
-        blank = torch.cuda.CUDAGraph()
-        number = torch.zeros(1, device="cuda")
-        with torch.cuda.graph(blank, capture_error_mode="thread_local"):
-            number.add_(1)
 
 
 @dataclass
@@ -100,7 +56,16 @@ class _Recording:
     results: list[Micro]
     gradients: list[tuple[nn.Parameter, Tensor]]
     addresses: list[int]
+    streams: RecordedStreams | None
     done: torch.cuda.Event | None = None
+
+    def play(self, seed: int) -> None:
+        """Launch it, with the random numbers that the threads would have with this seed."""
+        if self.streams is not None:
+            self.streams.seed(seed)
+        self.tape.replay()
+        if self.done is not None:
+            self.done.record()
 
 
 class Recorder:
@@ -217,11 +182,9 @@ class Recorder:
     # ----------------------------------------------------------------- replay
 
     def _replay(self, recording: _Recording, apart: list[Inputs]) -> None:
-        draw()  # as the threads do, so that what is drawn later does not depend on who ran
+        seed = draw()  # as the threads do, so that what is drawn later does not depend on who ran
         self._fill(recording, apart)
-        recording.tape.replay()
-        if recording.done is not None:
-            recording.done.record()
+        recording.play(seed)
         for parameter, gradient in recording.gradients:
             parameter.grad = gradient
         for form, (totals, units) in zip(recording.forms, recording.results, strict=True):
@@ -268,8 +231,8 @@ class Recorder:
     def _make(self, apart: list[Inputs]) -> _Recording:
         """Record the window that the threads have just run, and hold the two against each other."""
         window = self._window
-        if self._lock_step.drawn:
-            raise CannotTrace("it draws random numbers, and each replay would need others")
+        if self._lock_step.drawn - {"cuda"}:
+            raise CannotTrace("it draws random numbers on the host, which no replay would do")
         if window.target.sixteen_bit:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
         if window.store.only_eager is not None:
@@ -285,7 +248,7 @@ class Recorder:
         try:
             recording = self._recorded(apart, {n: _dtype(made[0]) for n, made in totals.items()})
             self._fill(recording, apart)
-            recording.tape.replay()
+            recording.play(self._lock_step.seed)
             self._hold_against(recording, wanted, totals)
         finally:
             after.restore()
@@ -323,11 +286,16 @@ class Recorder:
             )
 
         tape = self._tape()
+        streams = self._lock_step.recorded_streams(len(micros))
+
+        def run() -> list[Micro]:
+            return self._lock_step.record(
+                micros, forward=self._forward, backward=backward, streams=streams
+            )
+
         try:
             with only_reads(self._model):
-                results = tape.record(
-                    lambda: self._lock_step.record(micros, forward=self._forward, backward=backward)
-                )
+                results = tape.record(run, [] if streams is None else streams.generators)
         except (CannotTrace, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # whatever a model does that cannot be recorded
@@ -335,7 +303,7 @@ class Recorder:
         done = torch.cuda.Event() if device.type == "cuda" and on_host else None
         gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
         return _Recording(
-            tape, inputs, seeds, [*forms], results, gradients, self._addresses(), done
+            tape, inputs, seeds, [*forms], results, gradients, self._addresses(), streams, done
         )
 
     def _hold_against(
