@@ -14,6 +14,7 @@ Images are drawn from a pool on the device by their numbers: 65,536 pairs of the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -148,17 +149,39 @@ def by_whole(size: Size, count: int) -> Callable[[], Any]:
     return window
 
 
-def by_wholebatch(size: Size, count: int, micro: int) -> Callable[[], Any]:
+def by_wholebatch(size: Size, count: int, micro: int, keep: int = 0) -> Callable[[], Any]:
     model = Tower(size).to(size.device)
     train = wb.WholeBatch(
         model,
         optimizer_of(model),
-        loss=wb.Coupled(encode, loss),
+        loss=wb.Coupled(encode, loss, keep=keep),
         micro_batch=micro,
         precision="bf16",
     )
     batch = pairs(count, size)
     return lambda: train.step(batch)
+
+
+def by_halves(size: Size, count: int, micro: int) -> Callable[[], Any]:
+    """What two passes cannot go below: a forward, and a plain (wrong) window of micro-batches."""
+    model = Tower(size).to(size.device)
+    optimizer = optimizer_of(model)
+    parts = wb.split(pairs(count, size), micro)
+
+    def window() -> None:
+        for backward in (False, True):
+            for part in parts:
+                with (
+                    torch.autocast(size.device, dtype=torch.bfloat16),
+                    torch.set_grad_enabled(backward),
+                ):
+                    total = loss(encode(model, part)).total if backward else encode(model, part)[0]
+                if backward:
+                    total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return window
 
 
 def by_sentence_transformers(size: Size, count: int, micro: int) -> Callable[[], Any] | str:
@@ -226,7 +249,14 @@ def main() -> None:
     whole = note("whole batch", warm(by_whole(size, size.compared)), size.compared, 3)
     found["whole"] = whole
     _empty(size)
-    note("wb.Coupled", warm(by_wholebatch(size, size.compared, size.micro)), size.compared, 3)
+    for keep in (0, 1, 2):
+        window = warm(by_wholebatch(size, size.compared, size.micro, keep))
+        note(f"wb.Coupled, keep={keep}", window, size.compared, 3)
+        del window
+        _empty(size)
+    window = warm(by_halves(size, size.compared, size.micro))
+    note("its two halves alone", window, size.compared, 3)
+    del window
     _empty(size)
     try:
         theirs = warm(by_sentence_transformers(size, size.compared, size.micro))
@@ -255,6 +285,7 @@ def _write(found: dict[str, Any]) -> None:
 
 
 def _empty(size: Size) -> None:
+    gc.collect()  # a trainer and its parts hold each other
     if size.device == "cuda":
         torch.cuda.empty_cache()
 

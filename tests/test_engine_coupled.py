@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -174,8 +175,11 @@ def test_statistics_of_batchnorm_are_merged_once() -> None:
     assert int(ours.num_batches_tracked) == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keep", [0, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_autocast_is_no_further_from_float64_than_the_undivided_batch(precision: str) -> None:
+def test_autocast_is_no_further_from_float64_than_the_undivided_batch(
+    precision: str, keep: int
+) -> None:
     exact = Clip()
     data = batch(64)
     mean_of("clip")(exact, data).backward()
@@ -194,7 +198,7 @@ def test_autocast_is_no_further_from_float64_than_the_undivided_batch(precision:
     train = wb.WholeBatch(
         model,
         optimizer,
-        loss=coupled(model),
+        loss=replace(coupled(model), keep=keep),
         micro_batch=12,
         precision=precision,
         scaler=scaler,
@@ -203,6 +207,42 @@ def test_autocast_is_no_further_from_float64_than_the_undivided_batch(precision:
     assert step.loss_scale == (1024.0 if precision == "fp16" else 1.0)
     ours = distance(seen.gradients[0], truth)  # type: ignore[arg-type]
     assert 0 < ours <= 1.25 * undivided
+
+
+class Counted(Clip):
+    """Its forward moves a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("keep", [1, 2, 9])
+def test_graphs_that_are_kept_are_not_encoded_again(keep: int, moves: bool) -> None:
+    made = []
+    for kept in (0, keep):
+        model = Counted()
+        calls = []
+
+        def counted(model: Any, micro: Batch, calls: list[int] = calls) -> Batch:
+            calls.append(len(micro["label"]))
+            if moves:
+                model.calls += 1
+            return encode(model, micro)
+
+        optimizer = sgd(model)
+        seen = Seen(model, optimizer)
+        loss = wb.Coupled(counted, lambda all, m=model: LOSSES["clip"](m, all), keep=kept)
+        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4, audit=False)
+        torch.manual_seed(6)
+        assert train.step(batch()).micro_batches == 4
+        again = [4, 4, 4, 1] if moves else [4, 4, 4, 1][: 4 - kept if kept < 4 else 0]
+        assert calls == [4, 4, 4, 1, *again]
+        assert model.calls == (4 if moves else 0)
+        made.append((seen.gradients[0], torch.get_rng_state()))
+    assert distance(made[1][0], made[0][0]) <= EXACT
+    assert torch.equal(made[1][1], made[0][1])
 
 
 def test_terms_and_numbers_pass_through() -> None:

@@ -49,16 +49,20 @@ class Coupled:
 
     `encode` is run twice on every micro-batch with the same random numbers, so it must give the
     same representations twice; `tolerance` is how far, relative to their size, they may differ.
+    The last `keep` micro-batches are encoded once: their graphs wait for the gradient, in memory.
     """
 
     encode: Callable[[Any, Any], Any]
     loss: Callable[[Any], Loss | Terms]
     tolerance: float | None = None
+    keep: int = 0
 
     def __post_init__(self) -> None:
         for name in ("encode", "loss"):
             if not callable(getattr(self, name)):
                 raise OptionError(f"Coupled({name}=...): must be a function")
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 0:
+            raise OptionError(f"Coupled(keep={self.keep!r}): must be a number of micro-batches")
         if self.tolerance is not None and self.tolerance < 0:
             raise OptionError(f"Coupled(tolerance={self.tolerance}): must not be negative")
 

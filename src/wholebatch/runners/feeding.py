@@ -213,6 +213,7 @@ class Feeding:
                 computing=self._precision.forward,
                 between=self._between_passes,
                 each=self._each_in_lock_step if together else None,
+                keeps_graphs=self.policy is None,  # one that counts forwards counts the second's
                 before_micro=before,
                 after_micro=after_micro,
             )

@@ -61,6 +61,10 @@ class Tree:
 
         return put(self.shape)
 
+    def detached(self) -> Tree:
+        """The same tensors, apart from their graph."""
+        return Tree([tensor.detach() for tensor in self.tensors], self.shape)
+
     def is_finite(self) -> Tensor:
         """Whether all numbers are finite, without asking the device."""
         checks = [tensor.isfinite().all() for tensor in self.tensors if tensor.is_floating_point()]

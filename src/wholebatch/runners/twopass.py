@@ -47,6 +47,7 @@ def run_two_pass(
     before_micro: Callable[[int], None] = lambda index: None,
     each: Each | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
+    keep: int = 0,
 ) -> list[Tensor]:
     """Add the gradient of `coupled.loss` over all `micros` into the parameters.
 
@@ -57,7 +58,9 @@ def run_two_pass(
     backward is run. `between` is called after the first pass, when `modules` have their buffers
     back; `before_micro(index)` before each micro-batch of either pass. `gather`, where there are
     ranks, gives a representation's rows of all ranks with gradient. `each` runs the micro-batches
-    of a pass (one after the other, if not given).
+    of a pass (one after the other, if not given). The last `keep` micro-batches keep their graphs
+    from the first pass and are not encoded again, unless that would lose what a forward does to
+    buffers.
 
     Buffers of the modules are as after one pass, and so are the random generators. What is returned
     says of each micro-batch, on the device, whether its representations were finite.
@@ -65,15 +68,22 @@ def run_two_pass(
     numbered = list(enumerate(micros))
     alone = each is None
     run = _one_by_one if each is None else each
-    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers()]
+    buffers = _Buffers(modules)
     starts: dict[int, dict[str, Any]] = {}
+    kept: dict[int, Tree] = {}
 
     def first(item: tuple[int, Any]) -> Tree:
         index, micro = item
         before_micro(index)
         starts[index] = randomness.capture()
-        with sampling(micro), computing():
-            return Tree.of(coupled.encode(model, moved(micro)))
+        keeps = alone and index >= len(micros) - keep
+        if keeps and not kept:
+            torch.clear_autocast_cache()  # what was cast without a graph leads no gradient back
+        with sampling(micro), computing(), torch.set_grad_enabled(keeps):
+            tree = Tree.of(coupled.encode(model, moved(micro)))
+        if keeps:
+            kept[index] = tree
+        return tree.detached()
 
     start = randomness.capture()
     with torch.no_grad():
@@ -81,16 +91,29 @@ def run_two_pass(
         finite = [tree.is_finite() for tree in trees]
         whole_batch = Leaves.of(trees)
         del trees
-        for buffer, before in buffers:  # the second pass shall be the one that moves them
-            buffer.copy_(before)
+    if buffers.put_back():  # the second pass shall be the one that moves them
+        kept.clear()
     between()
-    _whole_loss(coupled, whole_batch, whole=whole, computing=computing, gather=gather)
+    try:
+        _whole_loss(coupled, whole_batch, whole=whole, computing=computing, gather=gather)
+    except torch.OutOfMemoryError as error:
+        if kept:
+            raise
+        # Not one that smaller micro-batches would help against.
+        raise WindowError(
+            f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
+            f"holds the representations of all {len(whole_batch.tensors[0])} samples and what it "
+            "computes from them; compute it in fewer rows at a time (the ready losses have rows=), "
+            "or make the representations or the batch smaller"
+        ) from None
     after = randomness.capture()
     farthest: list[Tensor] = []
 
     def again(item: tuple[int, Any]) -> tuple[int, Tree]:
         index, micro = item
         before_micro(index)
+        if index in kept:
+            return index, kept.pop(index)
         if alone:  # together, each has a stream of its own, which begins as it did
             randomness.restore(starts[index])
         with sampling(micro), computing():
@@ -105,7 +128,8 @@ def run_two_pass(
 
     if not alone:
         randomness.restore(start)
-    run(numbered, again, through)
+    # Those that were kept come first: the others then have their memory.
+    run([numbered[index] for index in kept] + numbered[: len(micros) - len(kept)], again, through)
     randomness.restore(after)
     if farthest:
         worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
@@ -133,19 +157,29 @@ def _whole_loss(
 ) -> None:
     """The loss of the whole batch and its backward, after which only gradients are left."""
     leaves = whole_batch.tensors
-    try:
-        with computing():
-            given = leaves if gather is None else [gather(leaf) for leaf in leaves]
-            loss = as_loss(coupled.loss(whole_batch.tree.rebuilt(given)))
-        whole(loss, [leaf for leaf in leaves if leaf.requires_grad])
-    except torch.OutOfMemoryError as error:
-        # Not one that smaller micro-batches would help against.
-        raise WindowError(
-            f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
-            f"holds the representations of all {len(leaves[0])} samples and what it computes from "
-            "them; compute it in fewer rows at a time (the ready losses have rows=), or make the "
-            "representations or the batch smaller"
-        ) from None
+    with computing():
+        given = leaves if gather is None else [gather(leaf) for leaf in leaves]
+        loss = as_loss(coupled.loss(whole_batch.tree.rebuilt(given)))
+    whole(loss, [leaf for leaf in leaves if leaf.requires_grad])
+
+
+class _Buffers:
+    """The modules' buffers as they were before the first pass."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._saved = [(b, b._version, b.detach().clone()) for b in self._now()]
+
+    def _now(self) -> list[Tensor]:
+        return [buffer for module in self._modules for buffer in module.buffers()]
+
+    @torch.no_grad()
+    def put_back(self) -> bool:
+        """Whether any had moved."""
+        moved = [one for one in self._saved if one[0]._version != one[1]]
+        for buffer, _, before in moved:
+            buffer.copy_(before)
+        return bool(moved) or [id(b) for b in self._now()] != [id(b) for b, _, _ in self._saved]
 
 
 def _check_replay(found: float, dtypes: Iterable[torch.dtype], coupled: Coupled) -> None:

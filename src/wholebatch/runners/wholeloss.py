@@ -40,6 +40,7 @@ class WholeLoss:
                 "DistributedDataParallel (without SyncBatchNorm) only; use those"
             )
         self._coupled = coupled
+        self._keep = coupled.keep
         self._model = model
         self._window = window
         self._gather = Gathered(sync) if sync.ranks > 1 else None
@@ -55,6 +56,7 @@ class WholeLoss:
         computing: Callable[[], AbstractContextManager[Any]],
         between: Callable[[], None],
         each: Each | None,
+        keeps_graphs: bool,
         before_micro: Callable[[int], None],
         after_micro: Callable[[int, int], None],
     ) -> None:
@@ -62,28 +64,34 @@ class WholeLoss:
         window = self._window
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-            window.closing = reduces and each is None and index == len(micros) - 1
+            last = window.micro_batches == len(micros) - 1
+            window.closing = reduces and each is None and last
             if outputs:
                 window.backward(outputs, gradients)
             window.micro_batch_done()
             if each is None:
-                after_micro(index + 1, len(micros))
+                after_micro(window.micro_batches, len(micros))
 
-        self._finite = run_two_pass(
-            self._coupled,
-            self._model,
-            micros,
-            modules=window.target.models,
-            whole=self._add,
-            inject=inject,
-            moved=moved,
-            sampling=sampling,
-            computing=computing,
-            between=between,
-            before_micro=before_micro,
-            each=each,
-            gather=self._gather,
-        )
+        try:
+            self._finite = run_two_pass(
+                self._coupled,
+                self._model,
+                micros,
+                modules=window.target.models,
+                whole=self._add,
+                inject=inject,
+                moved=moved,
+                sampling=sampling,
+                computing=computing,
+                between=between,
+                before_micro=before_micro,
+                each=each,
+                gather=self._gather,
+                keep=self._keep if keeps_graphs else 0,
+            )
+        except torch.OutOfMemoryError:
+            self._keep = 0
+            raise
         if each is not None:
             after_micro(len(micros), len(micros))
 
