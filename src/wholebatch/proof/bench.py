@@ -152,6 +152,7 @@ class Bench:
             clip_norm=self.clip_norm,
             clip_value=self.clip_value,
             batchnorm=self.batchnorm,
+            audit=False,  # what couples samples is to be shown here, not refused
             batch_size=reading.batch_size,
             static=reading.static,
             **options,
