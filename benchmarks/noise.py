@@ -103,7 +103,7 @@ def on_cuda() -> dict[str, Case]:
     }
 
 
-def run_of(case: Case, noise: int | None) -> tuple[wb.WholeBatch, Any]:
+def run_of(case: Case, noise: int | None) -> tuple[wb.WholeBatch, Any, bool]:
     model = case.model()
     fused = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
@@ -116,18 +116,17 @@ def run_of(case: Case, noise: int | None) -> tuple[wb.WholeBatch, Any]:
         noise=noise,
         **case.options,
     )
-    return train, case.batch()
+    return train, case.batch(), fused
 
 
-def time_of(train: wb.WholeBatch, batch: Any) -> float:
-    device = next(train.model.parameters()).device
+def time_of(train: wb.WholeBatch, batch: Any, on_cuda: bool) -> float:
     clock = time.process_time
-    if device.type == "cuda":
+    if on_cuda:
         clock = time.perf_counter
         torch.cuda.synchronize()
     start = clock()
     train.step(batch)
-    if device.type == "cuda":
+    if on_cuda:
         torch.cuda.synchronize()
     return clock() - start
 

@@ -32,7 +32,7 @@ _EVERY = 8
 def check_noise(noise: object) -> Noise:
     """The option itself, or an OptionError that says what is allowed."""
     if noise is None or noise == "auto":
-        return noise  # type: ignore[return-value]
+        return noise
     if isinstance(noise, bool) or not isinstance(noise, int) or noise < 1:
         raise OptionError(
             f'noise={noise!r}: must be None, "auto", or every how many windows to look at one'
