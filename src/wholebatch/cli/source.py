@@ -40,8 +40,8 @@ class Source:
             said.append(f"the recipe has changed since {self.path} was written")
         if self.ranks not in (None, ranks):
             said.append(f"{self.path} was written by {self.ranks} ranks, here there are {ranks}")
-        for name, then in self.versions.items():
-            here = versions.get(name, "none")
+        for name, here in versions.items():
+            then = self.versions.get(name, here)
             if here != then:
                 said.append(f"{self.path} was written with {name} {then}, here it is {here}")
         return said
