@@ -240,7 +240,7 @@ class LockStep:
                     self._blocks if self.holding == "inputs" else (),
                     kept=self._last_block,
                     begins=begins,
-                    again=_same if recorded and on_tape is None else on_tape and on_tape.again,
+                    again=on_tape.again if on_tape is not None else _same if recorded else None,
                 ) as recomputed,
                 Elsewhere(
                     self._model.modules() if by_layers and self._model else (),
