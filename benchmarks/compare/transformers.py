@@ -1,7 +1,7 @@
 """Transformers' Trainer, with and without wholebatch.
 
 Two models: one in float64 whose forward does not take `num_items_in_batch`, as most that users
-write do not, and GPT-2 in float32, which does, so that the Trainer's own counting of tokens works.
+write do not, and a Llama in float32, which does, so that the Trainer's own counting of tokens works.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Trainer,
@@ -55,19 +55,17 @@ class ReaderForTokenClassification(PreTrainedModel):
         return {"loss": loss_of(logits, labels), "logits": logits}
 
 
-def gpt2() -> GPT2LMHeadModel:
+def llama() -> LlamaForCausalLM:
     torch.manual_seed(5)
-    config = GPT2Config(
+    config = LlamaConfig(
         vocab_size=WORDS,
-        n_positions=LENGTH,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=LENGTH,
     )
-    return GPT2LMHeadModel(config)
+    return LlamaForCausalLM(config)
 
 
 def arguments(problem: Problem, mode: Mode, folder: str, **options: Any) -> dict[str, Any]:
@@ -105,9 +103,9 @@ def train(problem: Problem, mode: Mode) -> Tensor:
     return train_model(ReaderForTokenClassification(), problem, mode)
 
 
-def train_gpt2(problem: Problem, mode: Mode) -> Tensor:
+def train_llama(problem: Problem, mode: Mode) -> Tensor:
     """One epoch of the Trainer, with one that does."""
-    return train_model(gpt2(), problem, mode)
+    return train_model(llama(), problem, mode)
 
 
 def rows() -> list[Row]:
@@ -121,10 +119,10 @@ def rows() -> list[Row]:
     )
     with_count = rows_of(
         library,
-        train_gpt2,
-        flat(gpt2()),
-        in_two=functools.partial(from_two_processes, "transformers", function="train_gpt2"),
+        train_llama,
+        flat(llama()),
+        in_two=functools.partial(from_two_processes, "transformers", function="train_llama"),
         precision="float32",
-        note="GPT-2, which takes num_items_in_batch",
+        note="a Llama, which takes num_items_in_batch",
     )
     return own_model + with_count

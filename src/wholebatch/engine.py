@@ -28,6 +28,7 @@ from wholebatch.runners.feeding import (
     check_functions,
     modules_of,
 )
+from wholebatch.runners.lockstep import Hold
 from wholebatch.runners.replay import find_nonfinite
 from wholebatch.splitting import Tokens
 from wholebatch.splitting.budget import check_micro_batch
@@ -62,7 +63,7 @@ class WholeBatch:
     micro-batch travels to the model's device. `batch_size` (a number, or a function of the batch)
     and `static` (names of leaves that are not to be split) say how a batch is to be read where it
     cannot be told. A model with BatchNorm runs its micro-batches in lock-step, with the statistics
-    of the whole batch (`batchnorm="exact"`).
+    of the whole batch (`batchnorm="exact"`); `hold` says what of them stays on the device.
 
     `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
     fraction, or what is free). A window that runs out of memory all the same begins again with
@@ -89,6 +90,7 @@ class WholeBatch:
         nonfinite: Policy = "raise",
         zero_units: Policy = "raise",
         batchnorm: str = "exact",
+        hold: Hold | Literal["auto"] = "auto",
         dropout: str = "fresh",
         audit: bool = True,
         memory: Memory | None = None,
@@ -142,6 +144,7 @@ class WholeBatch:
             precision=self._precision,
             execute=execute,
             batchnorm=batchnorm,
+            hold=hold,
             dropout=dropout,
             audit=audit,
         )

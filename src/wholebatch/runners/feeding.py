@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.execute import Execute, Executor, check_execute
 from wholebatch.loss import Loss, Terms, as_loss
 from wholebatch.precision import Precision
-from wholebatch.runners.lockstep import LockStep
+from wholebatch.runners.lockstep import Hold, LockStep
 from wholebatch.runners.recorded import Recorder
 from wholebatch.runners.sequential import run_sequential
 from wholebatch.runners.wholeloss import WholeLoss
@@ -54,6 +54,7 @@ class Feeding:
         precision: Precision,
         execute: Execute,
         batchnorm: str,
+        hold: Hold | Literal["auto"],
         dropout: str,
         audit: bool,
     ) -> None:
@@ -70,7 +71,7 @@ class Feeding:
         self._lock_step = LockStep(
             self._norms,
             model=root,
-            hold="auto",
+            hold=hold,
             reduce=sync.sum_tensor if sync.ranks > 1 else None,
         )
         self.policy: Policy | None = None
@@ -259,6 +260,10 @@ class Feeding:
             self.policy.begin_window()  # the second pass counts
 
     # -------------------------------------------------------------- lock-step
+
+    def hold(self, hold: Hold) -> None:
+        """What lock-step begins with holding; less, if memory runs out all the same."""
+        self._lock_step.begin_with(hold)
 
     def in_lock_step(self, micros: Sequence[Any]) -> bool:
         """Whether these micro-batches have to run together."""

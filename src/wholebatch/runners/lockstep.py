@@ -143,6 +143,11 @@ class LockStep:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
+    def begin_with(self, hold: Hold) -> None:
+        """What "auto" holds from here on; it still holds less if that does not fit."""
+        if self._auto:
+            self.holding = hold
+
     def _hold_less(self) -> bool:
         """Go on to the next way of holding, if there is one."""
         if not self._auto or self.holding == "host":

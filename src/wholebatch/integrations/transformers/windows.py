@@ -1,8 +1,4 @@
-"""Exact windows in Transformers' Trainer and the trainers that descend from it (TRL's SFTTrainer).
-
-```python
-trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was Trainer(...)
-```
+"""The mixin that weighs every loss of a Trainer by its share of the window's units.
 
 The Trainer has all batches of a window in hand before its first forward, so the units of the whole
 window on all ranks are counted there, and each loss (a mean over its own units) is weighed by its
@@ -26,8 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch import randomness
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.batchnorm import Policy
-from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, UnsupportedError
+from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
 from wholebatch.extras import require
+from wholebatch.integrations.transformers.units import (
+    count_labels,
+    is_encoder_decoder,
+    knows_loss,
+    measured_shift,
+    shifts_labels,
+)
 from wholebatch.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Memory, parse_memory
 from wholebatch.memory.calibrate import choose_on_device
@@ -106,6 +109,7 @@ class ExactWindows(_Trainer):
     _place = 0  # batches of the window that are done
     _size = 0
     _chosen: int | None = None
+    _shift: bool | None = None
     _is_counting = False
     _policy: Policy | None = None
     _loss_so_far = 0.0
@@ -117,30 +121,27 @@ class ExactWindows(_Trainer):
         """What the loss of these inputs is a mean over."""
         if self.units_of is not None:
             return check_units(self.units_of(inputs))
-        labels = inputs.get("shift_labels", inputs.get("labels"))
-        if not isinstance(labels, Tensor):
-            raise LossError(
-                "nothing says what the loss is a mean over: the batch has no tensor of 'labels'; "
-                "pass exact(Trainer, units=a function of the batch's inputs)"
-            )
-        if labels.is_floating_point():  # a regression, or several labels at once
-            return labels.numel()
-        if "shift_labels" not in inputs and self._shifts_labels():
-            labels = labels[..., 1:]
-        return (labels != -100).sum()
+        return count_labels(inputs, lambda: self._shifts_labels(inputs))
 
-    def _shifts_labels(self) -> bool:
-        """Whether the model's own loss predicts label t + 1 at place t (newer Trainers know)."""
-        known: bool | None = getattr(self, "_loss_shifts_labels", None)
-        if known is None:
-            from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    def _shifts_labels(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the first label of a sample never counts; looked at once."""
+        if self._shift is None:
+            known = knows_loss(self) or is_encoder_decoder(self)
+            self._shift = shifts_labels(self) if known else measured_shift(self._evaluated, inputs)
+        return self._shift
 
-            model: Any = self.model
-            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-            kind = LOSS_MAPPING.get(getattr(inner, "loss_type", None))
-            config = getattr(inner, "config", None)
-            known = kind is ForCausalLMLoss and not getattr(config, "is_encoder_decoder", False)
-        return known
+    def _evaluated(self, inputs: dict[str, Any]) -> Tensor:
+        """The loss of these inputs, with nothing left behind."""
+        model, before = self.model_wrapped, randomness.capture(every=False)
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
+            return loss
+        finally:
+            model.train(training)
+            randomness.restore(before)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of the next window; their units are counted on the way."""

@@ -1,0 +1,143 @@
+"""Keras's `fit` on undivided batches, by its own accumulation, and with wholebatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from compare.row import LIMITS, Row
+from wholebatch.integrations.keras import GradientAccumulateModel
+
+__all__ = ["CASES", "STEPS", "Case", "Mode", "data", "flat", "model_of", "rows_of", "squared"]
+
+Mode = Literal["whole", "own", "ours"]
+LENGTH, WIDTH, CLASSES, STEPS = 6, 3, 7, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes of an epoch's micro-batches, and what else the case has."""
+
+    sizes: tuple[int, ...]
+    masked: bool = False
+    clip_norm: float | None = None
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sizes of the undivided batches."""
+        return tuple(
+            sum(self.sizes[start : start + STEPS]) for start in range(0, len(self.sizes), STEPS)
+        )
+
+
+CASES: dict[str, Case] = {
+    "equal": Case((2,) * 8),
+    "uneven": Case((3, 1, 2, 4, 1, 5, 2, 3)),
+    "short tail": Case((2,) * 10),
+    "masked tokens": Case((2,) * 8, masked=True),
+    "clipped": Case((2,) * 8, masked=True, clip_norm=0.02),
+}
+
+
+class Slices(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of given sizes, in the order of the data."""
+
+    def __init__(self, arrays: Sequence[Any], sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.arrays = arrays
+        self.ends = list(accumulate(sizes))
+        self.sizes = list(sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        end = self.ends[index]
+        return tuple(array[end - self.sizes[index] : end] for array in self.arrays)
+
+
+def data(samples: int) -> tuple[Any, Any]:
+    """Sequences of very different lengths, zero where they are masked, and what to predict."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, LENGTH + 1, size=(samples, 1))
+    kept = np.arange(LENGTH) < lengths
+    x = random.normal(size=(samples, LENGTH, WIDTH)) * kept[..., None]
+    return x, random.normal(size=(samples, LENGTH, CLASSES))
+
+
+def squared(y_true: Any, y_pred: Any) -> Any:
+    """One value per token. On JAX, Keras's own losses compute in float32 (`ops.mean`)."""
+    return keras.ops.sum(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+def model_of(cls: Any = keras.Model, *, masked: bool, **options: Any) -> Any:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((LENGTH, WIDTH))
+    hidden = keras.layers.Masking()(inputs) if masked else inputs
+    hidden = keras.layers.Dense(5, activation="tanh")(hidden)
+    return cls(inputs=inputs, outputs=keras.layers.Dense(CLASSES)(hidden), **options)
+
+
+def flat(model: Any) -> Any:
+    return np.concatenate(
+        [keras.ops.convert_to_numpy(weight).ravel() for weight in model.trainable_weights]
+    ).astype("float64")
+
+
+def distance(got: Any, want: Any) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def train(case: Case, mode: Mode) -> Any:
+    """One epoch of `fit`; how far the weights moved. The three differ in these lines only."""
+    own = {"gradient_accumulation_steps": STEPS} if mode == "own" else {}
+    optimizer = keras.optimizers.SGD(0.01, global_clipnorm=case.clip_norm, **own)
+    if mode == "ours":
+        model = model_of(GradientAccumulateModel, masked=case.masked, accum_steps=STEPS)
+    else:
+        model = model_of(masked=case.masked)
+    start = flat(model)
+    model.compile(optimizer, squared)
+    sizes = case.windows if mode == "whole" else case.sizes
+    model.fit(Slices(data(sum(case.sizes)), sizes), epochs=1, shuffle=False, verbose=0)
+    return flat(model) - start
+
+
+def rows_of(
+    backend: str,
+    *,
+    precision: str = "float64",
+    note: str = "",
+    in_two: Callable[[Mode], Any] | None = None,
+    own_in_two: bool = True,
+    note_in_two: str = "two devices of one process",
+) -> list[Row]:
+    """The rows of one backend; `in_two` trains the masked case on two devices."""
+    keras.config.set_floatx("float64")
+    assert precision in LIMITS
+    found = []
+    for name, case in CASES.items():
+        whole = train(case, "whole")
+        own, ours = (distance(train(case, mode), whole) for mode in ("own", "ours"))
+        found.append(Row(f"Keras {keras.__version__}, {backend}", name, own, ours, precision, note))
+    if in_two is not None:
+        case = CASES["masked tokens"]
+        whole = train(case, "whole")
+        own = distance(in_two("own"), whole) if own_in_two else None
+        ours = distance(in_two("ours"), whole)
+        found.append(
+            Row(
+                f"Keras {keras.__version__}, {backend}",
+                "two processes",
+                own,
+                ours,
+                precision,
+                note_in_two,
+            )
+        )
+    return found

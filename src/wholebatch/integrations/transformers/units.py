@@ -1,0 +1,106 @@
+"""What the loss of a Trainer is a mean over: every label that counts, or those from the second on.
+
+A causal language model's loss compares the logits of place t with the label of place t + 1, so the
+first label of a sample never counts. Transformers says which of its losses do that. A loss that it
+does not know is measured once, before the first step: the mean over two sets of places must be the
+mean of their means, weighed by how many labels each has; only the right count makes it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.errors import LossError
+
+__all__ = ["count_labels", "is_encoder_decoder", "knows_loss", "measured_shift", "shifts_labels"]
+
+_HELP = "pass exact(Trainer, units=a function of the batch's inputs) that counts it"
+_LIBRARIES = ("transformers.", "trl.")
+# What rounding leaves of the right count's residual is far below this.
+_AGREES = 1e-4
+
+
+def count_labels(inputs: Mapping[str, Any], shifts: Callable[[], bool]) -> int | Tensor:
+    """The labels of these inputs that count."""
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if not isinstance(labels, Tensor):
+        raise LossError(
+            "nothing says what the loss is a mean over: the batch has no tensor of 'labels'; "
+            f"{_HELP}"
+        )
+    if labels.is_floating_point():  # a regression, or several labels at once
+        return labels.numel()
+    if "shift_labels" not in inputs and labels.dim() > 1 and shifts():
+        labels = labels[..., 1:]
+    return (labels != -100).sum()
+
+
+def knows_loss(trainer: Any) -> bool:
+    """Whether the loss is one of the library's own, of a kind that it has on its list."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    if trainer.compute_loss_func is not None:
+        return False
+    home: str = getattr(trainer.compute_loss, "__module__", "") or ""
+    if not home.startswith(_LIBRARIES):
+        return False
+    return home.startswith("trl.") or getattr(_inner(trainer), "loss_type", None) in LOSS_MAPPING
+
+
+def shifts_labels(trainer: Any) -> bool:
+    """Whether a loss of the library's own compares place t with label t + 1."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    if is_encoder_decoder(trainer):
+        return False
+    home: str = getattr(trainer.compute_loss, "__module__", "") or ""
+    kind = LOSS_MAPPING.get(getattr(_inner(trainer), "loss_type", None))
+    return home.startswith("trl.") or kind is ForCausalLMLoss
+
+
+def is_encoder_decoder(trainer: Any) -> bool:
+    config = getattr(_inner(trainer), "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def measured_shift(mean_of: Callable[[dict[str, Any]], Tensor], inputs: Mapping[str, Any]) -> bool:
+    """Whether the loss leaves out the first label, found out on these inputs.
+
+    Labels are kept at places 0 and 1 only, at 2 and 3 only, and at all four. If the first never
+    counts, the first set has 1 label per sample, else 2; the second has 2 in either case.
+    """
+    labels: Tensor = inputs["labels"]
+    if labels.shape[-1] < 4:
+        raise LossError(
+            f"the loss is not one that Transformers knows, and samples of {labels.shape[-1]} "
+            f"labels are too short to find out what it is a mean over: {_HELP}"
+        )
+    places = torch.arange(labels.shape[-1], device=labels.device)
+    valid = labels.where(labels != -100, 0)
+
+    def mean_at(kept: Tensor) -> float:
+        return float(mean_of({**inputs, "labels": valid.where(kept, -100)}))
+
+    first, second, both = (
+        mean_at(k) for k in (places < 2, (places > 1) & (places < 4), places < 4)
+    )
+    residual = {
+        shifted: abs((count + 2) * both - count * first - 2 * second) / abs((count + 2) * both)
+        for shifted, count in ((True, 1), (False, 2))
+    }
+    best = min(residual, key=residual.__getitem__)
+    if not (residual[best] <= _AGREES and residual[not best] >= 10 * residual[best]):
+        raise LossError(
+            "the loss is not the mean over the labels that are not -100, shifted or not, so "
+            f"nothing says what its units are: {_HELP}"
+        )
+    return best
+
+
+def _inner(trainer: Any) -> Any:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,0 +1,293 @@
+"""Exact windows in Transformers' Trainer and TRL's, against training on undivided batches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
+from tests.support import EXACT
+from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from wholebatch.integrations.transformers import ExactWindows, exact
+
+pytestmark = [
+    pytest.mark.slow,
+    # torch's scheduler is told of steps that another optimizer made; torch and TRL deprecate.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+SCRIPT = "transformers_trainer.py"
+IN_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+FLOAT32 = 1e-6
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import compare.transformers as module
+
+    return module
+
+
+@pytest.fixture
+def problem(hosts: Any) -> Any:
+    return sys.modules["compare.problem"]
+
+
+@pytest.mark.parametrize("case", ["equal", "uneven", "short tail", "masked tokens", "clipped"])
+def test_every_case_of_one_process(hosts: Any, problem: Any, case: str) -> None:
+    whole = hosts.train(problem.PROBLEMS[case], "whole")
+    start = problem.flat(problem.Reader())
+    ours = hosts.train(problem.PROBLEMS[case], "ours")
+    assert problem.distance(ours, whole, start) <= EXACT
+    if case in ("uneven", "masked tokens", "clipped"):
+        own = hosts.train(problem.PROBLEMS[case], "own")
+        assert problem.distance(own, whole, start) > 0.01
+
+
+def test_a_model_that_takes_num_items_in_batch(hosts: Any, problem: Any) -> None:
+    case, start = problem.PROBLEMS["masked tokens"], problem.flat(hosts.llama())
+    whole = hosts.train_llama(case, "whole")
+    assert problem.distance(hosts.train_llama(case, "ours"), whole, start) <= FLOAT32
+
+
+def test_a_loss_that_the_trainer_miscounts(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    """GPT-2's loss shifts its labels, and the Trainer's list of losses does not have it."""
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0}
+    config = GPT2Config(**sizes, **none, eos_token_id=0)
+    torch.manual_seed(0)
+    ours, plain = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
+    plain.load_state_dict(ours.state_dict())
+    start = problem.flat(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=problem.LEARNING_RATE)
+    for batch in DataLoader(problem.Tokens(problem.PROBLEMS["masked tokens"]), batch_size=16):
+        plain(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    arguments = {"folder": str(tmp_path)}
+    trained(hosts, problem, exact(Trainer), "ours", arguments=arguments, model=ours)
+    assert problem.distance(problem.flat(ours), problem.flat(plain), start) <= FLOAT32
+
+
+def test_a_loss_that_is_no_mean_over_labels(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    class PerSample(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logits, labels = model(**inputs)["logits"], inputs["labels"]
+            losses = nn.functional.cross_entropy(logits.mT, labels, reduction="none")
+            return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+    arguments = {"folder": str(tmp_path)}
+    with pytest.raises(LossError, match="nothing says what its units are"):
+        trained(hosts, problem, exact(PerSample), "ours", arguments=arguments)
+    whole = trained(hosts, problem, PerSample, "whole", arguments=arguments)
+    kind = exact(PerSample, units=lambda inputs: len(inputs["labels"]))
+    ours = trained(hosts, problem, kind, "ours", arguments=arguments)
+    assert distance(problem, ours, whole) <= EXACT
+
+
+def test_trls_sft_trainer(hosts: Any, problem: Any) -> None:
+    pytest.importorskip("trl")
+    import compare.trl
+
+    case, start = problem.PROBLEMS["masked tokens"], problem.flat(hosts.llama())
+    whole = compare.trl.train(case, "whole")
+    assert problem.distance(compare.trl.train(case, "ours"), whole, start) <= FLOAT32
+
+
+@pytest.mark.distributed
+def test_the_pages_diff_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = weights_here(
+        plain_script(SCRIPT), tmp_path, monkeypatch, "--micro-batch", "32", "--steps", "1"
+    )
+    ours = weights(changed_script("transformers.md", SCRIPT, tmp_path), tmp_path, launcher=IN_TWO)
+    assert error(ours, whole) <= EXACT
+    assert error(weights_here(plain_script(SCRIPT), tmp_path, monkeypatch), whole) > 1e-4
+
+
+def trained(hosts: Any, problem: Any, kind: type[Any], mode: str, **options: Any) -> Any:
+    """A trainer that has made one epoch on masked tokens; `problem.flat(trainer.model)` it."""
+    case = problem.PROBLEMS["masked tokens"]
+    resume = options.pop("resume", None)
+    args = TrainingArguments(**hosts.arguments(case, mode, **options.pop("arguments")))
+    model = options.pop("model", None) or hosts.ReaderForTokenClassification()
+    trainer = kind(model=model, args=args, train_dataset=problem.Tokens(case), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def distance(problem: Any, trainer: Any, whole: Any) -> float:
+    start = problem.flat(problem.Reader())
+    found: float = problem.distance(problem.flat(trainer.model), problem.flat(whole.model), start)
+    return found
+
+
+class Doubled(Trainer):
+    """A loss of one's own."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (2 * outputs["loss"], outputs) if return_outputs else 2 * outputs["loss"]
+
+
+class DoubledAbove(ExactWindows, Trainer):
+    """One that stands above the mixin."""
+
+    compute_loss = Doubled.compute_loss
+
+
+def mean_of(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    assert num_items_in_batch is None
+    return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+
+def test_losses_of_ones_own(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    folder = {"folder": str(tmp_path)}
+    whole = trained(hosts, problem, Doubled, "whole", arguments=folder)
+    for kind in (exact(Doubled), DoubledAbove):
+        ours = trained(hosts, problem, kind, "ours", arguments=folder)
+        assert distance(problem, ours, whole) <= EXACT
+        assert "compute_loss" not in ours.__dict__
+
+
+def test_a_compute_loss_func(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    class Logits(hosts.ReaderForTokenClassification):  # type: ignore[misc, name-defined]
+        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.reader(input_ids)}
+
+    folder = {"folder": str(tmp_path), "remove_unused_columns": False}
+    whole = trained(hosts, problem, Trainer, "whole", arguments=folder)
+    ours = trained(
+        hosts,
+        problem,
+        exact(Trainer),
+        "ours",
+        arguments=folder,
+        model=Logits(),
+        compute_loss_func=mean_of,
+    )
+    assert distance(problem, ours, whole) <= EXACT
+
+
+def test_batches_cut_further_make_the_same_update(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    folder = {"folder": str(tmp_path), "max_grad_norm": 0.05}
+    whole = trained(hosts, problem, Trainer, "whole", arguments=folder)
+    for options in ({"micro_batch": 3}, {"micro_batch": "auto", "memory": "100KiB"}):
+        kind = exact(Trainer, **options)  # type: ignore[arg-type]
+        ours = trained(hosts, problem, kind, "whole", arguments=folder)
+        assert distance(problem, ours, whole) <= EXACT
+        assert ours._chosen in range(1, 16)
+    assert trained(hosts, problem, exact(Trainer, micro_batch="auto"), "whole", arguments=folder)
+    with pytest.raises(OptionError, match="not even one sample fits"):
+        kind = exact(Trainer, micro_batch="auto", memory="10KiB")
+        trained(hosts, problem, kind, "whole", arguments=folder)
+
+
+class Stop(TrainerCallback):
+    """Leaves in the middle of the second window, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen += 1
+        if self.seen == 5:
+            control.should_save = control.should_training_stop = True
+
+
+def test_resume_in_the_middle_of_a_window(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    def with_dropout() -> Any:
+        model = hosts.ReaderForTokenClassification()
+        model.reader.embed = nn.Sequential(model.reader.embed, nn.Dropout(0.3))
+        return model
+
+    def arguments(folder: str) -> dict[str, Any]:
+        return {"folder": str(tmp_path / folder), "seed": 7, "save_strategy": "steps"}
+
+    kind, options = exact(Trainer), {"logging_strategy": "steps", "logging_steps": 1}
+    straight = trained(
+        hosts, problem, kind, "ours", arguments=arguments("a") | options, model=with_dropout()
+    )
+    trained(
+        hosts,
+        problem,
+        kind,
+        "ours",
+        arguments=arguments("b") | options,
+        model=with_dropout(),
+        callbacks=[Stop()],
+    )
+    checkpoint = tmp_path / "b" / "checkpoint-1"
+    assert (checkpoint / "wholebatch_window_0.pt").exists()
+    resumed = trained(
+        hosts,
+        problem,
+        kind,
+        "ours",
+        arguments=arguments("b") | options,
+        model=with_dropout(),
+        resume=str(checkpoint),
+    )
+    assert torch.equal(problem.flat(resumed.model), problem.flat(straight.model))
+    losses = [
+        [log["loss"] for log in t.state.log_history if "loss" in log] for t in (straight, resumed)
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(StateError, match="resume with the same data"):
+        trained(
+            hosts,
+            problem,
+            exact(Trainer, units=lambda inputs: 1),
+            "ours",
+            arguments=arguments("b") | options,
+            model=with_dropout(),
+            resume=str(checkpoint),
+        )
+
+
+def test_what_is_refused(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="or a class that descends from it"):
+        exact(nn.Linear)
+    with pytest.raises(OptionError, match="micro_batch=0: must be a positive number"):
+        exact(Trainer, micro_batch=0)
+    with pytest.raises(OptionError, match='without micro_batch="auto"'):
+        exact(Trainer, memory="1GiB")
+    with pytest.raises(OptionError, match="must be a function"):
+        exact(Trainer, units=3)  # type: ignore[arg-type]
+    trainer = exact(Trainer)(
+        model=hosts.ReaderForTokenClassification(),
+        args=TrainingArguments(**hosts.arguments(problem.PROBLEMS["equal"], "ours", str(tmp_path))),
+    )
+    with pytest.raises(LossError, match="no tensor of 'labels'"):
+        trainer.count_units({"input_ids": torch.zeros(2, 3)})
+    assert trainer.count_units({"labels": torch.zeros(2, 3)}) == 6  # a regression
+    norm = hosts.ReaderForTokenClassification()
+    norm.reader.mix = nn.Sequential(norm.reader.mix, nn.BatchNorm1d(8).double())
+    with pytest.raises(UnsupportedError, match="BatchNorm"):
+        trained(
+            hosts,
+            problem,
+            exact(Trainer),
+            "ours",
+            model=norm,
+            arguments={"folder": str(tmp_path)},
+        )
