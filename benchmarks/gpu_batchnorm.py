@@ -131,16 +131,15 @@ class Lab:
         self.model.zero_grad(set_to_none=True)
         # A learning rate of zero: every way measures the same model.
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        train = wb.WholeBatch(
+        return wb.WholeBatch(
             self.model,
             optimizer,
             loss=loss,
             micro_batch=self.micro,
             precision="bf16",
             execute=execute,  # type: ignore[arg-type]
+            hold=hold,
         )
-        train._feeding._lock_step.holding = hold  # where running out of memory would lead it
-        return train
 
     def measured(
         self, window: Window, *, warm: int, rounds: int | None = None, recorded: bool = False

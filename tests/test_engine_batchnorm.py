@@ -13,7 +13,7 @@ import wholebatch as wb
 from tests.support import EXACT, Seen, Whole, distance, mean, pieces, samples, sgd, summed
 
 
-def normed() -> nn.Module:
+def normed() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Linear(5, 12),
@@ -50,6 +50,21 @@ def test_gradients_and_running_statistics_are_those_of_the_undivided_batch(
         distance([b.double() for b in model.buffers()], [b.double() for b in whole.model.buffers()])
         <= EXACT
     )
+
+
+@pytest.mark.parametrize("hold", ["auto", "graphs", "inputs", "host"])
+def test_what_is_held_changes_nothing(hold: Any) -> None:
+    model = nn.Sequential(*(nn.Sequential(*normed()[i : i + 3]) for i in (0, 3)), normed()[6])
+    whole = Whole(model)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4, hold=hold)
+    for number in (20, 17):
+        whole.step(samples(number))
+        train.step(samples(number))
+    whole.assert_same(model, seen)
+    with pytest.raises(wb.errors.OptionError, match='hold="disk"'):
+        wb.WholeBatch(model, optimizer, loss=loss, hold="disk")  # type: ignore[arg-type]
 
 
 def test_plain_accumulation_is_far_off_here() -> None:

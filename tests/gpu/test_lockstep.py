@@ -167,8 +167,8 @@ def training(
         micro_batch=6,
         execute="graph",
         precision=precision,
+        hold=hold,
     )
-    train._feeding._lock_step.holding = hold
     train._feeding._lock_step._least_page = 1024
     return train
 
