@@ -21,7 +21,7 @@ from wholebatch.tune.clock import Clock
 from wholebatch.tune.settings import Setting
 from wholebatch.tune.split import Stamps, additions, split_of
 
-__all__ = ["Agreed", "Running", "Subject", "Timing"]
+__all__ = ["Agreed", "Running", "Subject", "Timing", "TooSlow"]
 
 Make = Callable[[], "tuple[nn.Module, torch.optim.Optimizer]"]
 
@@ -71,6 +71,10 @@ class Timing:
     def seconds(self) -> float:
         """Of a window, at that rate."""
         return statistics.fmean(units for _, units in self.windows) / self.rate
+
+
+class TooSlow(Exception):
+    """One window is enough to know."""
 
 
 class Agreed:
@@ -134,22 +138,37 @@ class Running:
         self._wait()
         return self.agreed(time.perf_counter() - began), step
 
-    def warm_up(self, *, most: float) -> float:
+    def warm_up(self, *, most: float, patience: float | None = None) -> None:
         """Until windows take what they take: caches are warm, graphs are made and recorded.
 
-        Units per second of the last of them.
+        TooSlow when eager code takes more than `patience` seconds for one window; between two of
+        its micro-batches already.
         """
-        seconds, step = self.window()
+        watched = patience if self._is_eager else None
+        seconds = self._first_window(watched)
+        if watched is not None and seconds > watched:
+            raise TooSlow
         if self._is_eager and self.device.type == "cpu":
-            return step.units / seconds
+            return
         last, spent = self.window()[0], 0.0
         while spent < most:
-            seconds, step = self.window()
+            seconds = self.window()[0]
             spent += seconds
             if seconds > 0.9 * last:
                 break
             last = seconds
-        return step.units / seconds
+
+    def _first_window(self, patience: float | None) -> float:
+        began = time.perf_counter()
+
+        def after_micro(done: int, of: int) -> None:
+            if patience is not None and done < of and time.perf_counter() - began > patience:
+                raise TooSlow
+
+        alone = self.train._window.sync.ranks == 1  # ranks leave a window together or not at all
+        self.train.step(self._subject.batches(), after_micro=after_micro if alone else None)
+        self._wait()
+        return self.agreed(time.perf_counter() - began)
 
     def timed(
         self, *, least: int, seconds: float, most: int, too_slow: float | None = None

@@ -18,7 +18,7 @@ from wholebatch.memory.budget import bytes_said
 __all__ = ["RanksModel", "parse_bandwidth"]
 
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "kbit": 125.0, "Mbit": 125e3, "Gbit": 125e6}
-_BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?(?:B|bit))(?:/s|ps)?\s*")
+_BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?(?:B|bit))(?:/s)?\s*")
 
 
 def parse_bandwidth(text: str) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.budget import bytes_said
-from wholebatch.tune.measure import Running, Subject, Timing
+from wholebatch.tune.measure import Running, Subject, Timing, TooSlow
 from wholebatch.tune.settings import Setting, Trial, Way, steps_of
 from wholebatch.tune.space import Predicted
 
@@ -25,8 +25,8 @@ __all__ = ["Limits", "Search", "Watch"]
 
 CLEARLY = 0.9
 """Of the best speed: below it a setting is slower, whatever noise there is."""
-HOPELESS = 1 / 3
-"""Of the best speed: below it the first window is enough."""
+HOPELESS = 3
+"""Times the best window: longer, and the first one is enough."""
 CLOSE = 0.95
 """Of the best speed: above it a setting is measured again, in turn with the best."""
 SAME = 0.985
@@ -127,7 +127,7 @@ class Search:
                 self._leave(setting, "two larger ones in a row were slower than the best")
                 continue
             trial = self._measure(setting)
-            if trial.status in ("measured", "stopped"):
+            if trial.status in ("measured", "stopped"):  # one that was given up has no rate
                 slower = slower + 1 if _rate(trial) < CLEARLY * fastest else 0
                 fastest = max(fastest, _rate(trial))
 
@@ -210,23 +210,20 @@ class Search:
         running: Running | None = None
         try:
             running = Running(self.subject, setting)
-            warm = running.warm_up(most=limits.warm_up)
-            best = self.best
-            if best is not None and warm < HOPELESS * _rate(best):
-                return blank.with_(
-                    status="stopped",
-                    why="stopped while warming up: several times slower",
-                    windows=1,
-                    units_per_second=warm,
-                )
+            running.warm_up(most=limits.warm_up, patience=self._patience())
             timing = running.timed(
                 least=limits.least, seconds=limits.seconds, most=limits.most, too_slow=slow
             )
+            if running.train.recoveries:  # a smaller micro-batch than this one went through
+                return blank.with_(why="ran out of memory")
             count = len(timing.windows)
             stopped = slow is not None and timing.fastest < slow
             # What is not to be taken need not be known so well.
             peak = None if stopped else running.peak()
             split = {} if stopped else running.split()
+        except TooSlow:
+            why = f"stopped in its first window: more than {HOPELESS} times slower"
+            return blank.with_(status="stopped", why=why, windows=1)
         except torch.OutOfMemoryError:
             return blank.with_(why="ran out of memory")
         except (WholebatchError, RuntimeError) as error:
@@ -249,6 +246,13 @@ class Search:
             peak=peak,
             split=split,
         )
+
+    def _patience(self) -> float | None:
+        """Seconds for a first window, which may have something to do that others have not."""
+        best = self.best
+        if best is None or best.seconds is None:
+            return None
+        return max(HOPELESS * best.seconds, best.seconds + 2.0)
 
     def _again(self) -> None:
         """Measure the best and those close to it once more, one window of each in turn.

@@ -1,0 +1,153 @@
+"""Where the time goes, what holds it back, and the model of more ranks: arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wholebatch.errors import OptionError
+from wholebatch.tune.bottleneck import Fixed, accumulation, fixed_cost, name_bottleneck
+from wholebatch.tune.clock import Busy, Clock, _covered
+from wholebatch.tune.ranks import RanksModel, parse_bandwidth
+from wholebatch.tune.settings import PARTS, Setting, Trial, Way
+from wholebatch.tune.split import Stamps, additions, split_of
+
+WAY = Way("full", False, "eager", "auto")
+
+
+class Told(Clock):
+    """A clock that is told the time."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+def stamped(*marks: tuple[str, float], tells_apart: bool = True) -> Stamps:
+    stamps = Stamps(clock := Told(), tells_apart=tells_apart)
+    for what, at in marks:
+        clock.time = at
+        stamps.mark(what)
+    return stamps
+
+
+WINDOW = (
+    ("data", 0.0),
+    ("start", 1.0),
+    ("forward", 1.5),
+    ("backward", 3.5),
+    ("done", 6.5),
+    ("forward", 6.75),
+    ("backward", 8.75),
+    ("done", 13.75),
+    ("end", 14.75),
+)
+
+
+def test_split_of_a_window() -> None:
+    split = split_of(stamped(*WINDOW))
+    expected = {"data": 1.5, "forward": 4.0, "backward": 8.0, "idle": 0.25, "optimizer": 1.0}
+    assert split == {**dict.fromkeys(PARTS, 0.0), **expected}
+    assert sum(split.values()) == 14.75
+
+
+def test_what_the_last_backward_takes_beyond_the_others_is_communication() -> None:
+    split = split_of(stamped(*WINDOW), ranks=2)
+    assert split["communication"] == 2.0
+    assert split["backward"] == 6.0
+    assert sum(split.values()) == 14.75
+
+
+def test_a_graph_is_one_part() -> None:
+    marks = [mark for mark in WINDOW if mark[0] not in ("forward", "backward")]
+    split = split_of(stamped(*marks, tells_apart=False))
+    assert split["micro-step"] == 12.75
+    assert (split["data"], split["optimizer"]) == (1.0, 1.0)
+
+
+def test_additions_are_taken_out_of_the_backward() -> None:
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters())
+    split = {**dict.fromkeys(PARTS, 0.0), "backward": 5.0}
+    clock = Clock(torch.device("cpu"))
+    made = additions(split, optimizer, clock, times=3)
+    assert 0 < made["addition"] <= 2.5
+    assert made["addition"] + made["backward"] == pytest.approx(5.0)
+    assert additions(split, optimizer, clock, times=0) == split
+
+
+def test_idle_time_of_a_device_is_taken_from_all_parts() -> None:
+    busy = Busy()
+    split = {"forward": 3.0, "backward": 1.0, "idle": 0.0}
+    assert busy.taken_out(split) == split
+    busy.share = 0.75
+    assert busy.taken_out(split) == {"forward": 2.25, "backward": 0.75, "idle": 1.0}
+    assert _covered([(0, 2), (1, 3), (1, 2), (5, 6)]) == 4
+
+
+def trial(steps: int = 4, **split: float) -> Trial:
+    full = {**dict.fromkeys(PARTS, 0.0), **split}
+    seconds = sum(full.values())
+    return Trial(Setting(16, WAY), steps, "measured", "", seconds=seconds, split=full, peak=1000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "per_step", "used"),
+    [
+        ("compute", {"forward": 3.0, "backward": 6.0, "optimizer": 1.0}, 0.01, 0.6),
+        ("memory", {"forward": 3.0, "backward": 6.0, "optimizer": 1.0}, 0.01, 0.1),
+        ("launch", {"forward": 3.0, "backward": 6.0, "optimizer": 1.0}, 1.0, 0.1),
+        ("launch", {"forward": 2.0, "backward": 3.0, "idle": 5.0}, 0.0, 0.1),
+        ("data", {"data": 4.0, "forward": 3.0, "backward": 3.0}, 0.0, 0.5),
+        ("network", {"forward": 3.0, "backward": 3.0, "communication": 4.0}, 0.0, 0.5),
+    ],
+)
+def test_the_bottleneck_is_named_with_evidence(
+    kind: str, parts: dict[str, float], per_step: float, used: float
+) -> None:
+    found = name_bottleneck(trial(**parts), fixed=Fixed(per_step, 1.0, 3), used=used)
+    assert found.kind == kind
+    assert found.evidence[0].startswith("of a window, ")
+    assert any("of the speed of a large matrix product" in line for line in found.evidence)
+
+
+def test_the_cost_of_a_micro_step_needs_two_sizes() -> None:
+    assert fixed_cost([trial(forward=1.0)]) is None
+    falling = [trial(steps, forward=1.0 - 0.01 * steps) for steps in (1, 2, 4)]
+    found = fixed_cost(falling)
+    assert found is not None
+    assert found.per_step == 0.0  # a window is not made faster by dividing it
+
+
+def test_what_more_accumulation_changes() -> None:
+    smaller = trial(8, forward=1.2).with_(peak=600)
+    said = accumulation(trial(forward=8.0, optimizer=2.0), fixed=Fixed(0.5, 8, 3), smaller=smaller)
+    assert "about 20% more time, and 600 bytes instead of 1000 bytes" in said[0]
+    assert "at most 20% less time per unit" in said[1]
+
+
+def test_a_ring_over_ranks() -> None:
+    model = RanksModel(1.0, 0.25, 100.0, 8 * 10**8, 1e9, measured=False, latency=0.0)
+    assert model.reduction(1) == 0.0
+    assert model.reduction(2) == pytest.approx(0.8)
+    assert model.reduction(8) == pytest.approx(1.4)
+    point = model.point(8)
+    assert point["seconds"] == pytest.approx(2.4)
+    assert point["seconds_overlapped"] == pytest.approx(2.15)
+    assert point["units_per_second"] == pytest.approx(8 * 100 / 2.4)
+    assert model.steps_until(0.1, 8, micro_step=0.5) == 26  # 1.4 s of 14 s: 12.6 s of micro-steps
+    data = model.to_dict([4, 2])
+    assert data["is_model"] is True
+    assert data["said"].startswith("A model: ")
+    assert [point["ranks"] for point in data["points"]] == [1, 2, 4]
+
+
+def test_bandwidths() -> None:
+    assert parse_bandwidth("1.5 GB/s") == 1.5e9
+    assert parse_bandwidth("400Gbit/s") == 5e10
+    for wrong in ("fast", "0GB/s", "10", "-1GB/s"):
+        with pytest.raises(OptionError, match="must be a rate of one rank's link"):
+            parse_bandwidth(wrong)
