@@ -1,7 +1,7 @@
 """Transformers' Trainer, with and without wholebatch.
 
 Two models: one in float64 whose forward does not take `num_items_in_batch`, as most that users
-write do not, and a Llama in float32, which does, so that the Trainer's own counting of tokens works.
+write do not, and a Llama in float32, which does: there the Trainer's own counting works.
 """
 
 from __future__ import annotations

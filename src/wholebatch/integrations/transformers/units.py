@@ -70,28 +70,30 @@ def is_encoder_decoder(trainer: Any) -> bool:
 def measured_shift(mean_of: Callable[[dict[str, Any]], Tensor], inputs: Mapping[str, Any]) -> bool:
     """Whether the loss leaves out the first label, found out on these inputs.
 
-    Labels are kept at places 0 and 1 only, at 2 and 3 only, and at all four. If the first never
-    counts, the first set has 1 label per sample, else 2; the second has 2 in either case.
+    Labels are kept at places 0 and 1 of all samples, at 2 and 3 of every other one, and at both.
+    If the first never counts, the first set has 1 label per sample, else 2; the second has 2 per
+    sample that it is in. A mean of the samples' own means fits neither.
     """
     labels: Tensor = inputs["labels"]
-    if labels.shape[-1] < 4:
+    if labels.dim() != 2 or labels.shape[-1] < 4:
         raise LossError(
-            f"the loss is not one that Transformers knows, and samples of {labels.shape[-1]} "
-            f"labels are too short to find out what it is a mean over: {_HELP}"
+            f"the loss is not one that Transformers knows, and labels of shape "
+            f"{tuple(labels.shape)} do not let us find out what it is a mean over: {_HELP}"
         )
-    places = torch.arange(labels.shape[-1], device=labels.device)
+    rows, places = labels.shape[0], torch.arange(labels.shape[-1], device=labels.device)
+    even = torch.arange(rows, device=labels.device)[:, None] % 2 == 0
+    first_set, second_set = places < 2, even & (places > 1) & (places < 4)
     valid = labels.where(labels != -100, 0)
 
     def mean_at(kept: Tensor) -> float:
         return float(mean_of({**inputs, "labels": valid.where(kept, -100)}))
 
-    first, second, both = (
-        mean_at(k) for k in (places < 2, (places > 1) & (places < 4), places < 4)
-    )
-    residual = {
-        shifted: abs((count + 2) * both - count * first - 2 * second) / abs((count + 2) * both)
-        for shifted, count in ((True, 1), (False, 2))
-    }
+    first, second, both = map(mean_at, (first_set, second_set, first_set | second_set))
+    in_second = 2 * ((rows + 1) // 2)
+    residual = {}
+    for shifted, in_first in ((True, rows), (False, 2 * rows)):
+        total = (in_first + in_second) * both
+        residual[shifted] = abs(total - in_first * first - in_second * second) / abs(total)
     best = min(residual, key=residual.__getitem__)
     if not (residual[best] <= _AGREES and residual[not best] >= 10 * residual[best]):
         raise LossError(
