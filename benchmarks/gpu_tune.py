@@ -28,6 +28,7 @@ from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
 from wholebatch.tune.measure import Subject
 from wholebatch.tune.search import Search
 from wholebatch.tune.space import Predicted
+from wholebatch.tune.tuning import share_of_arithmetic
 
 NEEDED = 0.95
 ON_CUDA = torch.cuda.is_available()
@@ -157,7 +158,8 @@ def check(name: str, made: tuple[Subject, int], seconds: float) -> dict[str, Any
     ways += [Way("bf16", True, "eager", "auto")]
     sizes = [samples, samples // 2, samples // 4, samples // 8]
     model, optimizer = subject.make()
-    budget = parse_memory("free", device=DEVICE)
+    device, dtype = (one := next(model.parameters())).device, one.dtype
+    budget = parse_memory("free", device=device)
     predicted = Predicted(model, optimizer, subject.loss, subject.batches(), samples, budget)
     del model, optimizer
     limits = Limits(total=seconds, seconds=0.15, least=5, most=20, warm_up=15.0)
@@ -184,7 +186,8 @@ def check(name: str, made: tuple[Subject, int], seconds: float) -> dict[str, Any
     assert fastest is not None
     share = (best.units_per_second or 0.0) / (fastest.units_per_second or 1.0)
     alike = [t for t in search.trials.values() if t.setting.way == best.setting.way and t.seconds]
-    named = name_bottleneck(best, fixed=fixed_cost(alike), used=None)
+    used = share_of_arithmetic(subject, best, subject.batches(), device=device, dtype=dtype)
+    named = name_bottleneck(best, fixed=fixed_cost(alike), used=used)
     row = {
         "model": name,
         "recommended": best.setting.said(),

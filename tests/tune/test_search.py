@@ -67,6 +67,9 @@ class Machine:
     def split(self) -> dict[str, float]:
         return {"forward": 1.0}
 
+    def fell_back(self) -> str | None:
+        return None
+
     def close(self) -> None:
         pass
 

@@ -100,6 +100,8 @@ def free_memory(device: torch.device | str = "cpu") -> int:
     """What a run could take on a device now, with what PyTorch has cached there."""
     device = torch.device(device)
     if device.type == "cuda":
+        if device.index is None:  # torch asks for one in some of what follows
+            device = torch.device("cuda", torch.cuda.current_device())
         free, _ = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_allocated(device)
         found = int(free + torch.cuda.memory_reserved(device) - own)

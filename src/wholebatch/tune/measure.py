@@ -185,6 +185,16 @@ class Running:
                 break
         return timing
 
+    def fell_back(self) -> str | None:
+        """Why micro-steps run otherwise than this setting says; None where they do not."""
+        executor = self.train._feeding.executor
+        if self._is_eager or executor.mode not in ("eager", "compiled forward"):
+            return None
+        if self.train._feeding.needs_lock_step():
+            return None  # which records its windows in a way of its own
+        said = executor.notes.history
+        return said[-1] if said else f"micro-steps run {executor.mode}"
+
     def peak(self) -> int:
         """The most bytes of tensors in a window: CUDA's own count, elsewhere that of a meter."""
         if self.device.type == "cuda":

@@ -216,6 +216,8 @@ class Search:
             )
             if running.train.recoveries:  # a smaller micro-batch than this one went through
                 return blank.with_(why="ran out of memory")
+            if (otherwise := running.fell_back()) is not None:
+                return blank.with_(why=otherwise[:200])
             count = len(timing.windows)
             stopped = slow is not None and timing.fastest < slow
             # What is not to be taken need not be known so well.

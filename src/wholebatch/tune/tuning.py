@@ -23,7 +23,7 @@ from wholebatch.tune.settings import Trial
 from wholebatch.tune.space import Predicted, sizes_of, ways_of
 from wholebatch.tune.tuned import Tuned, advice_of
 
-__all__ = ["tune"]
+__all__ = ["share_of_arithmetic", "tune"]
 
 _PRECISIONS = ("full", "bf16", "fp16")
 _EXECUTES = ("eager", "compile", "graph")
@@ -123,7 +123,7 @@ def tune(
     trials = tuple(search.trials.values())
     alike = [t for t in trials if t.setting.way == best.setting.way and t.seconds]
     fixed = fixed_cost(alike)
-    used = _used(subject, best, first, device=device, dtype=dtype)
+    used = share_of_arithmetic(subject, best, first, device=device, dtype=dtype)
     smaller = max(
         (t for t in trials if t.setting.way == best.setting.way and t.steps > best.steps),
         key=lambda t: t.setting.micro_batch,
@@ -189,7 +189,7 @@ def _nothing(trials: Any) -> str:
     return "no setting could be measured; " + "; ".join(reasons[:3])
 
 
-def _used(
+def share_of_arithmetic(
     subject: Subject, best: Trial, batch: Any, *, device: torch.device, dtype: torch.dtype
 ) -> float | None:
     """The share of a large matrix product's speed that forward and backward reach."""
