@@ -29,6 +29,7 @@ RECIPES = {
     "wide-mlp": str(HERE / "recipes" / "wide_mlp.py"),
 }
 NEEDED = 0.95
+HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 ROUNDS = 7
 
 
@@ -50,7 +51,8 @@ def found_by(subject: Subject, options: dict[str, Any], *, exhaustive: bool) -> 
     return tune(
         subject.make,
         loss=subject.loss,
-        precisions=("full", "bf16"),
+        # Without hardware for it, bf16 takes a hundred times as long: minutes for a window.
+        precisions=("full", "bf16") if HAS_BF16 else ("full",),
         limits=Limits(total=1e9, seconds=0.5, least=2 if exhaustive else 3, most=10),
         exhaustive=exhaustive,
         **options,
@@ -105,8 +107,9 @@ def markdown(data: dict[str, Any]) -> str:
         f"Written by `benchmarks/tune_check.py` on {data['date']}: {data['machine']}, torch "
         f"{data['torch']}, {data['threads']} thread(s).",
         "",
-        "`tune` searches; then every setting that fits is measured (micro-batch × precision × "
-        "checkpointing), and the recommendation is run in turn with the fastest of them.",
+        f"`tune` searches; then every setting that fits is measured (micro-batch × "
+        f"{'precision × ' if HAS_BF16 else ''}checkpointing, eager), and the recommendation is run "
+        "in turn with the fastest of them. The machine had other work to do meanwhile.",
         "",
         "| recipe | recommended | fastest of all | reaches | measured | search | all |",
         "|---|---|---|---:|---:|---:|---:|",
