@@ -94,7 +94,7 @@ def test_no_cpu_has_the_kernel() -> None:
 
 
 class Perceptron(nn.Module):
-    """Two things that a backward can make again: a layer norm's output and an activation's."""
+    """Its backward can make the output of the activation function again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_cheap_activations_are_made_again_with_the_same_numbers() -> None:
         rewritten = rewrite(
             traced, len(state.trained), [torch.float32] * len(traced.used), Options(recompute=again)
         )
-        assert rewritten.recomputed == (2 if again else 0)
+        assert rewritten.recomputed == (1 if again else 0)
         made = rewritten.graph.graph.find_nodes(
             op="call_function", target=torch.ops.aten.gelu.default
         )
@@ -153,4 +153,4 @@ def test_cheap_activations_are_made_again_with_the_same_numbers() -> None:
             rewritten.graph(*arguments)
         sums.append(buffers)
     for one, other in zip(*sums, strict=True):
-        assert distance([one], [other]) < 1e-3  # a norm made again may round its last bf16 bit
+        assert torch.equal(one, other)

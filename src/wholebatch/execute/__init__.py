@@ -1,6 +1,7 @@
 """How one micro-step runs: eagerly, as one compiled graph, or as a recording of it."""
 
-from wholebatch.execute.executor import Execute, Executor, check_execute
+from wholebatch.execute.executor import Executor
 from wholebatch.execute.notes import ExecuteWarning
+from wholebatch.execute.plan import Execute, check_execute
 
 __all__ = ["Execute", "ExecuteWarning", "Executor", "check_execute"]

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.errors import OptionError
 from wholebatch.execute.buffers import Casts, Gradients
 from wholebatch.execute.check import differs
 from wholebatch.execute.compiled import CompiledForward
@@ -25,7 +24,7 @@ from wholebatch.execute.graph import Captured
 from wholebatch.execute.inputs import Inputs, Key, take_apart
 from wholebatch.execute.joint import JointStep, Runnable
 from wholebatch.execute.notes import CannotTrace, Notes, first_line
-from wholebatch.execute.plan import Plan
+from wholebatch.execute.plan import Execute, Plan
 from wholebatch.execute.trace import Form, State, Traced, trace
 from wholebatch.loss import Loss, Terms
 from wholebatch.precision import Precision
@@ -34,24 +33,9 @@ from wholebatch.snapshot import Snapshot
 if TYPE_CHECKING:
     from wholebatch.window import Window
 
-__all__ = ["Execute", "Executor", "check_execute"]
-
-Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
+__all__ = ["Executor"]
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-
-
-def check_execute(execute: object, device: torch.device) -> Execute:
-    """The option itself, or an OptionError that says what is allowed."""
-    if execute not in get_args(Execute):
-        allowed = ", ".join(repr(mode) for mode in get_args(Execute))
-        raise OptionError(f"execute={execute!r}: must be one of {allowed}")
-    if execute == "graph" and device.type != "cuda":
-        raise OptionError(
-            f"execute='graph' on device {device.type!r}: CUDA graphs need a CUDA device; use "
-            "'compile', or leave it at 'auto'"
-        )
-    return execute  # type: ignore[return-value]
 
 
 class _Prepared:
@@ -153,13 +137,29 @@ class Executor:
         self._settle()
 
     def _settle(self) -> None:
-        """Before memory that stays is taken: give back what eager code took for a while.
+        """In the first window, before memory that stays is taken: no gaps between activations.
 
-        The optimizer makes its state at the end of the first window. In the gaps of the freed
-        activations it would hold on to all of their memory for good, beside the recording's own.
+        Autograd makes the first gradients among the activations of its backward, and the optimizer
+        its state, at the end of the window, beside them: they would hold on to all of that memory
+        for good. So the gradients move into the buffers, and what eager code took is given back.
         """
-        if self._device.type == "cuda" and not self._plan.eager and not self._window.updates:
-            torch.cuda.empty_cache()
+        if self._device.type != "cuda" or self._plan.eager or self._window.updates:
+            return
+        if not self._gradients.parameters:
+            self._parameters = list(self._window.inputs)
+            try:
+                self._fingerprint = Fingerprint(self._model, self._loss)
+                self._make_buffers(State.of(self._model, self._parameters))
+            except CannotTrace as reason:
+                self._give_up(str(reason))
+                return
+        made = (i for i, p in enumerate(self._gradients.parameters) if p.grad is not None)
+        self._gradients.put_in_place(tuple(made))
+        torch.cuda.empty_cache()
+
+    def _make_buffers(self, state: State) -> None:
+        parameters = list(state.trained.values())
+        self._gradients, self._casts = Gradients(parameters), Casts(parameters)
 
     def _graph_step(self, micro: Any) -> bool:
         """Whether this micro-batch is done; if not, eager code has to do it."""
@@ -278,7 +278,7 @@ class Executor:
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
         if not self._gradients.parameters:
-            self._gradients, self._casts = Gradients(parameters), Casts(parameters)
+            self._make_buffers(state)
         if inputs.key not in self._traced:
             self._traced[inputs.key] = trace(
                 self._model, self._loss, self._precision, state, inputs, form, self._single

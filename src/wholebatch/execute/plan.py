@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
-__all__ = ["Plan"]
+from wholebatch.errors import OptionError
+
+__all__ = ["Execute", "Plan", "check_execute"]
+
+Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
 
 _TRACE_AFTER = 3.0
 """Seconds of training before "auto" makes its first graph; tracing takes about as long."""
@@ -22,6 +27,19 @@ _COMPILE_PER_OPERATION = 0.012
 _KINDS = 8
 """Kinds of micro-batches that get a graph; each holds memory for its inputs."""
 _COMPILED_KINDS = 3
+
+
+def check_execute(execute: object, device: torch.device) -> Execute:
+    """The option itself, or an OptionError that says what is allowed."""
+    if execute not in get_args(Execute):
+        allowed = ", ".join(repr(mode) for mode in get_args(Execute))
+        raise OptionError(f"execute={execute!r}: must be one of {allowed}")
+    if execute == "graph" and device.type != "cuda":
+        raise OptionError(
+            f"execute='graph' on device {device.type!r}: CUDA graphs need a CUDA device; use "
+            "'compile', or leave it at 'auto'"
+        )
+    return execute  # type: ignore[return-value]
 
 
 @dataclass
