@@ -127,7 +127,7 @@ def choose_one(name: str) -> None:
     options: dict[str, Any] = {"optimizer": optimizer, "precision": precision}
     choice = choose_on_device(model, loss, batch, budget=limit, most=4096, **options)
     seconds = time.perf_counter() - began
-    choice = try_out(model, loss, batch, choice, **options)
+    choice = try_out(model, loss, batch, choice, most=4096, **options)
     chosen = choice.micro_batch
     row: dict[str, Any] = {
         "what": "choose",
@@ -154,8 +154,10 @@ def choose_one(name: str) -> None:
             free()
 
     row["ran"] = runs(chosen)
-    # Up to here memory must not have run out, not even in the trial step.
-    row["out_of_memory"] = int(torch.cuda.memory_stats().get("num_ooms", 0))
+    # Up to here memory must not have run out, not even in a trial step. (The allocator's own count
+    # is no measure: cuDNN asks for workspaces, is refused, and takes another algorithm.)
+    row["out_of_memory"] = len(choice.failed) + int(not row["ran"])
+    row["tried"] = sorted(choice.failed)
     told({**row, "largest": None})
     # Every size from there on (by one in a hundred, for large ones) until three in a row fail.
     step = max(1, chosen // 100)

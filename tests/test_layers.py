@@ -56,7 +56,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
-SIDEWAYS: frozenset[tuple[str, str]] = frozenset({("testing", "proof"), ("joining", "runners")})
+SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
+    {("testing", "proof"), ("joining", "runners"), ("memory", "runners")}
+)
 # `import wholebatch as wb` reaches every export, up to WholeBatch.
 ROOT_UNIT = "engine"
 

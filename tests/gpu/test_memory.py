@@ -202,7 +202,6 @@ def test_the_chosen_micro_batch_runs_and_nearly_fills_the_limit() -> None:
     needs_cuda()
     model, optimizer = fresh()
     batch = {name: tensor.repeat(8, 1) for name, tensor in batches()[-1].items()}
-    before = torch.cuda.memory_stats().get("num_ooms", 0)
     with limited(None):
         train = wb.WholeBatch(
             model,
@@ -216,6 +215,5 @@ def test_the_chosen_micro_batch_runs_and_nearly_fills_the_limit() -> None:
             train.step(batch)
         print(said, flush=True)
     assert train.recoveries == 0
-    assert torch.cuda.memory_stats().get("num_ooms", 0) == before
     assert train.micro_batch_size is not None
     assert 4 <= train.micro_batch_size < len(batch["x"])

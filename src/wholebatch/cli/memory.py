@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
@@ -32,7 +31,6 @@ class PeakMemory:
         self._optimizer = optimizer
         self._device = device
         self._measured: int | None = None
-        self._meter: MemoryMeter | None = None
         self._is_first = True
         self.settled = self._device.type != "cpu"
         if self._device.type == "cuda":
@@ -50,23 +48,10 @@ class PeakMemory:
             return
         has_state = bool(self._optimizer.state)
         with MemoryMeter(model=self._model, optimizer=self._optimizer) as meter:
-            self._meter = meter
-            try:
-                yield
-            finally:
-                self._meter = None
+            yield
         self._measured = max(meter.peak, self._measured or 0)
         self._is_first = not has_state
         self.settled = has_state and whole_window
-
-    def follow(self) -> None:
-        """Let the meter see this thread too, from a micro-batch's loss on until the thread ends.
-
-        A meter sees the thread that entered it. Exact BatchNorm runs each micro-batch in a thread
-        of its own, which lives for one window.
-        """
-        if self._meter is not None and self._meter not in _get_current_dispatch_mode_stack():
-            _push_mode(self._meter)
 
     @property
     def measured(self) -> int | None:

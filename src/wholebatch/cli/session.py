@@ -143,7 +143,6 @@ def build(
     memory.settled = memory.settled or crew.is_sharded  # the meter knows whole tensors only
 
     def loss(given: nn.Module, micro: Any) -> Any:
-        memory.follow()
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
         return recipe.loss(model if given is spread else given, micro)
 

@@ -19,7 +19,7 @@ import torch
 from wholebatch.memory.batches import map_tensors, resize_batch
 from wholebatch.memory.choose import Choice, choose_micro_batch
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.predict import PlainWindow, predict_peak
+from wholebatch.memory.predict import CUDA_WORKSPACES, PlainWindow, predict_peak
 from wholebatch.snapshot import Snapshot
 from wholebatch.splitting import to_device
 from wholebatch.splitting.layout import Static
@@ -61,9 +61,12 @@ def calibrate(
         micro = map_tensors(resize_batch(batch, size, static=static), torch.clone)
         used = measure_step(model, loss, micro, precision=precision)
         predicted = predict_peak(model, loss, micro, precision=precision).peak - held
-        beyond[size] = used - predicted
+        # Of what is predicted only the libraries' workspaces may be missing.
+        beyond[size] = max(used - predicted, -CUDA_WORKSPACES)
     (small, low), (large, high) = sorted(beyond.items())[0], sorted(beyond.items())[-1]
     slope = max(0.0, (high - low) / (large - small)) if large > small else 0.0
+    # What grows faster than the micro-batch itself is a step, and no line.
+    slope = min(slope, max(0.0, high) / large) if low > 0 else slope
     return Correction(high - slope * large, slope, beyond)
 
 
@@ -129,6 +132,9 @@ def measure_step(
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+            torch.clear_autocast_cache()
+            gc.collect()
+            torch.cuda.empty_cache()
             # cuBLAS keeps its workspaces once it has them; the prediction counts them as used.
             torch._C._cuda_clearCublasWorkspaces()
             start = torch.cuda.memory_allocated(device)

@@ -62,7 +62,7 @@ class Choice:
         if self.is_whole_batch:
             why = "the whole batch fits"
         elif self.failed:
-            why = f"the largest that a trial step fits with; {self.failed[-1]} ran out of memory"
+            why = f"the largest that a trial step fits with; {min(self.failed)} ran out of memory"
         else:
             above = min((size for size in self.tried if size > self.micro_batch), default=None)
             beyond = (

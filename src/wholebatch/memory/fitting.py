@@ -19,8 +19,10 @@ from wholebatch.memory.fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.recover import Recovered, Recovery, within
 from wholebatch.memory.sizing import Sizing
+from wholebatch.memory.together import choose_in_lock_step
 from wholebatch.memory.trial import held_bytes, try_out
 from wholebatch.precision import LossScale
+from wholebatch.runners.lockstep import Hold
 from wholebatch.splitting import Tokens, batch_size_of, split_numbered
 from wholebatch.sync import Sync
 
@@ -54,6 +56,7 @@ class Fitting:
         scale: LossScale | None,
         sync: Sync,
         is_coupled: Callable[[], bool],
+        hold: Callable[[Hold], None] = lambda hold: None,
     ) -> None:
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
@@ -63,6 +66,7 @@ class Fitting:
         self._layout = layout
         self._sync = sync
         self._is_coupled = is_coupled
+        self._hold = hold
         self._device = next(model.parameters()).device
         self._budget = None if memory is None else self._bytes(memory)
         is_auto = micro_batch == "auto"
@@ -134,6 +138,10 @@ class Fitting:
             torch.cuda.reset_peak_memory_stats(self._device)
         with within(self._budget, model=self._model, optimizer=self._optimizer) as meter:
             _, parts = self._recovery.run(micros, attempt, discard=discard)
+        if on_cuda and self.sizing is not None and not self._optimizer.state:
+            # The first update makes the optimizer's state. In the gaps of the freed activations it
+            # would hold on to all of their memory.
+            torch.cuda.empty_cache()
         for recovery in self.recovered[seen:]:
             if self.sizing is not None:
                 self.sizing.failed(recovery.samples, into=recovery.into)
@@ -180,7 +188,7 @@ class Fitting:
 
     def _choose(self, batch: Any, samples: int) -> int:
         predicts = self._budget is not None or self._device.type == "cuda"
-        if not predicts or self._is_coupled():
+        if not predicts:
             return samples
         budget = self._budget or self._bytes("free")
         self._chosen_for = budget
@@ -189,14 +197,22 @@ class Fitting:
             "precision": self._precision,
             "static": self._layout["static"],
         }
+        if self._device.type == "cuda":  # in force from here on, for the trial step too
+            within(self._budget, model=self._model)
         try:
-            choice = choose_on_device(self._model, self._loss, batch, budget=budget, **options)
+            if self._is_coupled():
+                choice, hold = choose_in_lock_step(
+                    self._model, self._loss, batch, budget=budget, **options
+                )
+                self._hold(hold)
+            else:
+                choice = choose_on_device(self._model, self._loss, batch, budget=budget, **options)
+                choice = try_out(self._model, self._loss, batch, choice, **options)
+                if choice.measured is None:
+                    raise self._refused(batch, choice)
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
             return samples
-        choice = try_out(self._model, self._loss, batch, choice, **options)
-        if choice.measured is None:
-            raise self._refused(batch, choice)
         self.said = choice.said()
         _log.info("%s", self.said)
         return choice.micro_batch

@@ -25,6 +25,7 @@ CATEGORIES = (
     "temporaries",
     "buffers",
     "inputs",
+    "communication",
 )
 
 

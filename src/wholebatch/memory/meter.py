@@ -40,6 +40,7 @@ class MemoryMeter(TorchDispatchMode):
       the backward that needs them begins
     - temporaries: everything else that was made while the meter was on
     - inputs: everything that was there before and was used: the batch, constants, other models
+    - communication: what a prediction knows to be a bucket of gradients on its way to other ranks
 
     Only tensors on `device` count (default: where the model is). `limit` makes a run under the
     meter raise `torch.OutOfMemoryError` as soon as more bytes than that are alive, as a device of

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from wholebatch import precision as precisions
+from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.loss import Loss, as_loss
 from wholebatch.memory.fake import (
@@ -37,8 +38,15 @@ from wholebatch.memory.fake import (
     fake_optimizer,
 )
 from wholebatch.memory.meter import MemoryMeter
+from wholebatch.runners.lockstep import Hold, LockStep
+from wholebatch.sync.buckets import Buckets
 
-__all__ = ["PlainWindow", "Prediction", "predict_peak", "target_device"]
+__all__ = ["PlainWindow", "Prediction", "Reduction", "predict_peak", "target_device"]
+
+Reduction: TypeAlias = Literal["overlap", "after"]
+
+_ENOUGH_IN_LOCK_STEP = 3
+"""Micro-batches in lock-step that are really looked at; from there on each adds the same."""
 
 CUDA_GRANULE = 512
 """CUDA's caching allocator hands out blocks of multiples of this many bytes."""
@@ -70,12 +78,18 @@ def predict_peak(
     micro_batches: int = 2,
     device: torch.device | str | None = None,
     first: bool = False,
+    lock_step: Hold | None = None,
+    reduction: Reduction | None = None,
 ) -> Prediction:
     """The peak of a training step with micro-batches like `batch`, as (bytes, by category).
 
     The step is one of a run that goes on: the optimizer's state is there already (`first=True`
     asks for the first step instead, which makes it). From the second micro-batch on, gradients
     are there while the next forward and backward run, so two stand for any larger number.
+
+    `lock_step` says what is held of micro-batches that meet at every BatchNorm ("graphs",
+    "inputs"); all `micro_batches` then count. `reduction` adds the buckets in which data-parallel
+    ranks sum their gradients: "overlap" in the last backward, or "after" it.
 
     The model may live on any device, also `meta`; it is neither run nor changed. `device` is
     where the step would run (default: where the model is). For a CUDA device that this machine
@@ -84,7 +98,59 @@ def predict_peak(
     if micro_batches < 1:
         raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
     began = time.perf_counter()
-    target = target_device(model, device)
+
+    def run(count: int) -> _Ran:
+        return _run_on_fakes(
+            model,
+            loss,
+            batch,
+            optimizer=optimizer,
+            precision=precision,
+            micro_batches=count,
+            target=target_device(model, device),
+            first=first,
+            lock_step=lock_step,
+            reduction=reduction,
+        )
+
+    if lock_step is None:
+        ran = run(min(micro_batches, 2))  # the third finds what the second did
+    elif micro_batches <= _ENOUGH_IN_LOCK_STEP:
+        ran = run(micro_batches)
+    else:
+        ran = _continued(
+            run(_ENOUGH_IN_LOCK_STEP - 1),
+            run(_ENOUGH_IN_LOCK_STEP),
+            micro_batches - _ENOUGH_IN_LOCK_STEP,
+        )
+    by_category = max(ran.adding, ran.stepping, key=lambda one: sum(one.values()))
+    return Prediction(
+        sum(by_category.values()), by_category, time.perf_counter() - began, ran.largest
+    )
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """The peaks, by category, of a window's two halves, and its largest single piece."""
+
+    adding: dict[str, int]
+    stepping: dict[str, int]
+    largest: int
+
+
+def _run_on_fakes(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    precision: str,
+    micro_batches: int,
+    target: torch.device,
+    first: bool,
+    lock_step: Hold | None,
+    reduction: Reduction | None,
+) -> _Ran:
     on_cuda = target.type == "cuda"
     run_on = target if not on_cuda or torch.cuda.is_available() else torch.device("cpu")
     fake = fake_mode_of(model)
@@ -92,21 +158,29 @@ def predict_peak(
     stepping = None
     if optimizer is not None:
         stepping = fake_optimizer(optimizer, fake, run_on, parameters, on_cuda=on_cuda)
-    micro = fake_batch(fake, batch, run_on)
+    if lock_step is None:
+        micros = [fake_batch(fake, batch, run_on)] * micro_batches
+    else:  # all are there at once
+        micros = [fake_batch(fake, batch, run_on) for _ in range(micro_batches)]
     meter = FakeMeter(
         model=copied, optimizer=stepping, device=run_on, granule=CUDA_GRANULE if on_cuda else 1
     )
     with _untouched(model), _quiet(), fake, meter:
         window = PlainWindow(
-            copied, loss, optimizer=stepping, precision=precision, around_update=meter.answering
+            copied,
+            loss,
+            optimizer=stepping,
+            precision=precision,
+            around_update=meter.answering,
+            lock_step=lock_step,
+            reduction=reduction,
+            sent=lambda flat: meter.mark("communication", [flat]),
         )
-        micros = [micro] * min(micro_batches, 2)  # the third finds what the second did
+        # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
+        numbers = meter.answering() if lock_step is not None else nullcontext()
         try:
-            if first or stepping is None:
-                window.run(micros)
-                by_category = meter.peak_by_category
-            else:
-                by_category = _later(window, micros, meter)
+            with numbers:
+                ran = _halves(window, micros, meter, is_first=first or stepping is None)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -114,13 +188,15 @@ def predict_peak(
         ) as error:
             raise UnsupportedError(_why_not(error)) from error
     if on_cuda:
-        by_category["temporaries"] += CUDA_WORKSPACES
-    peak = sum(by_category.values())
-    return Prediction(peak, by_category, time.perf_counter() - began, meter.largest)
+        for by_category in (ran.adding, ran.stepping):
+            by_category["temporaries"] += CUDA_WORKSPACES
+    return ran
 
 
-def _later(window: PlainWindow, micros: Sequence[Any], meter: MemoryMeter) -> dict[str, int]:
-    """The peak of a window that finds the optimizer's state there, from the first one.
+def _halves(
+    window: PlainWindow, micros: Sequence[Any], meter: MemoryMeter, *, is_first: bool
+) -> _Ran:
+    """The peaks of forwards and backwards, and of the step, of a window that goes on or is first.
 
     State is made by the first step and lies beside everything from then on. So the forwards and
     backwards of a later window take what those of the first did, and the state; its step takes
@@ -128,16 +204,26 @@ def _later(window: PlainWindow, micros: Sequence[Any], meter: MemoryMeter) -> di
     """
     state = "optimizer state"
     window.add_all(micros)
-    before = meter.peak_by_category
+    adding = meter.peak_by_category
     held = meter.current_by_category[state]
     largest = meter.largest
-    window.step()
-    before[state] += meter.current_by_category[state] - held
+    if not is_first:
+        window.step()
+        adding[state] += meter.current_by_category[state] - held
     meter.reset_peak()
     window.step()
-    after = meter.peak_by_category
+    stepping = meter.peak_by_category
     meter.note_largest(largest)
-    return before if sum(before.values()) >= sum(after.values()) else after
+    window.clear()
+    return _Ran(adding, stepping, meter.largest)
+
+
+def _continued(before: _Ran, last: _Ran, more: int) -> _Ran:
+    """Each further micro-batch in lock-step adds what the last one added; the step is the same."""
+    adding = {
+        name: size + more * (size - before.adding[name]) for name, size in last.adding.items()
+    }
+    return _Ran(adding, last.stepping, last.largest)
 
 
 class PlainWindow:
@@ -154,8 +240,17 @@ class PlainWindow:
         optimizer: torch.optim.Optimizer | None = None,
         precision: str = "full",
         around_update: Callable[[], AbstractContextManager[object]] = nullcontext,
+        lock_step: Hold | None = None,
+        reduction: Reduction | None = None,
+        sent: Callable[[torch.Tensor], None] = lambda flat: None,
     ) -> None:
         self._model = model
+        self._lock_step: LockStep | None = None
+        if lock_step is not None:
+            norms = [*batchnorms(model), *tracked_instance_norms(model)]
+            self._lock_step = LockStep(norms, model=model, hold=lock_step)
+        self._reduction = reduction
+        self._sent = sent
         self._loss = loss
         self._optimizer = optimizer
         self._around_update = around_update
@@ -172,20 +267,37 @@ class PlainWindow:
         """Everything before the optimizer's step."""
         self._sixteen_bit.begin()
         self._casts.begin()
-        for micro in micros:
-            self._add(micro)
+        if self._lock_step is not None and len(micros) > 1:
+            self._lock_step.run(micros, forward=self._forward, backward=self._backward)
+            with self._reducing(self._reduction is not None, overlap=False):
+                pass
+        else:
+            overlap = self._reduction == "overlap"
+            for place, micro in enumerate(micros):
+                totals = self._forward(micro)
+                with self._reducing(overlap and place == len(micros) - 1, overlap=True):
+                    self._backward(totals)
+                del totals
+            with self._reducing(self._reduction == "after", overlap=False):
+                pass
         self._casts.end()
         self._sixteen_bit.round_once()
 
-    def _add(self, micro: Any) -> None:
+    def _forward(self, micro: Any) -> list[torch.Tensor]:
         with self._casts.forward():
             result = as_loss(self._loss(self._model, micro))
-        totals = (
-            [result.total]
-            if isinstance(result, Loss)
-            else [term.total for term in result.by_name.values()]
-        )
+        if isinstance(result, Loss):
+            return [result.total]
+        return [term.total for term in result.by_name.values()]
+
+    def _backward(self, totals: list[torch.Tensor]) -> None:
         torch.autograd.backward(totals)
+
+    def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
+        if not reduces:
+            return nullcontext()
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        return Buckets(trained, None, lambda work: None, send=self._sent).reducing(overlap=overlap)
 
     def step(self) -> None:
         """The optimizer's step; gradients stay."""

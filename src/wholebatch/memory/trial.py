@@ -17,12 +17,15 @@ from torch import Tensor
 from wholebatch.memory.batches import map_tensors, resize_batch
 from wholebatch.memory.calibrate import measure_step
 from wholebatch.memory.choose import Choice
+from wholebatch.splitting import batch_size_of
 from wholebatch.splitting.layout import Static
 
 __all__ = ["held_bytes", "try_out"]
 
 _SMALLER = 7 / 8
 _MOST_TRIALS = 24  # an eighth less each time: down to a twentieth of what was predicted
+_FULL = 0.97
+_WORTH_IT = 1.03
 
 
 def try_out(
@@ -34,45 +37,123 @@ def try_out(
     optimizer: torch.optim.Optimizer | None = None,
     precision: str = "full",
     static: Static = (),
+    most: int | None = None,
 ) -> Choice:
     """The choice, or a smaller one, that a real step within the budget has gone through with.
 
     Two micro-batches run forward and backward (one, where it is the whole batch). Room is kept for
     what the first update will make: the optimizer's state. Buffers, random generators and
     gradients are as they were afterwards. `choice.measured` says what it took; None: nothing fits.
+    On CUDA, where a prediction must leave room for memory in pieces, a larger one is tried too if
+    what the allocator really took leaves room for it.
     """
-    device = next(model.parameters()).device
-    held = held_bytes(model, optimizer)
     state = choice.prediction.by_category["optimizer state"]
-    to_come = max(0, state - _state_bytes(optimizer))
+    trial = _Trial(
+        model,
+        loss,
+        batch,
+        precision=precision,
+        static=static,
+        # The state that is not there yet takes its place: on a device by being there, on the CPU
+        # by what is left of the budget.
+        kept=max(0, state - _state_bytes(optimizer)),
+        limit=choice.budget - state,
+    )
+    base = held_bytes(model, optimizer) + trial.kept
     size, failed = choice.micro_batch, list(choice.failed)
+    used = None
     for _ in range(_MOST_TRIALS):
-        # Copied: a view would bring all of the batch that it is cut from.
-        micro = map_tensors(resize_batch(batch, size, static=static), torch.clone)
-        used = _used(
-            model,
-            loss,
-            micro,
-            precision=precision,
-            micro_batches=1 if choice.is_whole_batch and size == choice.micro_batch else 2,
-            kept=to_come,
-            limit=None if device.type == "cuda" else choice.budget - state,
-            device=device,
-        )
+        is_whole = choice.is_whole_batch and size == choice.micro_batch
+        used = trial.run(size, micro_batches=1 if is_whole else 2)
         if used is not None:
-            return replace(
-                choice,
-                micro_batch=size,
-                measured=held + to_come + used,
-                failed=tuple(failed),
-                is_whole_batch=choice.is_whole_batch and size == choice.micro_batch,
-            )
+            break
         failed.append(size)
-        _release()
         if size == 1:
             break
         size = max(1, min(size - 1, int(size * _SMALLER)))
-    return replace(choice, micro_batch=1, measured=None, failed=tuple(failed), is_whole_batch=False)
+    if used is None:
+        return replace(
+            choice, micro_batch=1, measured=None, failed=tuple(failed), is_whole_batch=False
+        )
+    most = batch_size_of(batch, static=static) if most is None else most
+    larger = _larger(size, trial.reserved, choice.budget, most=most) if not failed else size
+    if larger > size * _WORTH_IT:
+        more = trial.run(larger, micro_batches=2)
+        if more is None:
+            failed.append(larger)
+        else:
+            size, used = larger, more
+    trial.end()
+    return replace(
+        choice,
+        micro_batch=size,
+        measured=base + used,
+        failed=tuple(failed),
+        is_whole_batch=choice.is_whole_batch and size == choice.micro_batch,
+    )
+
+
+def _larger(size: int, reserved: int, budget: int, *, most: int) -> int:
+    """What would fill the budget; the part that does not grow only makes this too careful."""
+    return min(most, int(size * _FULL * budget / reserved)) if reserved else size
+
+
+class _Trial:
+    """Steps on a model's device that leave nothing behind."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Callable[[Any, Any], Any],
+        batch: Any,
+        *,
+        precision: str,
+        static: Static,
+        kept: int,
+        limit: int,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._batch = batch
+        self._precision = precision
+        self._static = static
+        self._limit = limit
+        self._device = next(model.parameters()).device
+        self.kept = kept
+        self.reserved = 0
+        """What CUDA's allocator took from the device at the peak of the last step; else 0."""
+
+    def run(self, size: int, *, micro_batches: int) -> int | None:
+        """The bytes that a step of this size took; None where it ran out of memory."""
+        on_cuda = self._device.type == "cuda"
+        # Copied: a view would bring all of the batch that it is cut from.
+        micro = map_tensors(resize_batch(self._batch, size, static=self._static), torch.clone)
+        self.end()
+        try:
+            place = torch.empty(
+                self.kept, dtype=torch.uint8, device=self._device if on_cuda else "meta"
+            )
+            used = measure_step(
+                self._model,
+                self._loss,
+                micro,
+                precision=self._precision,
+                micro_batches=micro_batches,
+                limit=None if on_cuda else self._limit,
+            )
+            del place
+        except torch.OutOfMemoryError:
+            used = None
+        if on_cuda and used is not None:
+            self.reserved = torch.cuda.max_memory_reserved(self._device)
+        return used
+
+    def end(self) -> None:
+        """Give back what steps have left in caches."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.clear_autocast_cache()
+            torch.cuda.empty_cache()
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
@@ -81,30 +162,6 @@ def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     gradients = [p.grad for p in parameters if p.grad is not None]
     state = [] if optimizer is None else list(_tensors(optimizer.state.values()))
     return _bytes_of((*parameters, *model.buffers(), *gradients, *state), _place(parameters))
-
-
-def _used(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
-    micro: Any,
-    *,
-    precision: str,
-    micro_batches: int,
-    kept: int,
-    limit: int | None,
-    device: torch.device,
-) -> int | None:
-    """The bytes that the step took; None where it ran out of memory."""
-    try:
-        # The state that is not there yet takes its place: on a device, by being there.
-        place = torch.empty(kept, dtype=torch.uint8, device=device) if limit is None else None
-        used = measure_step(
-            model, loss, micro, precision=precision, micro_batches=micro_batches, limit=limit
-        )
-        del place
-        return used
-    except torch.OutOfMemoryError:
-        return None
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
@@ -136,9 +193,3 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors(value.values())
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

@@ -6,9 +6,10 @@ import contextvars
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["Inherited"]
 
@@ -33,6 +34,8 @@ class Inherited:
     autocast_cache: bool
     device: torch.device
     cuda_stream: torch.cuda.Stream | None
+    modes: tuple[Any, ...]
+    """What watches the operations of the caller, such as a meter of memory."""
 
     @classmethod
     def of_this_thread(cls) -> Inherited:
@@ -52,6 +55,7 @@ class Inherited:
             autocast_cache=torch.is_autocast_cache_enabled(),
             device=torch.get_default_device(),
             cuda_stream=torch.cuda.current_stream() if on_cuda else None,
+            modes=tuple(_get_current_dispatch_mode_stack()),
         )
 
     def run(self, function: Callable[[], R]) -> R:
@@ -83,4 +87,8 @@ class Inherited:
                         )
                     )
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for mode in self.modes:
+                # Not entered: the mode is in use already, by the thread that waits for this one.
+                _push_mode(mode)
+                stack.callback(_pop_mode)
             return function()

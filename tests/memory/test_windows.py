@@ -1,0 +1,174 @@
+"""What is predicted is what a window of the library takes, to the byte, by every way of running."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from tests.memory.models import CASES, images, loss, mlp, vectors
+from wholebatch.errors import OptionError
+from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.predict import Prediction, predict_peak
+from wholebatch.memory.together import choose_in_lock_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+Optimizers = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def without_inputs(peak: int, by_category: dict[str, int]) -> int:
+    """Micro-batches on the CPU are views of the batch: what is seen of that differs."""
+    return peak - by_category["inputs"]
+
+
+def really(train: wb.WholeBatch, model: nn.Module, optimizer: Any, batch: Any) -> int:
+    """The peak of a second window: the first makes the optimizer's state."""
+    train.step(batch)
+    with MemoryMeter(model=model, optimizer=optimizer) as meter:
+        train.step(batch)
+    return without_inputs(meter.peak, meter.peak_by_category)
+
+
+def predicted(prediction: Prediction) -> int:
+    return without_inputs(prediction.peak, prediction.by_category)
+
+
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "make", "size", "count"),
+    [
+        ("mlp", adamw, 4, 3),
+        ("gpt", adamw, 16, 2),
+        ("gpt-tied", sgd, 1, 2),
+        ("gpt-dropout", sgd, 4, 3),
+        ("gpt-checkpointed", adamw, 4, 4),
+    ],
+)
+def test_one_after_the_other(
+    name: str, make: Optimizers, size: int, count: int, precision: str
+) -> None:
+    case = CASES[name]
+    model = case.make()
+    optimizer = make(model.parameters())
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch=size,
+        units=lambda micro: micro["y"].numel(),
+        precision=precision,
+        clip_norm=1.0,
+    )
+    found = predict_peak(
+        model,
+        loss,
+        case.batch(size),
+        optimizer=optimizer,
+        precision=precision,
+        micro_batches=count,
+    )
+    # The window keeps the total (4 bytes) and the units (8) of every micro-batch, and one seed.
+    kept = 12 * (count - 1) + 4
+    beyond = really(train, model, optimizer, case.batch(size * count)) - predicted(found)
+    # Where the step is the peak, the window has let them go.
+    assert beyond in (kept, 0), (beyond, kept)
+
+
+def normed() -> nn.Module:
+    def block(before: int, after: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()
+        )
+
+    parts = [block(3, 8), block(8, 8), block(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*parts, nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize("hold", ["graphs", "inputs"])
+@pytest.mark.parametrize(("size", "count"), [(4, 2), (4, 6), (2, 12)])
+def test_in_lock_step(hold: Any, size: int, count: int) -> None:
+    """Twelve micro-batches are predicted from three: each further one adds the same."""
+    model = normed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=size)
+    train._feeding.hold(hold)
+    found = predict_peak(
+        model, loss, images(size), optimizer=optimizer, micro_batches=count, lock_step=hold
+    )
+    real = really(train, model, optimizer, images(size * count))
+    # Totals (4 bytes each), and the buffers as they were, in case the window must begin again.
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert 0 <= real - predicted(found) <= 4 * count + 2 * buffers + 64
+
+
+def test_lock_step_holds_less_where_memory_is_short() -> None:
+    model = normed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = images(32)
+
+    def need(hold: Any, size: int) -> int:
+        count = -(-32 // size)
+        way = {} if hold is None else {"lock_step": hold}
+        return predict_peak(
+            model, loss, images(size), optimizer=optimizer, micro_batches=count, **way
+        ).peak
+
+    whole, graphs, inputs = need(None, 32), need("graphs", 8), need("inputs", 8)
+    assert whole > graphs > inputs
+    for budget, way in ((whole, ""), (graphs, "in lock-step"), (inputs, "computed again")):
+        choice, hold = choose_in_lock_step(model, loss, batch, budget=budget, optimizer=optimizer)
+        assert choice.fits
+        assert way in choice.way
+        assert choice.micro_batch >= 8
+        assert (hold == "inputs") == (budget == inputs)
+        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch="auto", memory=f"{budget}B")
+        train.step(batch)
+        assert train.recoveries == 0
+        assert train.micro_batch_size == choice.micro_batch
+    with pytest.raises(OptionError, match=r"exact BatchNorm has all 32 samples of a batch in mem"):
+        choose_in_lock_step(model, loss, batch, budget=inputs // 2, optimizer=optimizer)
+
+
+@pytest.fixture
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(29_000 + os.getpid() % 900))
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("reduction", ["overlap", "after"])
+def test_with_the_buckets_of_data_parallel_ranks(reduction: Any) -> None:
+    """A group of one rank reduces the same bytes; the window must only believe in two."""
+    model = mlp(256)
+    optimizer = sgd(model.parameters())
+    train = wb.WholeBatch(DistributedDataParallel(model), optimizer, loss=loss, micro_batch=2)
+    train._window.sync.ranks = 2
+    train._fitting.recovers = reduction == "after"
+    options: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 2}
+    found = predict_peak(model, loss, vectors(2), reduction=reduction, **options)
+    # All buckets are on their way at once: a second copy of the gradients.
+    assert found.by_category["communication"] == found.by_category["gradients"]
+    assert found.peak > predict_peak(model, loss, vectors(2), **options).peak
+    real = really(train, model, optimizer, vectors(4))
+    # The bucket goes out while the piece of gradient that completed it is still there.
+    last = model[0].weight.nbytes if reduction == "overlap" else 0  # type: ignore[index]
+    assert 0 <= real - predicted(found) <= 256 + last, (real, predicted(found))
