@@ -50,7 +50,8 @@ def _after_a_broken_recording(pool: Any) -> None:
     with suppress(RuntimeError):
         torch.cuda.synchronize()
     with suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_endAllocateToPool(device, pool)  # refuses if the recording did end
+        torch._C._cuda_releasePool(device, pool)
     with suppress(RuntimeError):
         blank = torch.cuda.CUDAGraph()
         number = torch.zeros(1, device="cuda")
