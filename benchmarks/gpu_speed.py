@@ -51,14 +51,12 @@ MAIN: list[list[tuple[str, str, int]]] = [
         *(("gpt-124m", mode, 4) for mode in PEERS),
         *(("gpt-124m", mode, 1) for mode in PEERS),
     ],
-    [("gpt-1.3b", WHOLE, 0), *(("gpt-1.3b", mode, 4) for mode in PEERS[1:2])],
-    [("gpt-1.3b", mode, 4) for mode in ("loop", "Lightning", "loop + torch.compile")],
-    [("gpt-1.3b", mode, 1) for mode in PEERS[:3]],
+    [("gpt-1.3b", WHOLE, 0), ("gpt-1.3b", "loop + torch.compile", 4)],
+    [("gpt-1.3b", mode, size) for size in (4, 1) for mode in ("loop", "Lightning")],
     [
+        ("gpt-1.3b", "HF Trainer", 4),
         *(("resnet-50", mode, size) for size in (32, 8) for mode in PEERS),
         ("resnet-50", "loop + torch.compile", 32),
-    ],
-    [
         *(("encoder", mode, size) for size in (16, 4) for mode in PEERS),
         ("encoder", "loop + torch.compile", 16),
     ],
@@ -79,7 +77,7 @@ def child(options: argparse.Namespace) -> None:
             options.micro[0],
             options.windows,
             options.seconds,
-            profiled=options.profile,
+            profiled=options.profile and options.child in ("wholebatch graph", "loop", WHOLE),
         )
 
 
@@ -96,7 +94,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="gpt-124m at 4, ours and two loops")
     parser.add_argument("--main", action="store_true", help="the main rows, warmed up together")
     parser.add_argument("--batches", nargs="+", type=int, help="only these batches of --main")
-    parser.add_argument("--profile", action="store_true", help="and profile one window of each row")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="and profile one window of ours, the loop and the whole batch",
+    )
     parser.add_argument("--tables", action="store_true", help="only write speed.md from speed.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--child", help=argparse.SUPPRESS)
