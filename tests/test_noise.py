@@ -17,7 +17,7 @@ from tests.execute.nets import mode_of, traced
 from tests.support import mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.noise import Estimator, NoiseScale, Observation
-from wholebatch.noise.estimate import Growths, fieller, student
+from wholebatch.noise.estimate import Sums, fieller, student
 
 PARAMETERS = 40
 
@@ -113,19 +113,22 @@ def test_units_that_differ_from_sample_to_sample() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(5, 5, 5, 5), (1, 2, 3, 9), (9, 3, 2, 1), (7, 1)])
-def test_both_estimates_are_without_bias(sizes: tuple[int, ...]) -> None:
-    """Their mean over 20,000 windows is the truth to four of its own standard errors."""
+@pytest.mark.parametrize("own", [True, False])
+def test_both_estimates_are_without_bias(sizes: tuple[int, ...], own: bool) -> None:
+    """Their mean over 10,000 windows is the truth to four of its own standard errors."""
     place = torch.Generator().manual_seed(1)
-    count, width = 20_000, 6
+    count, width = 10_000, 6
     spread = torch.linspace(0.5, 2.0, width, dtype=torch.float64)
     mean = torch.full((width,), 0.4, dtype=torch.float64)
     noise = torch.randn(count, len(sizes), width, generator=place, dtype=torch.float64)
     units = torch.tensor(sizes, dtype=torch.float64)[None, :, None]
-    sums = units * mean + units.sqrt() * noise * spread
-    norms = sums.cumsum(1).norm(dim=-1)
+    parts = units * mean + units.sqrt() * noise * spread
+    whole = parts.sum(1).norm(dim=-1).tolist()
+    norms = (parts if own else parts.cumsum(1)).norm(dim=-1).tolist()
+    sums = Sums.of_own if own else Sums.of_growing
     found = [
-        Observation.of(Growths.of(row, sizes), norm=row[-1], units=float(sum(sizes)))
-        for row in norms.tolist()
+        Observation.of(sums(row, sizes), norm=norm, units=float(sum(sizes)))
+        for row, norm in zip(norms, whole, strict=True)
     ]
     for name, truth in (
         ("spread", float(spread.square().sum())),
@@ -136,20 +139,24 @@ def test_both_estimates_are_without_bias(sizes: tuple[int, ...]) -> None:
         assert error < 4.0, name
 
 
-def test_two_ranks_with_one_micro_batch_are_the_pair_of_mccandlish() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_two_micro_batches_are_the_pair_of_mccandlish(own: bool) -> None:
     """Their equations (A.2), with a small batch of 4 and a big one of 8."""
     small, big = (3.0, 5.0), 6.0
-    both = [Growths.of([norm * 4], [4.0]) for norm in small]
-    summed = Growths(both[0].moment + both[1].moment, both[0].weight + both[1].weight, len(both))
-    found = Observation.of(summed, norm=big * 8, units=8.0)
+    if own:
+        sums = Sums.of_own([norm * 4 for norm in small], [4.0, 4.0])
+        small_square = (small[0] ** 2 + small[1] ** 2) / 2
+    else:
+        sums = Sums.of_growing([small[0] * 4, big * 8], [4.0, 4.0])
+        small_square = small[0] ** 2
+    found = Observation.of(sums, norm=big * 8, units=8.0)
     assert found is not None
-    small_square = (small[0] ** 2 + small[1] ** 2) / 2
     assert found.signal == pytest.approx((8 * big**2 - 4 * small_square) / (8 - 4))
     assert found.spread == pytest.approx((small_square - big**2) / (1 / 4 - 1 / 8))
 
 
 def test_one_micro_batch_alone_says_nothing() -> None:
-    assert Observation.of(Growths.of([3.0], [4.0]), norm=3.0, units=4.0) is None
+    assert Observation.of(Sums.of_own([3.0], [4.0]), norm=3.0, units=4.0) is None
     model = Quadratic()
     train = wb.WholeBatch(model, still(model), loss=summed, micro_batch=64, noise=1)
     for seed in range(5):
@@ -168,7 +175,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         noise = torch.randn(windows, 2, generator=place, dtype=torch.float64)
         estimator = Estimator(half_life=1e9)
         for a, b in noise.tolist():
-            estimator.add(Observation(10.0 + 4.0 * a, 1.0 + 0.8 * b + 0.4 * a, 8.0, 4))
+            estimator.add(Observation(10.0 + 2.0 * a, 1.0 + 0.6 * b + 0.2 * a, 1.0, 4))
         found = estimator.estimate()
         assert found is not None
         inside += found.low <= 10.0 <= found.high
@@ -197,6 +204,17 @@ def test_newer_windows_count_more() -> None:
     found = estimator.estimate()
     assert found is not None
     assert found.spread == pytest.approx(10.0, rel=0.05)
+
+
+def test_gradients_that_shrink_do_not_hide_what_comes_after() -> None:
+    """Averages of the raw numbers would be those of the first few windows, where |G|² was large."""
+    estimator = Estimator(half_life=1e9)
+    for window in range(40):
+        size = 1000.0 * 0.7**window
+        estimator.add(Observation(80.0 * size, (1.0 if window >= 4 else 50.0) * size, 8.0, 4))
+    found = estimator.estimate()
+    assert found is not None
+    assert 20.0 < found.critical < 80.0  # as they are: 80 × 1000 / (50 × 1000) = 1.6
 
 
 # ---------------------------------------------------------------------- advice

@@ -232,7 +232,11 @@ class WholeBatch:
             def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
                 if not window.is_open:
                     self._begin(known)
-                self._probe.begin(first=first, together=self._feeding.in_lock_step(parts))
+                self._probe.begin(
+                    first=first,
+                    together=self._feeding.in_lock_step(parts),
+                    own=self._feeding.executor._plan.eager,
+                )
                 self._run(parts, first, at, after_micro)
 
             if first or not self._fitting.recovers:  # a resumed window cannot begin again
@@ -244,6 +248,7 @@ class WholeBatch:
             return self._close(micros, start if replays else None)
         finally:
             self._stepping = False
+            self._probe.end()
             self._precision.end()
             window.sync.restore()
             self._done = 0

@@ -5,17 +5,19 @@ gradients has, on average,
 
     |A|² = N² |G|² + N tr Σ
 
-So two norms at different N give both, without bias and without a second gradient buffer: the norm
-of the buffer as it grows, micro-batch by micro-batch, is all that is needed. From one micro-batch
-to the next |A|² grows by e, with mean q |G|² + u tr Σ, where u is the units that came and q the
-growth of N². These growths are uncorrelated, with a variance in proportion to q where noise
-dominates. Weighted least squares over them, Σ (e − u tr Σ − q |G|²)² / q → min, comes to
+So norms at different N give both, without bias and without a second gradient buffer. There are two
+kinds. Eager code hands over every micro-batch's own gradient before it is added: e is its |A|²,
+with mean u tr Σ + q |G|², where u is its units and q = u². A graph adds for itself, and shows only
+the growing sum: e is by how much |A|² has grown with the micro-batch, u the units that came, and q
+the growth of N²; the mean is again u tr Σ + q |G|². Either way weighted least squares over the
+micro-batches and the window as a whole, Σ (e − u tr Σ − q |G|²)² / q → min, comes to
 
     tr Σ = (Σ u e / q − |A|²/N) / (Σ u²/q − 1)        |G|² = |A|²/N² − tr Σ / N
 
-with |A|² and N of the whole window. Ranks are counted alike: each has growths of its own, and the
-reduced gradient is the whole. The weights depend on the units alone, so both are unbiased for any
-sizes of micro-batches. (One micro-batch on each of two ranks makes it McCandlish et al.'s pair of a
+with |A|² and N of the whole window. Of own gradients this is the variance of the micro-batches
+around their mean, which knows nothing of G; of growths it is noisier where the batch is far above
+the critical one. Ranks just add up. The weights depend on the units alone, so both are unbiased for
+any sizes of micro-batches. (Two micro-batches of one size make it McCandlish et al.'s pair of a
 small and a big batch.)
 
 The noise scale tr Σ / |G|² is the batch at which an update has as much noise as signal (McCandlish
@@ -48,21 +50,26 @@ class Observation:
     micro_batches: int
     """Micro-batches of the window, over all ranks."""
 
+    @property
+    def square(self) -> float:
+        """|gradient of the window|², which both together make."""
+        return self.signal + self.spread / self.units
+
     @staticmethod
-    def of(growths: Growths, *, norm: float, units: float) -> Observation | None:
-        """From the growths of all ranks and the norm of their sum; None of one micro-batch."""
-        if growths.weight - 1.0 < 1e-9 or not units > 0.0:
+    def of(sums: Sums, *, norm: float, units: float) -> Observation | None:
+        """From the sums of all ranks and the norm of the whole; None of one micro-batch."""
+        if sums.weight - 1.0 < 1e-9 or not units > 0.0:
             return None
         whole = norm * norm
-        spread = (growths.moment - whole / units) / (growths.weight - 1.0)
+        spread = (sums.moment - whole / units) / (sums.weight - 1.0)
         signal = whole / units**2 - spread / units
         if not (math.isfinite(spread) and math.isfinite(signal)):
             return None
-        return Observation(spread, signal, units, growths.count)
+        return Observation(spread, signal, units, sums.count)
 
 
 @dataclass(frozen=True)
-class Growths:
+class Sums:
     """The sums over a rank's micro-batches that the estimate needs; ranks just add up."""
 
     moment: float = 0.0  # Σ u e / q
@@ -70,8 +77,15 @@ class Growths:
     count: int = 0
 
     @staticmethod
-    def of(norms: Sequence[float], units: Sequence[float]) -> Growths:
-        """From |A| after every micro-batch and the units of each."""
+    def of_own(norms: Sequence[float], units: Sequence[float]) -> Sums:
+        """From |A| of every micro-batch by itself and the units of each."""
+        pairs = [(norm, own) for norm, own in zip(norms, units, strict=True) if own > 0.0]
+        moment = math.fsum(norm * norm / own for norm, own in pairs)
+        return Sums(moment, float(len(pairs)), len(pairs))
+
+    @staticmethod
+    def of_growing(norms: Sequence[float], units: Sequence[float]) -> Sums:
+        """From |A| of the sum so far after every micro-batch and the units of each."""
         moment = weight = 0.0
         done = before = 0.0
         count = 0
@@ -83,7 +97,7 @@ class Growths:
             weight += own * own / grown
             done, before = done + own, norm * norm
             count += 1
-        return Growths(moment, weight, count)
+        return Sums(moment, weight, count)
 
 
 @dataclass(frozen=True)
@@ -170,32 +184,39 @@ class Estimator:
         raw = [self._decay**age for age in range(len(seen) - 1, -1, -1)]
         total = math.fsum(raw)
         weights = [weight / total for weight in raw]
-        spread = math.fsum(w * one.spread for w, one in zip(weights, seen, strict=True))
-        signal = math.fsum(w * one.signal for w, one in zip(weights, seen, strict=True))
+        sizes = _sizes([one.square for one in seen])
+        spreads = [one.spread / own for one, own in zip(seen, sizes, strict=True)]
+        signals = [one.signal / own for one, own in zip(seen, sizes, strict=True)]
+        spread = math.fsum(w * value for w, value in zip(weights, spreads, strict=True))
+        signal = math.fsum(w * value for w, value in zip(weights, signals, strict=True))
+        squares = math.fsum(w * one.square for w, one in zip(weights, seen, strict=True))
+        size = squares / math.fsum(
+            w * one.square / own for w, one, own in zip(weights, seen, sizes, strict=True)
+        )
         count = 1.0 / math.fsum(weight * weight for weight in weights)
         fair = count / (count - 1.0)
 
-        def covariance(a: str, b: str) -> float:
-            means = {"spread": spread, "signal": signal}
+        def covariance(a: tuple[list[float], float], b: tuple[list[float], float]) -> float:
             return fair * math.fsum(
-                w * w * (getattr(one, a) - means[a]) * (getattr(one, b) - means[b])
-                for w, one in zip(weights, seen, strict=True)
+                w * w * (one - a[1]) * (other - b[1])
+                for w, one, other in zip(weights, a[0], b[0], strict=True)
             )
 
+        above, below = (spreads, spread), (signals, signal)
         low, high = fieller(
             spread,
             signal,
-            covariance("spread", "spread"),
-            covariance("signal", "signal"),
-            covariance("spread", "signal"),
+            covariance(above, above),
+            covariance(below, below),
+            covariance(above, below),
             z=student(count - 1.0),
         )
         return NoiseScale(
             critical=spread / signal if spread > 0.0 and signal > 0.0 else _edge(spread),
             low=low,
             high=high,
-            spread=spread,
-            signal=signal,
+            spread=spread * size,
+            signal=signal * size,
             samples=len(seen),
             # Not of the last alone: that may be the short one at the end of an epoch.
             batch=median(one.units for one in seen[-5:]),
@@ -207,6 +228,22 @@ class Estimator:
 
     def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
         self._seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
+
+
+def _sizes(squares: Sequence[float]) -> list[float]:
+    """The size of each window's |gradient|², by its neighbours: the measure to divide it by.
+
+    Gradients shrink a hundredfold in the first updates; as they are, averages of them would know
+    of nothing else. A window's own size is correlated with what it says, its neighbours' are not:
+    the ratio of the averages stays without bias.
+    """
+    logs = [math.log(max(square, 1e-300)) for square in squares]
+    last = len(logs) - 1
+    sizes = []
+    for place in range(len(logs)):
+        beside = [logs[at] for at in (place - 1, place + 1) if 0 <= at <= last]
+        sizes.append(math.exp(math.fsum(beside) / len(beside)))
+    return sizes
 
 
 def fieller(
