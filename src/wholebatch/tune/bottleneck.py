@@ -108,9 +108,10 @@ def accumulation(trial: Trial, *, fixed: Fixed | None, smaller: Trial | None) ->
         )
     elif smaller is not None:
         said.append(f"Smaller micro-batches: the same update{_less_memory(trial, smaller)}.")
+    least = f"at most {once / window:.0%}" if once / window >= 0.01 else "less than 1%"
     said.append(
-        f"A larger batch made of more micro-batches of this size: no more memory, and at most "
-        f"{once / window:.0%} less time per unit, which is what the close (optimizer"
+        f"A larger batch made of more micro-batches of this size: no more memory, and {least} "
+        f"less time per unit, which is what the close (optimizer"
         f"{' and reduction' if trial.split.get('communication') else ''}) takes of this window; "
         "forward and backward take the same per unit."
     )

@@ -39,15 +39,21 @@ def tuning(tunings: Sequence[tuple[str, Data]]) -> Section | None:
         parts.append(
             Callout(
                 f"Bottleneck: {bottleneck['kind']}",
-                (*bottleneck["evidence"], *tuned["accumulation"]),
+                tuple(
+                    _sentence(line) for line in (*bottleneck["evidence"], *tuned["accumulation"])
+                ),
             )
         )
         measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
         parts.append(_speeds(at, tuned, measured))
         parts.append(_trials(tuned))
         if tuned.get("ranks"):
-            parts.append(_ranks(at, tuned["ranks"], tuned["unit"]))
+            parts.append(_ranks(at, tuned["ranks"]))
     return Section("tuning", "Tuning", tuple(parts)) if parts else None
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def _way(trial: Data) -> str:
@@ -110,45 +116,57 @@ def _speeds(at: int, tuned: Data, measured: Sequence[Data]) -> Chart:
 
 
 def _trials(tuned: Data) -> Table:
-    rows = []
+    """Measured settings by their speed; those that were left out for one reason share a row."""
+    rows: list[tuple[str, ...]] = []
     bold = set()
-    ordered = sorted(tuned["trials"], key=lambda t: -(t.get("units_per_second") or 0.0))
-    for number, trial in enumerate(ordered):
-        rate, peak = trial.get("units_per_second"), trial.get("peak")
+    measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
+    for number, trial in enumerate(sorted(measured, key=lambda t: -t["units_per_second"])):
         if trial.get("recommended"):
             bold.add(number)
         rows.append(
             (
                 str(trial["micro_batch"]),
                 _way(trial),
-                f"{count_said(rate)} {tuned['unit']}/s" if rate else "–",
-                bytes_said(peak) if peak else "–",
+                f"{count_said(trial['units_per_second'])} {tuned['unit']}/s",
+                _peak(trial),
                 trial["why"],
             )
         )
+    left: dict[tuple[str, str], list[str]] = {}
+    for trial in tuned["trials"]:
+        if not trial.get("units_per_second"):
+            left.setdefault((_way(trial), trial["why"]), []).append(str(trial["micro_batch"]))
+    rows += [(", ".join(sizes), way, "–", "–", why) for (way, why), sizes in left.items()]
     head = ("micro-batch", "how", "speed", "peak memory", "")
     return Table(head, tuple(rows), "Every setting that was looked at.", frozenset(bold))
 
 
-def _ranks(at: int, ranks: Data, unit: str) -> Chart:
+def _peak(trial: Data) -> str:
+    if trial.get("peak"):
+        return bytes_said(trial["peak"])
+    return f"{bytes_said(trial['predicted'])} predicted" if trial.get("predicted") else "–"
+
+
+def _ranks(at: int, ranks: Data) -> Chart:
     points = ranks["points"]
     x = [point["ranks"] for point in points]
 
-    def trace(name: str, values: Sequence[float], color: str, dash: str) -> dict[str, Any]:
+    def trace(name: str, key: str, color: str) -> dict[str, Any]:
+        single = points[0][key]
         return {
             "type": "scatter",
             "mode": "lines+markers",
             "name": name,
             "x": x,
-            "y": list(values),
-            "line": {"color": color, "width": 2, "dash": dash},
+            "y": [100 * point[key] / (single * point["ranks"]) for point in points],
+            "line": {"color": color, "width": 2, "dash": "dash"},
             "marker": {"color": color, "size": 8},
+            "hovertemplate": "%{y:.1f}%",
         }
 
-    single = points[0]["units_per_second"]
     traces = [
-        trace("model", [p["units_per_second"] for p in points], series_color(0), "solid"),
-        trace("if communication were free", [single * n for n in x], series_color(1), "dot"),
+        trace("all that can overlap does", "units_per_second_overlapped", series_color(0)),
+        trace("nothing overlaps", "units_per_second", series_color(1)),
     ]
     layout = {
         "xaxis": {
@@ -157,15 +175,15 @@ def _ranks(at: int, ranks: Data, unit: str) -> Chart:
             "tickvals": x,
             "ticktext": [str(n) for n in x],
         },
-        "yaxis": {"title": {"text": f"{unit} per second"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "% of linear scaling"}, "range": [0, 105]},
     }
     return Chart(
         f"ranks-{at}",
-        "A model, not a measurement: the same batch per rank on more ranks",
+        "A model, not a measurement: the tuned window on more ranks",
         traces,
         layout,
         ranks["said"],
-        height=340,
+        height=320,
         wide=True,
     )
 
@@ -205,6 +223,7 @@ def split(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Section | None:
         "Where the time of a window goes",
         traces,
         layout,
+        "▸ is the recommended setting." if any("▸" in name for name in names) else "",
         height=170 + 44 * len(names),
         wide=True,
     )
