@@ -61,7 +61,7 @@ def far(ours: nn.Module, right: nn.Module) -> float:
 
 
 def test_host_sums_make_the_update_of_the_plain_window() -> None:
-    for dtype, at_most in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+    for dtype, at_most in ((torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         for options in ({}, {"clip_norm": 0.05}, {"clip_value": 0.001}, {"fused": False}):
             plain, steps, _ = run(dtype, **options)
             for on in ("device", "host"):
@@ -91,7 +91,7 @@ def test_release_has_the_bits_of_the_plain_window() -> None:
 def test_moments_are_those_of_the_cpu() -> None:
     on_cpu, _, _ = run(torch.float64, device="cpu", gradients="moments")
     on_gpu, _, _ = run(torch.float64, gradients="moments")
-    assert far(on_gpu, on_cpu) <= 1e-12
+    assert far(on_gpu, on_cpu) <= 1e-11
 
 
 def test_state_on_the_host_leaves_none_on_the_device() -> None:

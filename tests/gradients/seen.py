@@ -17,6 +17,7 @@ class Parts:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
         self._now: dict[int, Tensor] = {}
+        self._before: list[dict[int, Tensor]] = []
         self.steps = 0
         self.most = 0
         """How many parameters had a gradient at once."""
@@ -27,15 +28,22 @@ class Parts:
         self.steps += 1
         self.most = max(self.most, sum(p.grad is not None for p in self._parameters))
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            assert id(parameter) not in self._now, "a parameter was stepped twice in one update"
             if parameter.grad is None:
                 continue
+            if id(parameter) in self._now:  # an update that nobody has taken was over
+                self._before.append(self._now)
+                self._now = {}
             self._now[id(parameter)] = parameter.grad.detach().clone() * factor
 
     def take(self) -> list[Tensor]:
-        """The gradients of the update that has just been made."""
-        now, self._now = self._now, {}
-        return [now.get(id(p), torch.zeros_like(p)) for p in self._parameters]
+        """The gradients of the one update that was made since the last time."""
+        (gradients,) = self.take_all()
+        return gradients
+
+    def take_all(self) -> list[list[Tensor]]:
+        """The gradients of every update that was made since the last time."""
+        taken, self._before, self._now = [*self._before, self._now], [], {}
+        return [[one.get(id(p), torch.zeros_like(p)) for p in self._parameters] for one in taken]
 
 
 @contextmanager

@@ -85,7 +85,8 @@ class HostStore(Store):
             )
         self._sums.filled = set()
         for parameter in parameters:
-            self._pipes.setdefault(parameter.device, Pipe(parameter.device))
+            if parameter.device not in self._pipes:
+                self._pipes[parameter.device] = Pipe(parameter.device, self._sums.bytes)
         self.hook(self._leave)
 
     def _leave(self, parameter: Tensor) -> None:
@@ -114,6 +115,10 @@ class HostStore(Store):
         self._is_last = last
         self._norms = {}
         return True
+
+    def backward_made(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.flush()
 
     def _drain(self) -> Sums:
         for pipe in self._pipes.values():

@@ -1,12 +1,15 @@
 """Gradients on their way to the host: copied out and added there, while the device computes.
 
-A backward hands over each gradient as it is made and goes on. One thread copies it through a ring
-of pinned pieces, on a stream of its own, and adds it to the sum on the host; torch's own threads
-share that addition. The ring is taken once. What still waits on the device is bounded: beyond that
-the backward waits for the host.
+A backward hands over each gradient as it is made. It is copied at once into a slot of a small ring
+on the device (widened to the dtype of its sum: the host adds float32 six times as fast as it would
+widen), so that its own memory is free again in the order in which autograd took it. A stream of its
+own copies the slot to a pinned piece of host memory, and one thread adds the piece to the sum;
+torch's own threads share that addition. What a window adds first becomes the sum without the host's
+help. Both rings are taken once and bound what is under way: without a free slot the device waits
+for the link, without a free piece the backward waits for the host.
 
-One thread takes everything in the order in which it was made, so a sum has the same bits as one on
-the device.
+Everything is added in the order in which it was made, so a sum has the same bits as one on the
+device. Where the gradients are on the host already, the thread adds them as they are.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,11 +28,15 @@ from wholebatch.gradients.norm import norm_of_row
 __all__ = ["Pipe", "add_on_host"]
 
 _WAITING_BYTES = 96 * 2**20
-"""Gradients that may wait on the device for the link, beyond the one that is being handed over."""
-_PIECE_BYTES = 16 * 2**20
-_PIECES = 6
+"""Gradients that may wait for the thread where they are on the host already."""
+_SLOTS = 8
+_LARGEST_SLOT = 16 * 2**20
+_SMALLEST_SLOT = 64 * 2**10
+_PIECES = 48
+"""Slots are on the device, pieces of the same size on the host: many, because the link runs ahead
+of the host's addition while a backward makes gradients, and rests in the next forward."""
 _CAST = 2**19
-"""Elements for each thread that are cast before they are added: what its cache holds."""
+"""Elements for each thread that are worked on together: what its cache holds."""
 
 
 @torch.no_grad()
@@ -57,29 +64,44 @@ def add_on_host(
 
 
 @dataclass(eq=False, slots=True)
-class _Gradient:
-    """A gradient that was handed over: flat, and the event after which it is there."""
+class _Part:
+    """Some of a gradient: where it lies in its slot and piece, and the part of its sum."""
 
-    flat: Tensor
+    begin: int
+    end: int
     total: Tensor
     first: bool
     norms: list[Tensor] | None
-    made: torch.cuda.Event | None
 
 
 @dataclass(eq=False, slots=True)
-class _Copy:
-    """A piece of the ring with some of a gradient in it, once `done` has happened."""
+class _Slot:
+    """A piece of device memory; free again when what is in it has left."""
 
-    done: torch.cuda.Event
-    piece: Tensor | None  # None: it was copied to its place in the sum at once
-    total: Tensor
-    first: bool
-    norms: list[Tensor] | None
-    frees: _Gradient | None  # the gradient of which this was the last
+    memory: Tensor
+    left: torch.cuda.Event | None = None
 
 
-_Item: TypeAlias = _Gradient | None
+@dataclass(eq=False, slots=True)
+class _Load:
+    """Parts of gradients that travel together in one slot."""
+
+    slot: _Slot
+    row: Tensor
+    stream: torch.cuda.Stream
+    filled: int = 0
+    parts: list[_Part] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """What the thread is to do: wait for `done`, add the parts of `row`, give `piece` back."""
+
+    row: Tensor | None  # None: the parts went to their sums at once
+    parts: list[_Part]
+    done: torch.cuda.Event | None = None
+    piece: Tensor | None = None
+    waiting: int = 0
 
 
 class _Shared:
@@ -87,20 +109,37 @@ class _Shared:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.queue: deque[_Item] = deque()
-        self.waiting = 0  # bytes on the device
-        self.open = 0  # gradients that are not in their sums yet
+        self.queue: deque[_Work | None] = deque()
+        self.waiting = 0  # bytes that wait on the host
+        self.open = 0
+        self.free: list[Tensor] = []
+        self.made = 0
         self.failure: BaseException | None = None
+
+    def wait_while(self, condition: Callable[[], bool]) -> None:
+        """With `changed` held: wait, but not for a thread that has failed."""
+        while condition() and self.failure is None:
+            self.changed.wait()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
 
 
 class Pipe:
-    """Adds gradients of one device into sums on the host."""
+    """Adds gradients of one device into sums on the host; `nbytes` is the size of all sums."""
 
-    def __init__(self, device: torch.device, *, waiting_bytes: int = _WAITING_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, nbytes: int = 0, *, waiting_bytes: int = _WAITING_BYTES
+    ) -> None:
         self.device = device
         self._limit = waiting_bytes
+        self._size = min(_LARGEST_SLOT, max(_SMALLEST_SLOT, nbytes // 256 // 512 * 512))
         self._shared = _Shared()
         self._thread: threading.Thread | None = None
+        self._side: torch.cuda.Stream | None = None
+        self._slots: list[_Slot] = []
+        self._next = 0
+        self._load: _Load | None = None
         self.bytes_out = 0
 
     def put(
@@ -114,45 +153,110 @@ class Pipe:
             raise ValueError(f"a gradient of {gradient.numel()} for a sum of {total.numel()}")
         if self._thread is None:
             self._start()
-        made = None
         if self.device.type == "cuda":
-            made = torch.cuda.current_stream(self.device).record_event()
+            self._put_on_device(gradient, total, first, norms)
+            return
         shared = self._shared
         size = gradient.numel() * gradient.element_size()
+        part = _Part(0, gradient.numel(), total, first, norms)
         with shared.changed:
-            while shared.waiting > self._limit and shared.failure is None:
-                shared.changed.wait()
-            self._raise_failure()
-            shared.queue.append(_Gradient(gradient, total, first, norms, made))
+            shared.wait_while(lambda: shared.waiting > self._limit)
             shared.waiting += size
-            shared.open += 1
-            shared.changed.notify_all()
+            self._hand_over(_Work(gradient, [part], waiting=size))
         self.bytes_out += size
+
+    @torch.no_grad()
+    def _put_on_device(
+        self, gradient: Tensor, total: Tensor, first: bool, norms: list[Tensor] | None
+    ) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        start = 0
+        while start < gradient.numel():
+            load = self._load
+            if load is not None and (load.row.dtype is not total.dtype or load.stream != stream):
+                self.flush()
+                load = None
+            if load is None:
+                load = self._load = self._empty(total.dtype, stream)
+            stop = min(gradient.numel(), start + len(load.row) - load.filled)
+            end = load.filled + stop - start
+            load.row[load.filled : end].copy_(gradient[start:stop])
+            load.parts.append(_Part(load.filled, end, total[start:stop], first, norms))
+            load.filled, start = end, stop
+            if end == len(load.row):
+                self.flush()
+
+    def _empty(self, dtype: torch.dtype, stream: torch.cuda.Stream) -> _Load:
+        """The next slot; the device waits until what was in it has left."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        if slot.left is not None:
+            stream.wait_event(slot.left)
+        return _Load(slot, slot.memory.view(dtype), stream)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Send what is in the open slot on its way."""
+        load, self._load = self._load, None
+        if load is None:
+            return
+        side = self._side
+        assert side is not None
+        straight = all(part.first for part in load.parts)
+        piece = None if straight else self._piece()
+        row = None if piece is None else piece.view(load.row.dtype)[: load.filled]
+        side.wait_event(load.stream.record_event())
+        with torch.cuda.stream(side):
+            if row is not None:
+                row.copy_(load.row[: load.filled], non_blocking=True)
+            else:
+                for part in load.parts:
+                    part.total.copy_(load.row[part.begin : part.end], non_blocking=True)
+            load.slot.left = side.record_event()
+            done = torch.cuda.Event(blocking=True)
+            done.record(side)
+        self.bytes_out += load.filled * load.row.element_size()
+        with self._shared.changed:
+            self._hand_over(_Work(row, load.parts, done, piece))
+
+    def _piece(self) -> Tensor:
+        """A pinned piece that is free; the backward waits for the host until there is one."""
+        shared = self._shared
+        with shared.changed:
+            if not shared.free and shared.made < _PIECES:
+                shared.made += 1
+                return torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+            shared.wait_while(lambda: not shared.free)
+            return shared.free.pop()
+
+    def _hand_over(self, work: _Work) -> None:
+        self._shared.queue.append(work)
+        self._shared.open += 1
+        self._shared.changed.notify_all()
 
     def drain(self) -> None:
         """Wait until everything that was handed over is in its sum."""
-        shared = self._shared
-        with shared.changed:
-            while shared.open and shared.failure is None:
-                shared.changed.wait()
-            self._raise_failure()
+        self.flush()
+        with self._shared.changed:
+            self._shared.wait_while(lambda: self._shared.open > 0)
 
     def forget(self) -> None:
         """Wait like `drain`, for sums that nobody wants any more: a failure is forgotten too."""
-        shared = self._shared
-        with shared.changed:
-            while shared.open and shared.failure is None:
-                shared.changed.wait()
-            shared.failure = None
-
-    def _raise_failure(self) -> None:
-        if self._shared.failure is not None:
-            failure, self._shared.failure = self._shared.failure, None
-            raise failure
+        self._load = None
+        with self._shared.changed:
+            while self._shared.open and self._shared.failure is None:
+                self._shared.changed.wait()
+            self._shared.failure = None
 
     def _start(self) -> None:
+        if self.device.type == "cuda":
+            self._side = torch.cuda.Stream(self.device)
+            self._slots = [
+                _Slot(torch.empty(self._size, dtype=torch.uint8, device=self.device))
+                for _ in range(_SLOTS)
+            ]
         self._thread = threading.Thread(
-            target=_work, args=(self._shared, self.device), name="wholebatch-gradients", daemon=True
+            target=_work, args=(self._shared,), name="wholebatch-gradients", daemon=True
         )
         self._thread.start()
         weakref.finalize(self, _end, self._shared, self._thread)
@@ -167,118 +271,41 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
         thread.join(timeout=10.0)
 
 
-def _work(shared: _Shared, device: torch.device) -> None:
-    adder = _DeviceAdder(shared, device) if device.type == "cuda" else _HostAdder(shared)
+def _work(shared: _Shared) -> None:
     while True:
         with shared.changed:
-            while not shared.queue and not adder.pending:
+            while not shared.queue:
                 shared.changed.wait()
-            item = shared.queue.popleft() if shared.queue and adder.has_room else _NOTHING
-        if item is None:
+            work = shared.queue.popleft()
+        if work is None:
             return
+        failure: BaseException | None = None
         try:
-            if isinstance(item, _Gradient):
-                adder.take(item)
-            else:
-                adder.finish_one()
-        except BaseException as failure:  # raised again in the thread that trains
-            adder.pending.clear()
-            with shared.changed:
+            _add(work)
+        except BaseException as error:  # raised again in the thread that trains
+            failure = error
+        with shared.changed:
+            shared.waiting -= work.waiting
+            shared.open -= 1
+            if work.piece is not None:
+                shared.free.append(work.piece)
+            if failure is not None:
                 shared.failure = failure
+                for left in filter(None, shared.queue):
+                    shared.waiting -= left.waiting
+                    shared.open -= 1
+                    shared.free += [left.piece] if left.piece is not None else []
                 shared.queue.clear()
-                shared.waiting = shared.open = 0
-                shared.changed.notify_all()
+            shared.changed.notify_all()
+        del work  # not to hold a gradient while there is nothing to do
 
 
-_NOTHING = object()
-
-
-def _gone(shared: _Shared, gradient: _Gradient, *, added: bool) -> None:
-    with shared.changed:
-        if gradient.flat.numel():
-            shared.waiting -= gradient.flat.numel() * gradient.flat.element_size()
-            gradient.flat = gradient.flat.new_empty(0)
-        shared.open -= added
-        shared.changed.notify_all()
-
-
-class _HostAdder:
-    """The gradients are on the host already: they are added as they come."""
-
-    has_room = True
-
-    def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
-        self.pending: deque[_Copy] = deque()
-
-    def take(self, gradient: _Gradient) -> None:
-        add_on_host(gradient.total, gradient.flat, first=gradient.first, norms=gradient.norms)
-        _gone(self._shared, gradient, added=True)
-
-    def finish_one(self) -> None:
-        raise AssertionError("nothing is ever pending")
-
-
-class _DeviceAdder:
-    """Copies through the ring; as many copies are under way as it has pieces."""
-
-    def __init__(self, shared: _Shared, device: torch.device) -> None:
-        self._shared = shared
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self.pending: deque[_Copy] = deque()
-        self._rest: deque[tuple[_Gradient, int]] = deque()
-        self._ring = [
-            torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_PIECES)
-        ]
-        self._next = 0
-
-    @property
-    def has_room(self) -> bool:
-        return len(self.pending) < _PIECES and not self._rest
-
-    def take(self, gradient: _Gradient) -> None:
-        self._rest.append((gradient, 0))
-        self._copy_on()
-
-    def _copy_on(self) -> None:
-        """Start copies of what was taken, as far as there are pieces for them."""
-        while self._rest and len(self.pending) < _PIECES:
-            gradient, start = self._rest.popleft()
-            flat, total = gradient.flat, gradient.total
-            straight = gradient.first and flat.dtype is total.dtype
-            size = flat.numel() if straight else _PIECE_BYTES // flat.element_size()
-            stop = min(start + size, flat.numel())
-            piece = None
-            if not straight:
-                ring = self._ring[self._next].view(flat.dtype)
-                self._next = (self._next + 1) % _PIECES
-                piece = ring[: stop - start]
-            with torch.cuda.stream(self._stream), torch.no_grad():
-                if start == 0 and gradient.made is not None:
-                    self._stream.wait_event(gradient.made)
-                target = total if piece is None else piece
-                target.copy_(flat[start:stop], non_blocking=True)
-                done = torch.cuda.Event(blocking=True)
-                done.record(self._stream)
-            is_last = stop == flat.numel()
-            part = total[start:stop]
-            frees = gradient if is_last else None
-            self.pending.append(_Copy(done, piece, part, gradient.first, gradient.norms, frees))
-            if not is_last:
-                self._rest.appendleft((gradient, stop))
-
-    def finish_one(self) -> None:
-        """Add the oldest copy to its sum, and let go of a gradient that is copied out."""
-        copy = self.pending[0]
-        copy.done.synchronize()
-        if copy.frees is not None:  # before the addition: the device may go on
-            _gone(self._shared, copy.frees, added=False)
-        if copy.piece is not None:
-            add_on_host(copy.total, copy.piece, first=copy.first, norms=copy.norms)
-        elif copy.norms is not None:
-            copy.norms.append(norm_of_row(copy.total))
-        self.pending.popleft()
-        self._copy_on()
-        if copy.frees is not None:
-            _gone(self._shared, copy.frees, added=True)
+def _add(work: _Work) -> None:
+    if work.done is not None:
+        work.done.synchronize()
+    for part in work.parts:
+        if work.row is not None:
+            row = work.row[part.begin : part.end]
+            add_on_host(part.total, row, first=part.first, norms=part.norms)
+        elif part.norms is not None:
+            part.norms.append(norm_of_row(part.total))

@@ -7,6 +7,7 @@ memory for them is taken at the close, where the activations have left room, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -16,17 +17,26 @@ from wholebatch.gradients.sums import Bucket, Sums, flat_of, like
 
 __all__ = ["HostStep", "Returns"]
 
-_CAST = 2**19
-"""Elements for each thread that are multiplied before they are rounded: what its cache holds."""
-
 _Buckets: TypeAlias = Sequence[tuple[Bucket, list[nn.Parameter]]]
+
+
+@dataclass(eq=False, slots=True)
+class _OnItsWay:
+    """Gradients of a bucket, and the event after which they are there.
+
+    What was rounded is kept until then: its memory must not be used for something else before.
+    """
+
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor]
+    arrived: torch.cuda.Event | None
+    rounded: Tensor | None
 
 
 class Returns:
     """The sums come back: within an iteration the parameters of a bucket have their gradients.
 
-    What is rounded to 16 bit is rounded on the host, after it was multiplied by `factor`: so it
-    takes half the bytes of the link and of the device.
+    What is to be rounded to 16 bit is multiplied by `factor` first, and then rounded, once.
     """
 
     def __init__(self, rounds: Callable[[nn.Parameter], bool], factor: float) -> None:
@@ -41,7 +51,7 @@ class Returns:
         sums: Sums,
     ) -> Iterator[list[nn.Parameter]]:
         """The parameters of one bucket after the other, each with its `.grad`."""
-        ahead: list[tuple[list[nn.Parameter], list[Tensor], torch.cuda.Event | None]] = []
+        ahead: list[_OnItsWay] = []
         used = [(bucket, parameters) for bucket, parameters in buckets if parameters]
         try:
             for index in range(len(used) + 1):
@@ -49,14 +59,15 @@ class Returns:
                     ahead.append(self._sent(*used[index], sums))
                 if index == 0:
                     continue
-                parameters, gradients, arrived = ahead.pop(0)
-                if arrived is not None:
-                    torch.cuda.current_stream(parameters[0].device).wait_event(arrived)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
+                here = ahead.pop(0)
+                parameters = here.parameters
+                if here.arrived is not None:
+                    torch.cuda.current_stream(parameters[0].device).wait_event(here.arrived)
+                for parameter, gradient in zip(parameters, here.gradients, strict=True):
                     if gradient.dtype is not parameter.dtype:
                         parameter.grad_dtype = gradient.dtype
                     parameter.grad = gradient
-                del gradients
+                del here, gradient
                 yield parameters
                 for parameter in parameters:
                     parameter.grad = None
@@ -64,10 +75,8 @@ class Returns:
             for stream in self._streams.values():
                 stream.synchronize()  # the sums may be overwritten from here on
 
-    def _sent(
-        self, bucket: Bucket, parameters: list[nn.Parameter], sums: Sums
-    ) -> tuple[list[nn.Parameter], list[Tensor], torch.cuda.Event | None]:
-        """Start the way back of a bucket; its gradients, and the event after which they are there.
+    def _sent(self, bucket: Bucket, parameters: list[nn.Parameter], sums: Sums) -> _OnItsWay:
+        """Start the way back of a bucket.
 
         All of it in one piece where the whole bucket comes back, as it nearly always does.
         """
@@ -75,38 +84,31 @@ class Returns:
         held = [sums.flat(parameter) for parameter in parameters]
         sizes = [one.numel() for one in held]
         rows = [bucket.flat] if len(parameters) == len(bucket.parameters) else held
-        if self._rounds(parameters[0]):
-            rows = [self._narrow(row, parameters[0]) for row in rows]
+        wide = arrived = None
+        narrow = parameters[0].dtype if self._rounds(parameters[0]) else None
         if device.type != "cuda":
-            flats = torch.cat(rows).split(sizes) if len(rows) > 1 else rows[0].split(sizes)
-            gradients = [like(p, flat) for p, flat in zip(parameters, flats, strict=True)]
-            return parameters, gradients, None
-        current = torch.cuda.current_stream(device)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side = self._streams[device]
-        whole = torch.empty(sum(sizes), dtype=rows[0].dtype, device=device)
-        side.wait_stream(current)  # what the memory was used for before must be over
-        with torch.cuda.stream(side), torch.no_grad():
-            for target, row in zip(whole.split([r.numel() for r in rows]), rows, strict=True):
-                target.copy_(row, non_blocking=True)
-            arrived = side.record_event()
+            whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+            if narrow is not None:
+                whole = whole.mul(self._factor).to(narrow)
+        else:
+            current = torch.cuda.current_stream(device)
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            side = self._streams[device]
+            whole = torch.empty(sum(sizes), dtype=rows[0].dtype, device=device)
+            small = None if narrow is None else torch.empty_like(whole, dtype=narrow)
+            side.wait_stream(current)  # what the memory was used for before must be over
+            with torch.cuda.stream(side), torch.no_grad():
+                for target, row in zip(whole.split([r.numel() for r in rows]), rows, strict=True):
+                    target.copy_(row, non_blocking=True)
+                if small is not None:
+                    small.copy_(whole.mul_(self._factor))
+                arrived = side.record_event()
+            if small is not None:
+                wide, whole = whole, small
         flats = whole.split(sizes)
         gradients = [like(p, flat) for p, flat in zip(parameters, flats, strict=True)]
-        return parameters, gradients, arrived
-
-    @torch.no_grad()
-    def _narrow(self, row: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The row times the factor, rounded once to the parameter's dtype, on the host."""
-        pinned = parameter.device.type == "cuda"
-        narrow = torch.empty(row.numel(), dtype=parameter.dtype, pin_memory=pinned)
-        step = _CAST * torch.get_num_threads()
-        wide = torch.empty(min(step, row.numel()), dtype=row.dtype)
-        for start in range(0, row.numel(), step):
-            piece = row[start : start + step]
-            times = torch.mul(piece, self._factor, out=wide[: piece.numel()])
-            narrow[start : start + step].copy_(times)
-        return narrow
+        return _OnItsWay(parameters, gradients, arrived, wide)
 
 
 class HostStep:

@@ -1,0 +1,167 @@
+"""Run under torchrun: every way to keep gradients, against one process on the global batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from tests.distributed.problem import Micro, everyones, fresh, loss, micro, undivided
+from tests.gradients.seen import watching
+from tests.support import adamw, distance, sgd
+
+SIZES = {
+    "tokens": ([[1, 3, 1], [2, 1, 1]], [[3, 3, 1], [2, 1, 5]]),
+    "counts": ([[2], [1, 1, 1]], [[2, 2], [1, 1]]),
+    "exhausted": ([[2, 1, 1]], [[2, 1, 1], [1, 2], [3]]),
+    "once": ([[3], [2]], [[1], [4]]),
+    "nothing": ([], [[2, 1], [3]]),
+    "unused": ([[2, 1, 3], [1, 1, 2]], [[2, 1, 3], [1, 1, 2]]),
+}
+
+
+def windows_of(case: str, rank: int) -> list[list[Micro]]:
+    return [
+        [
+            micro(1000 * rank + 10 * w + i, n, branch=case == "unused" and rank == 0 and i == 0)
+            for i, n in enumerate(window)
+        ]
+        for w, window in enumerate(SIZES[case][rank])
+    ]
+
+
+def count(m: Micro) -> Tensor:
+    return (m["labels"] != -100).sum()
+
+
+def trained(case: str, make: Any, **options: Any) -> dict[str, float]:
+    """One way beside the undivided batch: gradients, update, and that no gradient is left."""
+    clip = options.get("clip_norm")
+    mine = windows_of(case, dist.get_rank())
+    whole = undivided(everyones(mine), clip, make)
+    model = DistributedDataParallel(fresh())
+    optimizer = make(model)
+    known = count if options.get("gradients") == "release" or case == "counts" else None
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=1, units=known, **options)
+    train._fitting.split = list  # type: ignore[method-assign, assignment]
+    with watching(model) as parts:
+        for batch in train.over(mine):
+            train.step(batch)
+        seen = parts.take_all()
+    worst = max(distance(a, b) for a, b in zip(seen, whole.seen.gradients, strict=True))
+    update = [
+        p.detach() - q.detach()
+        for p, q in zip(model.parameters(), whole.start.parameters(), strict=True)
+    ]
+    left = sum(p.grad is not None for p in model.parameters())
+    moved = (model.module.never.weight - whole.start.never.weight).abs().max().item()
+    return {
+        "gradients": worst,
+        "update": distance(update, whole.updates()),
+        "left": float(left),
+        "never": moved,
+    }
+
+
+def accumulated_moments(case: str, dtype: torch.dtype) -> dict[str, float]:
+    """Adam accumulation over the ranks beside the same sums by hand, in one process."""
+    mine = windows_of(case, dist.get_rank())
+    by_hand = fresh().to(dtype)
+    moments = {p: [torch.zeros_like(p), torch.zeros_like(p)] for p in by_hand.parameters()}
+    reference = adamw(by_hand)
+    group = reference.param_groups[0]
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    steps = dict.fromkeys(by_hand.parameters(), 0)
+    for window in everyones(mine):
+        units = sum(int(count(m)) for m in window)
+        parameters = list(by_hand.parameters())
+        sums: dict[nn.Parameter, list[Tensor]] = {}
+        for m in window:
+            total = loss(by_hand, m).total / units
+            for p, g in zip(
+                parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True
+            ):
+                if g is not None:
+                    sums.setdefault(p, []).append(g)
+        with torch.no_grad():
+            for p, parts in sums.items():
+                steps[p] += 1
+                first, second = moments[p]
+                first.mul_(beta1).add_(sum(parts), alpha=1 - beta1)
+                second.mul_(beta2).add_(sum(g**2 for g in parts), alpha=1 - beta2)
+                p.mul_(1 - lr * group["weight_decay"])
+                v = second / (1 - beta2 ** steps[p])
+                p.sub_(lr * (first / (1 - beta1 ** steps[p])) / (v.sqrt() + group["eps"]))
+    model = DistributedDataParallel(fresh().to(dtype))
+    optimizer = adamw(model)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=1, units=count, gradients="moments"
+    )
+    train._fitting.split = list  # type: ignore[method-assign, assignment]
+    for batch in train.over(mine):
+        train.step(batch)
+    pairs = list(zip(model.parameters(), by_hand.parameters(), strict=True))
+    found = {"update": distance(model.parameters(), by_hand.parameters())}
+    for index, name in enumerate(("exp_avg", "exp_avg_sq")):
+        ours = [optimizer.state[p].get(name, torch.zeros_like(p)) for p, _ in pairs]
+        found[name] = distance(ours, [moments[q][index] for _, q in pairs])
+    return found
+
+
+def resumed() -> dict[str, float]:
+    """Host sums saved in the middle of a window on every rank; the same bits afterwards."""
+    (window, *_) = windows_of("tokens", dist.get_rank())
+
+    def start() -> tuple[nn.Module, wb.WholeBatch]:
+        model = DistributedDataParallel(fresh())
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=1, gradients="host")
+        train._fitting.split = list  # type: ignore[method-assign, assignment]
+        return model, train
+
+    straight, train = start()
+    saved: dict[str, Any] = {}
+    train.step(
+        window, after_micro=lambda done, _: saved.update(train.state_dict()) if done == 2 else None
+    )
+    again, other = start()
+    other.load_state_dict(saved)
+    other.step(window)
+    same = all(map(torch.equal, straight.parameters(), again.parameters()))
+    return {"update": 0.0 if same else 1.0}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, float]] = {}
+    for case in SIZES:
+        for on in ("device", "host"):
+            results[f"host {case} {on}"] = trained(
+                case, sgd, gradients="host", optimizer_on=on, clip_norm=0.05
+            )
+        results[f"host {case} adamw"] = trained(case, adamw, gradients="host")
+        results[f"release {case}"] = trained(case, sgd, gradients="release", nonfinite="skip")
+        results[f"moments {case}"] = accumulated_moments(case, torch.float64)
+    results["release adamw"] = trained("unused", adamw, gradients="release", nonfinite="skip")
+    results["moments in float32"] = accumulated_moments("tokens", torch.float32)
+    results["resumed"] = resumed()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
+    if dist.get_rank() == 0:
+        worst = {
+            name: {key: max(r[name][key] for r in gathered) for key in results[name]}
+            for name in results
+        }
+        with open(sys.argv[1], "w", encoding="utf-8") as file:
+            json.dump(worst, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
