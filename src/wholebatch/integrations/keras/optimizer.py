@@ -271,12 +271,9 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         base = getattr(self.inner_optimizer, "inner_optimizer", self.inner_optimizer)
         if replicas() > 1:
             # They are sums over the replicas already, so that clipping sees the whole gradient.
+            # (It stays: replicas are traced in turns, and this optimizer applies nothing else.)
             base._all_reduce_sum_gradients = list
-        try:
-            self.inner_optimizer.apply(gradients, self._trainable_variables)
-        finally:
-            if replicas() > 1:
-                del base._all_reduce_sum_gradients
+        self.inner_optimizer.apply(gradients, self._trainable_variables)
         self.clear()
 
     @property
