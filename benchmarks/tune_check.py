@@ -30,7 +30,7 @@ RECIPES = {
 }
 NEEDED = 0.95
 HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-ROUNDS = 7
+ROUNDS = 15
 
 
 def subject_of(recipe: Recipe) -> tuple[Subject, dict[str, Any]]:

@@ -29,8 +29,10 @@ HOPELESS = 3
 """Times the best window: longer, and the first one is enough."""
 CLOSE = 0.95
 """Of the best speed: above it a setting is measured again, in turn with the best."""
-SAME = 0.985
+SAME = 0.99
 """Of the best speed: above it the setting that needs the least memory is taken."""
+
+_TURNS = 12
 
 
 class Watch(Protocol):
@@ -280,7 +282,10 @@ class Search:
             for running in made:
                 running.window()
             timings = [Timing() for _ in made]
-            for _ in range(max(4, self.limits.least)):
+            began = self.now()
+            for turn in range(_TURNS):
+                if turn >= _TURNS // 2 and self.now() - began > _TURNS * self.limits.seconds:
+                    break
                 for timing, running in zip(timings, made, strict=True):
                     seconds, step = running.window()
                     timing.add(seconds, step.units)

@@ -46,6 +46,14 @@ def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
         _chart(shown, "rate", "Learning rate", "", lambda r: _first(r.get("lr")), from_zero=True),
         _chart(
             shown,
+            "communication",
+            "Communication",
+            "% of the window's time",
+            lambda r: None if not r.get("communication") else 100 * r["communication"],
+            from_zero=True,
+        ),
+        _chart(
+            shown,
             "noise",
             "Critical batch by the gradient noise scale",
             "units",
