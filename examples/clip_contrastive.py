@@ -110,7 +110,7 @@ def found(model: Clip) -> float:
     return float(((text @ image.T).argmax(1) == torch.arange(256)).double().mean())
 
 
-def main(updates: int = 60, batch: int = 128, micro_batch: int = 8) -> dict[str, tuple[float, ...]]:
+def main(updates: int = 40, batch: int = 128, micro_batch: int = 8) -> dict[str, tuple[float, ...]]:
     start = Clip().double()
     rows: dict[str, tuple[float, ...]] = {}
     first: list[Tensor] = []
@@ -155,5 +155,5 @@ def distance(a: list[Tensor], b: list[Tensor]) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--updates", type=int, default=40)
     main(parser.parse_args().updates)
