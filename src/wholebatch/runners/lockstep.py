@@ -34,9 +34,10 @@ from wholebatch.runners.blocks import Recomputed, blocks_of
 from wholebatch.runners.elsewhere import Elsewhere
 from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.inherit import Inherited
+from wholebatch.runners.learnt import Learnt
 from wholebatch.runners.meeting import Meetings
 from wholebatch.runners.onethread import Execute, OneThread, below_autograd, executor
-from wholebatch.runners.paging import Paged, Pages, Place
+from wholebatch.runners.paging import Paged, Pages
 
 __all__ = ["LockStep"]
 
@@ -99,7 +100,7 @@ class LockStep:
         self._least_page = least_page
         self._pool: HostPool | None = None
         self._recorded_pools: list[HostPool] = []
-        self._learnt: dict[int, set[Place]] = {}
+        self._learnt = Learnt()
         self.paged: Paged | None = None
         self._last_block: str | None = None  # known after the first run
         self.drawn = frozenset({"cpu"})  # devices whose random numbers the last run drew

@@ -1,10 +1,12 @@
-"""Sleeping micro-batches on the host: the device holds what the one awake is working with.
+"""Sleeping micro-batches on the host: the device holds what one micro-batch would.
 
 Every storage that a micro-batch creates is a page. When the micro-batch goes to sleep its pages are
-copied to (pinned) host memory and their device memory is given back; whoever touches one later, in
-the forward or in the backward pass, finds it restored. What a stretch between two meetings touched
-is learnt from the micro-batch that went through it last, and fetched ahead for the next while
-another one computes.
+copied to (pinned) host memory; from then on their device memory may be given back, and is as soon
+as it is needed. Whoever touches one later, in the forward or in the backward pass, finds it
+restored. Which stretches between two meetings touch a page is learnt from the micro-batch that went
+through last. So it is known what to fetch ahead for the next one while another computes, whose
+memory to take first (that which is needed last), and what is needed so soon that it is not copied
+at all.
 
 All memory is taken and given back in the order of the caller's stream, which waits for the copies
 where it must. So how far the host runs ahead of the device does not change what the device needs.
@@ -12,16 +14,18 @@ where it must. So how far the host runs ahead of the device does not change what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from heapq import heappop, heappush
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.runners.hostpool import Copies, HostPool, Span
+from wholebatch.runners.learnt import Learnt, Place
 from wholebatch.runners.onethread import Execute
+from wholebatch.runners.operands import tensors_in, written_by
 
 __all__ = ["Paged", "Pages"]
 
@@ -41,10 +45,6 @@ class Paged:
     bytes_in: int
 
 
-Place = tuple[int, int]
-"""Which storage of a micro-batch: the stretch that it was made in, and its number there."""
-
-
 @dataclass(eq=False, slots=True)
 class _Page:
     """One storage: where its bytes are."""
@@ -57,9 +57,11 @@ class _Page:
     seen: int  # the stretch in which it was last touched
     span: Span | None = None
     resident: bool = True
-    shared: bool = False  # touched by several micro-batches: it stays on the device
-    leaving: bool = False  # copied out; the device memory is given back when the copy is done
+    shared: bool = False  # belongs to several micro-batches: it stays on the device
     arriving: bool = False  # being fetched ahead
+    waits: bool = False  # its micro-batch sleeps, the host has it: its memory may be given back
+    kept: bool = False  # its micro-batch sleeps, and it is needed too soon to be copied
+    left: int = -1  # the turn in which its micro-batch went to sleep
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, or None if nobody holds it any more."""
@@ -72,8 +74,9 @@ class Pages:
 
     `enter` and `leave` are called when a micro-batch wakes and when it goes to sleep, `finish` when
     it is done; all that it computes goes through `watch`. Pages are the storages on devices of type
-    `kind`. Those below `least` bytes stay there, as do gradients of `parameters`. `peak` is the
-    largest number of bytes of pages that were on the device at once.
+    `kind`. Those below `least` bytes stay there, as do gradients of `parameters`. All others take
+    as much of the device as those of one micro-batch do, or what the one awake needs. `peak` is the
+    largest number of their bytes that were on the device at once.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Pages:
         pool: HostPool,
         kind: str,
         parameters: Iterable[nn.Parameter] = (),
-        learnt: dict[int, set[Place]] | None = None,
+        learnt: Learnt | None = None,
         least: int = 1 << 16,
     ) -> None:
         self._parties = parties
@@ -92,13 +95,21 @@ class Pages:
         self._least = least
         self._pages: dict[int, _Page] = {}
         self._awake: list[dict[int, _Page]] = [{} for _ in range(parties)]
+        self._kept: list[dict[int, _Page]] = [{} for _ in range(parties)]
         self._by_place: list[dict[Place, _Page]] = [{} for _ in range(parties)]
+        self._owned = [0] * parties
         self._created = 0
         self._used: set[Place] = set()
         self._stretch = [-1] * parties
         self._party = 0
-        self._learnt = {} if learnt is None else learnt
-        self._leaving: list[_Page] = []
+        self._turn = 0
+        self._learnt = Learnt() if learnt is None else learnt
+        # One page less than there is room for: what is made next is counted when it is there.
+        self._room = max(self._learnt.most, self._learnt.busy) - self._learnt.largest
+        self._may_keep = self._room - self._learnt.busy
+        self._kept_bytes = 0
+        self._idle = [0, 0, 0]  # bytes that wait: since this turn, since the last, since before
+        self._waiting: list[tuple[int, int, int, int, _Page]] = []
         self._gradients: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             size = parameter.numel() * parameter.element_size()
@@ -112,16 +123,16 @@ class Pages:
         def watched(func: Any, args: Any, kwargs: Any) -> Any:
             if func in _NEEDS_NO_DATA:
                 return func(*args, **kwargs)
-            given = {id(t): t for t in _tensors((args, tuple(kwargs.values())))}
+            given = {id(t): t for t in tensors_in((args, tuple(kwargs.values())))}
             for tensor in given.values():
                 self.touched(tensor)
             out = execute(func, args, kwargs)
-            for position, name in _writes(func):
+            for position, name in written_by(func):
                 target = args[position] if position < len(args) else kwargs.get(name)
-                for tensor in _tensors(target):
+                for tensor in tensors_in(target):
                     self.written(tensor)
             owned = {tensor.untyped_storage()._cdata for tensor in given.values()}
-            for tensor in _tensors(out):
+            for tensor in tensors_in(out):
                 if tensor.untyped_storage()._cdata not in owned and not self.known(tensor):
                     self.created(tensor)
             return out
@@ -130,37 +141,56 @@ class Pages:
 
     def enter(self, party: int) -> None:
         self._party = party
+        self._turn += 1
+        self._idle = [0, self._idle[0], self._idle[1] + self._idle[2]]
         self._stretch[party] += 1
         self._created = 0
         self._used = set()
+        for key, page in list(self._kept[party].items()):
+            self._wake(key, page)
         following = (party + 1) % self._parties
         if following != party:
             self._fetch_ahead(following, self._stretch[following] + 1)
 
     def leave(self, party: int) -> None:
-        """Send to the host what `party` has on the device."""
+        """Send to the host what `party` has on the device, but for what it needs at once again."""
+        stretch = self._stretch[party]
         # Of the last one that went this way: the first may have made what others find made.
-        self._learnt[self._stretch[party]] = self._used
-        self._give_back_left()
+        self._learnt.learn(stretch, frozenset(self._used))
         going: list[tuple[_Page, torch.UntypedStorage]] = []
+        sleeping: list[tuple[int, _Page]] = []
         for key, page in list(self._awake[party].items()):
             storage = page.storage()
             if storage is None:
                 self._forget(key, page)
             elif page.shared or self._is_gradient(key, page):
-                page.shared = True
-            elif page.span is None:
-                going.append((page, storage))
-            else:  # the host has it already
-                self._give_back(page, storage)
+                self._share(page)
+            elif page.span is None and self._stays(page, stretch):
+                page.kept = True
+                self._kept_bytes += page.nbytes
+                self._kept[party][key] = page
+            else:
+                sleeping.append((key, page))
+                if page.span is None:
+                    going.append((page, storage))
         self._awake[party].clear()
+        if party == 0:  # the last one also owns what the meetings make
+            self._learnt.most = max(self._learnt.most, self._owned[party])
         spans = self._copies.out([storage for _, storage in going])
         for (page, _), span in zip(going, spans, strict=True):
-            page.span, page.leaving = span, True
-            self._leaving.append(page)
+            page.span = span
+        for key, page in sleeping:
+            page.waits, page.left = True, self._turn
+            self._idle[0] += page.nbytes
+            # What is needed last comes first; the key only makes the order total.
+            last = -self._learnt.next_use(page.place, stretch)
+            heappush(self._waiting, (last, -party, self._turn, key, page))
+        self._make_room(0)
 
     def finish(self, party: int) -> None:
         """Forget what a micro-batch that is done has left."""
+        for key, page in list(self._kept[party].items()):
+            self._wake(key, page)
         self._awake[party].clear()
         for key, page in list(self._pages.items()):
             if page.owner == party and page.storage() is None:
@@ -168,11 +198,10 @@ class Pages:
 
     def close(self) -> Paged:
         """Bring back what is still held by someone, and let go of everything."""
-        self._leaving.clear()
+        self._waiting.clear()
         for key, page in list(self._pages.items()):
             storage = page.storage()
             if storage is not None:
-                page.leaving = False
                 self._restore(page, storage)
             self._forget(key, page)
         self._copies.join()
@@ -187,13 +216,13 @@ class Pages:
         if page is None:
             return
         if page.owner != self._party:
-            page.shared = True
+            self._share(page)
         elif page.seen != (stretch := self._stretch[page.owner]):
             page.seen = stretch
             self._used.add(page.place)
-        if not page.resident or page.leaving or page.arriving:
+        if page.waits or page.arriving or not page.resident:
             self._restore(page, tensor.untyped_storage())
-            self._awake[page.owner][key] = page
+            self._wake(key, page)
 
     def written(self, tensor: Tensor) -> None:
         """The host's copy of `tensor` is no longer true."""
@@ -215,63 +244,106 @@ class Pages:
         weak = cast(int, storage._weak_ref())
         page = _Page(weak, nbytes, storage.device, party, place, stretch)
         self._pages[key] = self._awake[party][key] = self._by_place[party][place] = page
+        self._owned[party] += nbytes
+        self._learnt.largest = max(self._learnt.largest, nbytes)
         self._count(nbytes)
+        self._make_room(0)
 
     def keep(self, tensor: Tensor) -> None:
         """`tensor` belongs to all micro-batches: it stays on the device."""
         page = self._pages.get(tensor.untyped_storage()._cdata)
         if page is not None:
-            page.shared = True
+            self._share(page)
 
     def known(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pages
 
     # How pages move.
 
+    def _stays(self, page: _Page, stretch: int) -> bool:
+        """Whether a page that the host does not have is needed so soon that it need not."""
+        soon = self._learnt.next_use(page.place, stretch) == stretch + 1
+        return soon and self._kept_bytes + page.nbytes <= self._may_keep
+
+    def _wake(self, key: int, page: _Page) -> None:
+        """The page is in use again: nobody may take its memory."""
+        self._rouse(key, page)
+        self._awake[page.owner][key] = page
+
+    def _rouse(self, key: int, page: _Page) -> None:
+        if page.waits:
+            page.waits = False
+            if page.resident:
+                self._idle[min(self._turn - page.left, 2)] -= page.nbytes
+        if page.kept:
+            page.kept = False
+            self._kept_bytes -= page.nbytes
+            del self._kept[page.owner][key]
+
+    def _share(self, page: _Page) -> None:
+        if not page.shared:
+            page.shared = True
+            self._owned[page.owner] -= page.nbytes
+            if page.resident:
+                self.resident -= page.nbytes
+
     def _restore(self, page: _Page, storage: torch.UntypedStorage) -> None:
-        if page.leaving:  # the copy may go on: the bytes have not been given back
-            page.leaving = False
-        elif page.arriving:
+        if page.arriving:
             assert page.span is not None
             self._copies.arrived(page.span)
             page.arriving = False
         elif not page.resident:
             assert page.span is not None
+            self._make_room(page.nbytes)
             storage.resize_(page.nbytes)
             self._copies.back(page.span, storage)
-            page.resident = True
+            self._is_back(page)
+
+    def _is_back(self, page: _Page) -> None:
+        page.resident = True
+        if not page.shared:
             self._count(page.nbytes)
 
     def _fetch_ahead(self, party: int, stretch: int) -> None:
         pages = self._by_place[party]
-        coming: list[tuple[Span, torch.UntypedStorage]] = []
-        for place in sorted(self._learnt.get(stretch, ())):
+        coming: list[tuple[_Page, Span, torch.UntypedStorage]] = []
+        for place in sorted(self._learnt.touched.get(stretch, ())):
             page = pages.get(place)
-            if page is None or page.shared or page.arriving or (page.resident and not page.leaving):
+            if page is None or page.shared or page.arriving or page.kept:
                 continue
             storage = page.storage()
             if storage is None:
                 continue
-            if page.leaving:
-                page.leaving = False
-            else:
+            self._wake(storage._cdata, page)
+            if not page.resident:
                 assert page.span is not None
-                storage.resize_(page.nbytes)
-                coming.append((page.span, storage))
-                page.resident = page.arriving = True
-                self._count(page.nbytes)
-            self._awake[party][storage._cdata] = page
-        self._copies.ahead([span for span, _ in coming], [storage for _, storage in coming])
+                coming.append((page, page.span, storage))
+        self._make_room(sum(page.nbytes for page, _, _ in coming))
+        for page, _, storage in coming:
+            storage.resize_(page.nbytes)
+            page.arriving = True
+            self._is_back(page)
+        self._copies.ahead([span for _, span, _ in coming], [storage for _, _, storage in coming])
 
-    def _give_back_left(self) -> None:
-        left, self._leaving = self._leaving, []
-        for page in left:
-            if not page.leaving:
+    def _make_room(self, nbytes: int) -> None:
+        """Give back memory of pages that wait, until there is room for so many bytes more."""
+        if self.resident + nbytes > self._room:
+            self._bury(self._party)
+        aside = []
+        while self.resident + nbytes > self._room and self._waiting:
+            entry = heappop(self._waiting)
+            page = entry[-1]
+            if not page.waits or page.left != entry[2]:
+                continue  # it has been woken since
+            if page.left >= self._turn - 1:
+                aside.append(entry)  # still on its way to the host: computing would stop for it
                 continue
-            page.leaving = False
+            self._rouse(entry[3], page)
             storage = page.storage()
             if storage is not None:
                 self._give_back(page, storage)
+        for entry in aside:
+            heappush(self._waiting, entry)
 
     def _give_back(self, page: _Page, storage: torch.UntypedStorage) -> None:
         assert page.span is not None
@@ -283,13 +355,19 @@ class Pages:
         page.resident = False
         self.resident -= page.nbytes
 
+    def _bury(self, party: int) -> None:
+        """Forget what `party` no longer holds."""
+        for key, page in list(self._awake[party].items()):
+            if page.storage() is None:
+                self._forget(key, page)
+
     def _forget(self, key: int, page: _Page) -> None:
+        self._rouse(key, page)
         if page.span is not None:
             self._copies.release(page.span)
             page.span = None
-        if page.resident:
-            self.resident -= page.nbytes
-            page.resident = False
+        self._share(page)  # it counts no more
+        page.resident = False
         self._pages.pop(key, None)
         self._awake[page.owner].pop(key, None)
         self._by_place[page.owner].pop(page.place, None)
@@ -303,26 +381,9 @@ class Pages:
 
     def _count(self, nbytes: int) -> None:
         self.resident += nbytes
-        if self.resident > self.peak:
-            for key, page in list(self._awake[self._party].items()):
-                if page.storage() is None:
-                    self._forget(key, page)
+        busy = self.resident - self._idle[2] - self._kept_bytes
+        if self.resident > self.peak or busy > self._learnt.busy:
+            before = self.resident
+            self._bury(self._party)
             self.peak = max(self.peak, self.resident)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-
-
-@cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operation writes to."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+            self._learnt.busy = max(self._learnt.busy, busy - (before - self.resident))
