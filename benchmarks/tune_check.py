@@ -3,7 +3,8 @@
     python benchmarks/tune_check.py [RECIPE ...] [--json PATH] [--markdown PATH]
 
 `tune` searches; then everything that fits is measured, and its recommendation is held beside the
-fastest, those two once more in turn in one process. Rows of recipes that are not named stay as
+fastest, those two once more in turn in one process. Windows are timed by the processor time of
+this process, which has one thread, so that it does not matter who else uses the machine. Rows of recipes that are not named stay as
 they were in the files.
 """
 
@@ -44,7 +45,8 @@ def subject_of(recipe: Recipe) -> tuple[Subject, dict[str, Any]]:
         model = recipe.build_model()
         return model, recipe.build_optimizer(model, lr=None)
 
-    return Subject(make, recipe.loss, lambda: batch, options), {"batch": batch, **options}
+    subject = Subject(make, recipe.loss, lambda: batch, options, time.process_time)
+    return subject, {"batch": batch, **options}
 
 
 def found_by(subject: Subject, options: dict[str, Any], *, exhaustive: bool) -> Tuned:
@@ -55,6 +57,7 @@ def found_by(subject: Subject, options: dict[str, Any], *, exhaustive: bool) -> 
         precisions=("full", "bf16") if HAS_BF16 else ("full",),
         limits=Limits(total=1e9, seconds=0.5, least=2 if exhaustive else 3, most=10),
         exhaustive=exhaustive,
+        clock=subject.clock,
         **options,
     )
 
@@ -109,7 +112,7 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         f"`tune` searches; then every setting that fits is measured (micro-batch × "
         f"{'precision × ' if HAS_BF16 else ''}checkpointing, eager), and the recommendation is run "
-        "in turn with the fastest of them. The machine had other work to do meanwhile.",
+        "in turn with the fastest of them. Timed by the processor time of one thread.",
         "",
         "| recipe | recommended | fastest of all | reaches | measured | search | all |",
         "|---|---|---|---:|---:|---:|---:|",
@@ -129,6 +132,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("docs/benchmarks/tune.json"))
     parser.add_argument("--markdown", type=Path, default=Path("docs/benchmarks/tune.md"))
     given = parser.parse_args()
+    torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     if given.json.exists():
         rows = {row["recipe"]: row for row in json.loads(given.json.read_text())["rows"]}

@@ -16,15 +16,8 @@ __all__ = ["Examples", "fenced"]
 def fenced(text: str) -> str:
     """The same text with a fence around every example, up to the empty line after it.
 
-    >>> print(fenced("So:\\n\\n>>> 1 + 1\\n2\\n\\nDone.").replace("`", "'"))
-    So:
-    <BLANKLINE>
-    '''pycon
-    >>> 1 + 1
-    2
-    '''
-    <BLANKLINE>
-    Done.
+    >>> fenced("So:\\n\\n>>> 1 + 1\\n2\\n\\nDone.").split("\\n")
+    ['So:', '', '```pycon', '>>> 1 + 1', '2', '```', '', 'Done.']
     """
     lines: list[str] = []
     is_open = False

@@ -38,8 +38,8 @@ class Tab:
 
     driver: Any
 
-    def open(self, page: Path, *, scheme: str, width: int, height: int = 900) -> None:
-        """Load a file as a reader with this colour scheme and width; narrow ones have fingers."""
+    def open(self, page: Path | str, *, scheme: str, width: int, height: int = 900) -> None:
+        """Load a file or an address as a reader with this scheme and width; phones have fingers."""
         phone = width < 600
         self._tell(
             "Emulation.setDeviceMetricsOverride",
@@ -51,7 +51,7 @@ class Tab:
         self._tell("Emulation.setTouchEmulationEnabled", enabled=phone)
         self.prefer(scheme)
         self.driver.get_log("performance")  # what came before is not this page's
-        self.driver.get(page.resolve().as_uri())
+        self.driver.get(page if isinstance(page, str) else page.resolve().as_uri())
 
     def prefer(self, scheme: str) -> None:
         """The reader's system changes to `light` or `dark`."""

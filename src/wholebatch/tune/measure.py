@@ -35,6 +35,8 @@ class Subject:
     batches: Callable[[], Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     """Given to every `WholeBatch`: `units`, `clip_norm`, `batchnorm`, `static`, …"""
+    clock: Callable[[], float] = time.perf_counter
+    """What windows are timed by."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,10 @@ class Running:
 
     def window(self) -> tuple[float, Step]:
         """One window, with the fetching of its batch: its seconds, the slowest rank's."""
-        began = time.perf_counter()
+        began = self._subject.clock()
         step = self.train.step(self._subject.batches())
         self._wait()
-        return self.agreed(time.perf_counter() - began), step
+        return self.agreed(self._subject.clock() - began), step
 
     def warm_up(self, *, most: float, patience: float | None = None) -> None:
         """Until windows take what they take: caches are warm, graphs are made and recorded.

@@ -49,6 +49,7 @@ def tune(
     bandwidth: float | None = None,
     ranks: Sequence[int] = _RANKS,
     watch: Watch | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Tuned:
     """The fastest way to make updates from batches like this one, within `memory`.
@@ -59,7 +60,9 @@ def tune(
     graphs, else eager code alone), `checkpointing` and `syncs`, pruned by predicted memory and by
     what was measured before; `exhaustive=True` measures all that fit. Other options go to
     `WholeBatch`: `units=`, `clip_norm=`, `batchnorm=`, … With `bandwidth` (bytes per second of one
-    rank's link) the result has a model of the time over `ranks`.
+    rank's link) the result has a model of the time over `ranks`. `clock` times the windows: on a
+    CPU that others use too, `time.process_time` counts this process alone, which is right for one
+    thread.
 
     >>> import torch, wholebatch as wb
     >>> def make():
@@ -112,7 +115,7 @@ def tune(
     dtype = next(model.parameters()).dtype
     del model, optimizer, inner
 
-    subject = Subject(make, loss, fetch, options)
+    subject = Subject(make, loss, fetch, options, clock)
     search = Search(subject, samples, sizes, ways, predicted, budget, limits or Limits(), watch)
     search.run_all() if exhaustive else search.run()
     best = search.recommended()

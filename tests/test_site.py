@@ -1,0 +1,88 @@
+"""The documentation's site: every page has a place, nothing comes from elsewhere, examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_has_its_place() -> None:
+    parts = script("site").navigation(DOCS)
+    listed = [page for part in parts for pages in part.values() for page in pages]
+    assert sorted(listed) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+    assert listed[0] == "index.md"
+
+
+def test_pages_that_are_not_named_stand_in_their_folder(tmp_path: Path) -> None:
+    for name in ("new.md", "lint/WB999.md", "integrations/some.md", "odd/page.md", "index.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("# Page\n")
+    parts = {k: v for part in script("site").navigation(tmp_path) for k, v in part.items()}
+    assert parts == {
+        "Start": ["index.md"],
+        "How to": ["new.md", "odd/page.md"],
+        "Integrations": ["integrations/some.md"],
+        "Lint": ["lint/WB999.md"],
+    }
+
+
+def test_links_out_of_the_site_become_names() -> None:
+    inside = script("site").inside
+    page = DOCS / "verify.md"
+    assert inside("[t](train.md)", page, DOCS) == "[t](train.md)"
+    assert inside("[t](https://x.org/a)", page, DOCS) == "[t](https://x.org/a)"
+    assert inside("[Make](../Makefile)", page, DOCS) == "Make (`Makefile` in the repository)"
+    fence = "```\n[Make](../Makefile)\n```"
+    assert inside(f"a\n\n{fence}\n", page, DOCS) == f"a\n\n{fence}\n"
+
+
+@pytest.mark.parametrize("name", ["site", "docstrings"])
+def test_examples_of_the_scripts(name: str) -> None:
+    if name == "docstrings":
+        pytest.importorskip("griffe")
+    result = doctest.testmod(script(name))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "font: false" in text  # else material asks Google for Roboto
+    assert not re.search(r"https?://", text)
+    assert not re.search(r"https?://|@import|url\(", (DOCS / "site.css").read_text("utf-8"))
+
+
+def test_examples_of_the_first_page_run() -> None:
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) == 2
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(blocks)],
+        cwd=ROOT / "src",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    verdict, step = done.stdout.splitlines()
+    assert verdict.startswith("same update: gradient ")
+    assert step.endswith(" 100.0 13")
