@@ -4,8 +4,8 @@
 
 `tune` searches; then everything that fits is measured, and its recommendation is held beside the
 fastest, those two once more in turn in one process. Windows are timed by the processor time of
-this process, which has one thread, so that it does not matter who else uses the machine. Rows of recipes that are not named stay as
-they were in the files.
+this process, which has one thread, so that it does not matter who else uses the machine. Rows of
+recipes that are not named stay as they were in the files.
 """
 
 from __future__ import annotations
