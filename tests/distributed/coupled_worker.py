@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from tests.coupled.networks import NETWORKS
 from tests.support import Seen, distance
 from tests.test_engine_coupled import LOSSES, Clip, batch, encode, mean_of
 from wholebatch.sync.buckets import Buckets
@@ -167,6 +168,55 @@ def refusals() -> list[str]:
     return said
 
 
+def network(name: str) -> float:
+    """Gradients and running statistics of exact BatchNorm, over the ranks' uneven shares."""
+    made = []
+    draw = torch.Generator().manual_seed(1)
+    data = {
+        "x": torch.randn(13, 3, 6, 6, generator=draw, dtype=torch.float64),
+        "y": torch.randint(0, 5, (13,), generator=draw),
+    }
+    for ranks in (False, True):
+        torch.manual_seed(2)
+        inner = NETWORKS[name]().double()
+        model: nn.Module = DistributedDataParallel(inner) if ranks else inner
+        optimizer = sgd(model)
+        seen = Seen(inner, optimizer)
+        if ranks:
+            train = wb.WholeBatch(
+                model,
+                optimizer,
+                loss=lambda m, micro: wb.cross_entropy(m(micro["x"]), micro["y"]),
+                micro_batch=3 - dist.get_rank(),
+            )
+            train.step(mine(data))
+        else:
+            nn.functional.cross_entropy(model(data["x"]), data["y"]).backward()
+            optimizer.step()
+        made.append((seen.gradients[0], [b.double() for b in inner.buffers()]))
+    return max(distance(made[1][k], made[0][k]) for k in range(2))
+
+
+def merged() -> float:
+    """batchnorm="statistics": one window moves them once, by the global batch."""
+    torch.manual_seed(2)
+    inner, reference = (nn.BatchNorm1d(6).double() for _ in range(2))
+    model = DistributedDataParallel(nn.Sequential(inner, nn.Linear(6, 2)).double())
+    data = batch()
+    reference(data["image"])
+    train = wb.WholeBatch(
+        model,
+        sgd(model),
+        loss=lambda m, micro: wb.Loss(m(micro["image"]).square().sum(), len(micro["label"])),
+        micro_batch=3,
+        batchnorm="statistics",
+    )
+    train.step(mine(data))
+    return distance(
+        [b.double() for b in inner.buffers()], [b.double() for b in reference.buffers()]
+    )
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     report: dict[str, Any] = {name: contrast(name) for name in LOSSES}
@@ -178,6 +228,8 @@ def main() -> None:
     report["dropout, coupled, lock-step"] = dropped(coupled=True, norm=True)
     report["bf16"] = in_low_precision()
     report["refusals"] = refusals()
+    report["networks"] = {name: network(name) for name in NETWORKS}
+    report["statistics"] = merged()
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(report, file)

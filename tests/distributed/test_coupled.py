@@ -33,6 +33,15 @@ def test_masks_follow_their_samples_over_the_ranks(report: dict[str, Any], how: 
     assert report[f"dropout{how}"] <= EXACT
 
 
+def test_networks_with_batchnorm_are_exact_over_the_ranks(report: dict[str, Any]) -> None:
+    assert len(report["networks"]) >= 4
+    assert max(report["networks"].values()) <= EXACT, report["networks"]
+
+
+def test_merged_statistics_are_those_of_the_global_batch(report: dict[str, Any]) -> None:
+    assert report["statistics"] <= EXACT
+
+
 def test_low_precision_representations_are_gathered(report: dict[str, Any]) -> None:
     assert 0 <= report["bf16"] <= 0.02
 

@@ -40,6 +40,11 @@ class Statistics:
         for name, module in norms:
             self._replaced.replace(module, self._recording(name, module, module.forward))
 
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether the end of a window is a meeting of the ranks."""
+        return self._reduce is not None and bool(self._norms)
+
     def begin_window(self) -> None:
         self.discard_window()
 

@@ -76,7 +76,8 @@ class Feeding:
         )
         self.policy: Policy | None = None
         if batchnorm != "exact":
-            self.policy = choose_batchnorm(batchnorm, root)
+            reduce = sync.sum_tensor if sync.ranks > 1 and not sync.counts_must_agree else None
+            self.policy = choose_batchnorm(batchnorm, root, reduce=reduce)
         if batchnorm == "sync" and sync.ranks > 1:
             sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
         self._guard = Guard(root, probes=audit and not sync.counts_must_agree)
@@ -251,6 +252,8 @@ class Feeding:
             return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
         if self.needs_lock_step():
             return 'batchnorm="exact" needs every rank at every BatchNorm'
+        if isinstance(self.policy, Statistics) and self.policy.spans_ranks:
+            return 'batchnorm="statistics" merges the running statistics of every rank'
         return None
 
     def _between_passes(self) -> None:
