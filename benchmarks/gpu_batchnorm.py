@@ -5,6 +5,8 @@ Time and memory of one window, forward and backward, beside those of the whole b
 and its peak from 64 to 1,024 images.
 
     python benchmarks/gpu_batchnorm.py                   # on CUDA; writes batchnorm.md and .json
+    python benchmarks/gpu_batchnorm.py --parts peaks     # only a part of it
+    python benchmarks/gpu_batchnorm.py --merge A B       # one page of the .json files of two runs
     python benchmarks/gpu_batchnorm.py --device cpu      # tries the file out, with tiny images
 
 Pages go to $OUT if that is set, else to docs/benchmarks. They are written after every row.
@@ -251,8 +253,9 @@ def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None]) -> None:
 def peaks(lab: Lab, found: dict[str, Any], sizes: Sequence[int], note: Callable[[], None]) -> None:
     """What hold="host" needs as the batch grows, and what one plain micro-batch needs."""
     rows: dict[str, Any] = found.setdefault("peaks", {})
+    ends = (sizes[0], sizes[-1])
     for execute in ("graph", "eager") if lab.on_cuda else ("eager",):
-        for size in sizes:
+        for size in sizes if execute == "graph" else ends:
             pair = lab.images(size)
             train = lab.exact("host", execute)
             # What is fetched ahead is learnt in the first window, so the second counts.
@@ -353,6 +356,15 @@ def _peaks(rows: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     return lines
 
 
+def write(found: dict[str, Any]) -> None:
+    """The page and its figures; a page needs the rows that the others are compared with."""
+    folder = Path(os.environ.get("OUT") or Path(__file__).parents[1] / "docs" / "benchmarks")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "batchnorm.json").write_text(json.dumps(found, indent=1) + "\n")
+    if len(found.get("ways", ())) >= 4:
+        (folder / "batchnorm.md").write_text(page(found), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
@@ -360,10 +372,17 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peaks", default="64,256,1024", help="batch sizes, or none")
+    parser.add_argument("--peaks", default="64,256,1024", help="batch sizes")
+    parser.add_argument("--parts", default="ways,peaks")
+    parser.add_argument("--merge", nargs="*", type=Path)
     options = parser.parse_args()
+    if options.merge:
+        merged: dict[str, Any] = {}
+        for part in options.merge:
+            merged |= json.loads(part.read_text())
+        write(merged)
+        return
     lab = Lab(options.device, options.batch, options.micro, options.side, options.rounds)
-    folder = Path(os.environ.get("OUT") or Path(__file__).parents[1] / "docs" / "benchmarks")
     found: dict[str, Any] = {
         "about": {
             "date": date.today().isoformat(),
@@ -379,19 +398,18 @@ def main() -> None:
     }
 
     def note() -> None:
-        if not lab.on_cuda or len(found.get("ways", ())) < 4:
-            return  # tried out only, or nothing to compare with yet
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "batchnorm.json").write_text(json.dumps(found, indent=1) + "\n")
-        (folder / "batchnorm.md").write_text(page(found), encoding="utf-8")
+        if lab.on_cuda:  # else it was only tried out
+            write(found)
 
     if lab.on_cuda:
         found["link"] = link()
         print("link", found["link"], flush=True)
-    compare(lab, found, note)
-    sizes = [int(size) for size in options.peaks.split(",") if size != "none"]
-    peaks(lab, found, sizes, note)
-    print(page(found))
+    if "ways" in options.parts:
+        compare(lab, found, note)
+    if "peaks" in options.parts:
+        peaks(lab, found, [int(size) for size in options.peaks.split(",")], note)
+    if "ways" in found:
+        print(page(found))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ ResNet-50 about a third, for about a third more time, and nothing travels to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,8 @@ from wholebatch.coupled.rng import Begins, Call
 __all__ = ["Recomputed", "blocks_of"]
 
 _MOST_NORMS = 8
+_SMALL = 0.05
+"""The part of a model's activations that is kept in blocks at its end."""
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -60,8 +62,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class Recomputed:
     """While this is entered, the given blocks keep their inputs only.
 
-    All but `kept`: the block that comes last in the forward comes first in the backward, when what
-    is inside of it would be there again at once. `last` names it, once all micro-batches have been
+    All but those that are `kept` whole: `worth_keeping` names some, once all micro-batches went
     through. `begins` is told where the blocks draw random numbers. With `again`, a context in which
     a call is computed again, the generators are left alone.
     """
@@ -70,7 +71,7 @@ class Recomputed:
         self,
         blocks: Sequence[tuple[str, nn.Module]],
         *,
-        kept: str | None = None,
+        kept: frozenset[str] = frozenset(),
         begins: Begins | None = None,
         again: Callable[[Call], AbstractContextManager[None]] | None = None,
     ) -> None:
@@ -83,17 +84,30 @@ class Recomputed:
 
     def __enter__(self) -> Recomputed:
         for name, block in self._blocks:
-            if name != self._kept:
+            if name not in self._kept:
                 self._replaced.replace(block, self._again(name, block.forward))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._replaced.restore()
 
-    def last(self, micro_batches: int) -> str | None:
-        """The block that every micro-batch came through last, and came through only once."""
-        name = next(reversed(self._calls), None)
-        return name if name is not None and self._calls[name] == micro_batches else None
+    def worth_keeping(self, micro_batches: int, sizes: Mapping[str, int]) -> frozenset[str]:
+        """Blocks at the end of the forward that cost little to keep, by the sizes of their layers.
+
+        The last one comes first in the backward, when what is inside of it would be there again at
+        once: it costs nothing. Those before it are kept as long as they are small together.
+        """
+        found: set[str] = set()
+        left = _SMALL * sum(sizes.values())
+        for name in reversed(self._calls):
+            if self._calls[name] != micro_batches:
+                break  # called more than once, or not by all
+            inside = sum(size for layer, size in sizes.items() if layer.startswith(f"{name}."))
+            left -= inside if found else 0
+            if left < 0:
+                break
+            found.add(name)
+        return frozenset(found)
 
     def _again(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

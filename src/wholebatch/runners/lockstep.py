@@ -102,7 +102,7 @@ class LockStep:
         self._recorded_pools: list[HostPool] = []
         self._learnt = Learnt()
         self.paged: Paged | None = None
-        self._last_block: str | None = None  # known after the first run
+        self._kept_blocks: frozenset[str] = frozenset()  # known after the first run
         self.drawn = frozenset({"cpu"})  # devices whose random numbers the last run drew
         self.seed = 0  # of the last run's random numbers
         self._begins: dict[Call, int] = {}
@@ -241,10 +241,10 @@ class LockStep:
         begins = Begins(self._offset, lambda: baton.party) if elsewhere or recorded else None
         try:
             with (
-                Meetings(self._norms, baton, reduce=self._reduce),
+                Meetings(self._norms, baton, reduce=self._reduce) as meetings,
                 Recomputed(
                     self._blocks if self.holding == "inputs" else (),
-                    kept=self._last_block,
+                    kept=self._kept_blocks,
                     begins=begins,
                     again=on_tape.again if on_tape is not None else _same if recorded else None,
                 ) as recomputed,
@@ -268,7 +268,8 @@ class LockStep:
                 self.paged = pages.close()
             if on_tape is not None:
                 on_tape.close()
-        self._last_block = self._last_block or recomputed.last(parties)
+        if not self._kept_blocks:
+            self._kept_blocks = recomputed.worth_keeping(parties, meetings.sizes)
         if streams is not None:
             streams.close()
         if streams is not None and not recorded:

@@ -58,6 +58,7 @@ class Meetings:
         # What each party met in each layer, so that a checkpointed block that is computed again in
         # the backward pass gets the same moments without a meeting.
         self._met: dict[tuple[int | None, str], list[Merged]] = {}
+        self.sizes: dict[str, int] = {}  # bytes that go into each layer, of the first party
 
     def __enter__(self) -> Meetings:
         self._open = True
@@ -93,6 +94,8 @@ class Meetings:
         met = self._met.setdefault((self._baton.party, name), [])
         if recomputing():
             return met[0] if len(met) == 1 else self._same(name, moments(x), met)
+        if self.first:
+            self.sizes[name] = self.sizes.get(name, 0) + x.numel() * x.element_size()
         whole = self._baton.meet(
             f"BatchNorm {name!r}", moments(x), lambda parts: self._merge(name, parts, running)
         )
