@@ -94,6 +94,13 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_post_build(*, config: Any) -> None:
+    """Called by mkdocs: a page that is opened as a file asks for the index in this form."""
+    search = Path(config.site_dir) / "search"
+    index = (search / "search_index.json").read_text(encoding="utf-8")
+    (search / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Called by mkdocs for each page."""
     return inside(markdown, Path(page.file.abs_src_path), Path(config.docs_dir))
