@@ -12,6 +12,7 @@ from wholebatch.coupled.audit import batchnorms
 from wholebatch.errors import OptionError
 from wholebatch.runners.blocks import blocks_of
 from wholebatch.runners.hostpool import HostPool
+from wholebatch.runners.learnt import Learnt
 from wholebatch.runners.lockstep import Hold, LockStep
 
 BLOCKLESS = ("inputs", "reused")
@@ -240,3 +241,45 @@ def test_what_is_learnt_does_not_depend_on_what_the_first_one_makes() -> None:
     assert plain.paged is not None
     # Nothing is fetched in vain: half the bytes per number, about half the traffic or less.
     assert few < 0.6 * plain.paged.bytes_in
+
+
+def test_what_is_learnt_of_a_window() -> None:
+    learnt = Learnt()
+    learnt.learn(2, frozenset({(0, 1), (1, 0)}))
+    learnt.learn(5, frozenset({(0, 1)}))
+    assert learnt.next_use((0, 1), 0) == 2
+    assert learnt.next_use((0, 1), 2) == 5
+    assert learnt.next_use((0, 1), 5) > 1000  # not again, as far as is known
+    learnt.learn(2, frozenset({(3, 3)}))  # the next window went another way
+    assert learnt.next_use((0, 1), 0) == 5
+    assert learnt.next_use((1, 0), 0) > 1000
+    assert learnt.next_use((3, 3), 1) == 2
+
+
+def layers(number: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    stretch = [
+        nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(number)
+    ]
+    return nn.Sequential(nn.Conv2d(3, 4, 1), *stretch, nn.Flatten(), nn.Linear(144, 5)).double()
+
+
+def test_what_is_needed_at_once_again_is_not_moved() -> None:
+    """From the second window on: in memory for one micro-batch, the next stretches stay."""
+    model = layers(12)
+    step = held(model, "host")
+    micros = split(batch(8), [2, 2, 2, 2])
+    moved = []
+    for _ in range(2):
+        want = whole(model.train(), batch(8))
+        model.zero_grad()
+        run(step, model, micros)
+        assert error(result(model)[0], want[0]) <= 1e-12
+        assert step.paged is not None
+        moved.append(step.paged)
+    first, second = moved
+    assert second.bytes_in < 0.6 * first.bytes_in
+    assert second.bytes_out < first.bytes_out
+    # Of one micro-batch: what goes into each BatchNorm and comes out of each ReLU, twelve times.
+    alone = 12 * 2 * (2 * 4 * 6 * 6 * 8)
+    assert second.peak < 1.3 * alone
