@@ -75,6 +75,7 @@ def join(train: WholeBatch, like: Any) -> Step:
         raise RankError(
             f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch larger"
         )
+    train._feeding.join_look()
     if train._units is not None and like is not NOTHING:
         train._counted = sorted(count_units(train._units, [like]))
     known = None if train._units is None else train._count([])

@@ -36,8 +36,11 @@ def windows_of(case: str, rank: int) -> list[list[Micro]]:
     ]
 
 
-def count(m: Micro) -> Tensor:
-    return (m["labels"] != -100).sum()
+def count(m: Micro | list[Micro]) -> int:
+    """Of a micro-batch, or of a batch, which is a list of them here."""
+    if isinstance(m, list):
+        return sum(map(count, m))
+    return int((m["labels"] != -100).sum())
 
 
 def trained(case: str, make: Any, **options: Any) -> dict[str, float]:
@@ -48,6 +51,8 @@ def trained(case: str, make: Any, **options: Any) -> dict[str, float]:
     model = DistributedDataParallel(fresh())
     optimizer = make(model)
     known = count if options.get("gradients") == "release" or case == "counts" else None
+    # Where a rank has no data at all, it must still take part in the others' look at the model.
+    options["audit"] = case == "nothing"
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=1, units=known, **options)
     train._fitting.split = list  # type: ignore[method-assign, assignment]
     with watching(model) as parts:
@@ -79,7 +84,7 @@ def accumulated_moments(case: str, dtype: torch.dtype) -> dict[str, float]:
     (beta1, beta2), lr = group["betas"], group["lr"]
     steps = dict.fromkeys(by_hand.parameters(), 0)
     for window in everyones(mine):
-        units = sum(int(count(m)) for m in window)
+        units = count(window)
         parameters = list(by_hand.parameters())
         sums: dict[nn.Parameter, list[Tensor]] = {}
         for m in window:
@@ -101,7 +106,13 @@ def accumulated_moments(case: str, dtype: torch.dtype) -> dict[str, float]:
     model = DistributedDataParallel(fresh().to(dtype))
     optimizer = adamw(model)
     train = wb.WholeBatch(
-        model, optimizer, loss=loss, micro_batch=1, units=count, gradients="moments"
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch=1,
+        units=count,
+        gradients="moments",
+        audit=False,
     )
     train._fitting.split = list  # type: ignore[method-assign, assignment]
     for batch in train.over(mine):
@@ -120,7 +131,9 @@ def resumed() -> dict[str, float]:
 
     def start() -> tuple[nn.Module, wb.WholeBatch]:
         model = DistributedDataParallel(fresh())
-        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=1, gradients="host")
+        train = wb.WholeBatch(
+            model, sgd(model), loss=loss, micro_batch=1, gradients="host", audit=False
+        )
         train._fitting.split = list  # type: ignore[method-assign, assignment]
         return model, train
 

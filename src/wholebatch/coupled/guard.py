@@ -63,8 +63,17 @@ class Guard:
             Exception
         ) as error:  # most often it is the loss function's, and the step will raise it
             _log.warning("the model could not be probed for layers that couple samples: %r", error)
-        if not summed(float(len(found))):
-            return
+        _refuse(found, summed)
+
+    def join(self, summed: Callable[[float], float]) -> None:
+        """Take part in the other ranks' look, without a sample of one's own."""
+        if self.pending:
+            self.pending = False
+            _refuse([], summed)
+
+
+def _refuse(found: list[str], summed: Callable[[float], float]) -> None:
+    if summed(float(len(found))):
         listed = "\n  ".join(found or ["(found on another rank)"])
         raise UnsupportedError(
             "the samples of a batch depend on each other in this model, so no micro-batch can give "
