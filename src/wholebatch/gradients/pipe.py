@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wholebatch.gradients.norm import norm_of_row
 
-__all__ = ["Pipe", "add_on_host"]
+__all__ = ["Pipe", "add_on_host", "ring_bytes"]
 
 _WAITING_BYTES = 96 * 2**20
 """Gradients that may wait for the thread where they are on the host already."""
@@ -104,6 +104,15 @@ class _Work:
     waiting: int = 0
 
 
+def ring_bytes(nbytes: int) -> int:
+    """What the ring on the device takes, for sums of so many bytes."""
+    return _SLOTS * _slot_bytes(nbytes)
+
+
+def _slot_bytes(nbytes: int) -> int:
+    return min(_LARGEST_SLOT, max(_SMALLEST_SLOT, nbytes // 256 // 512 * 512))
+
+
 class _Shared:
     """What the two threads share. The worker holds this and not the Pipe, which can so end it."""
 
@@ -133,7 +142,7 @@ class Pipe:
     ) -> None:
         self.device = device
         self._limit = waiting_bytes
-        self._size = min(_LARGEST_SLOT, max(_SMALLEST_SLOT, nbytes // 256 // 512 * 512))
+        self._size = _slot_bytes(nbytes)
         self._shared = _Shared()
         self._thread: threading.Thread | None = None
         self._side: torch.cuda.Stream | None = None

@@ -133,6 +133,11 @@ class Feeding:
         self._guard.look(batch, forward, **layout, summed=lambda found: float(sync.sum([found])[0]))
         torch.clear_autocast_cache()
 
+    def join_look(self) -> None:
+        """A rank without a sample takes part in the look of the others."""
+        sync = self._window.sync
+        self._guard.join(lambda found: float(sync.sum([found])[0]))
+
     @property
     def numbers_samples(self) -> bool:
         """Whether `begin_window` and `run` need to know which samples are where."""

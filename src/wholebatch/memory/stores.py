@@ -1,0 +1,111 @@
+"""What a window allocates whose gradients do not stay on the device (see `wholebatch.gradients`).
+
+A prediction has no bytes to send to a host: what leaves is dropped in the same hooks, and what
+comes back for the optimizer's step is made anew, bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.errors import OptionError
+from wholebatch.gradients.parts import only
+from wholebatch.gradients.pipe import ring_bytes
+
+__all__ = ["Elsewhere", "check_gradients", "held_on_device"]
+
+_BUCKET_BYTES = {"host": 64 * 2**20, "moments": 64 * 2**20, "release": 32 * 2**20}
+
+
+def check_gradients(gradients: str) -> None:
+    if gradients not in ("device", *_BUCKET_BYTES):
+        allowed = ", ".join(map(repr, ("device", *_BUCKET_BYTES)))
+        raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
+
+
+def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
+    """Bytes that a way to keep gradients holds on the device all the time."""
+    if gradients != "host" or device.type != "cuda":
+        return 0
+    return ring_bytes(sum(4 * p.numel() for p in model.parameters() if p.requires_grad))
+
+
+class Elsewhere:
+    """The hooks and the step of a window with `gradients="host"`, `"release"` or `"moments"`."""
+
+    def __init__(
+        self,
+        gradients: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        around_update: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._around_update = around_update
+        self._gradients = gradients
+        self._optimizer = optimizer
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._ready: list[nn.Parameter] = []
+        self._bytes = 0
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Around one backward; `last`: what it makes is final."""
+        made = self._release if self._gradients == "release" else _leave
+        if self._gradients == "release" and not last:
+            yield
+            return
+        handles = [p.register_post_accumulate_grad_hook(made) for p in self._parameters]
+        try:
+            yield
+            self._flush()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _release(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        self._ready.append(parameter)
+        self._bytes += parameter.numel() * parameter.element_size()
+        if self._bytes > _BUCKET_BYTES["release"]:
+            self._flush()
+
+    def _flush(self) -> None:
+        ready, self._ready, self._bytes = self._ready, [], 0
+        if ready and self._optimizer is not None:
+            with self._around_update(), only(self._optimizer, ready):
+                self._optimizer.step()
+        for parameter in ready:
+            parameter.grad = None
+
+    def step(self) -> None:
+        """The step on all parameters, in buckets whose gradients come and go."""
+        if self._optimizer is None or self._gradients == "release":
+            return
+        for bucket in _buckets(self._parameters, _BUCKET_BYTES[self._gradients]):
+            for parameter in bucket:
+                parameter.grad = torch.empty_like(parameter)
+            with only(self._optimizer, bucket):
+                self._optimizer.step()
+            for parameter in bucket:
+                parameter.grad = None
+
+
+def _leave(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if not buckets or filled + size > most:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(parameter)
+        filled += size
+    return buckets

@@ -1,0 +1,114 @@
+"""Predicted memory of every way to keep gradients, beside what a real window has alive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from wholebatch.errors import OptionError
+from wholebatch.gradients.pipe import ring_bytes
+from wholebatch.memory.fit import ladder
+from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.predict import predict_peak
+
+WIDTH = 256
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+
+def batch(samples: int = 4) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, WIDTH), "y": torch.zeros(samples, dtype=torch.long)}
+
+
+def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * WIDTH * WIDTH * 4
+    monkeypatch.setattr("wholebatch.gradients.release._BUCKET_BYTES", size)
+    monkeypatch.setattr("wholebatch.gradients.moments._FLUSH_BYTES", size)
+    sizes = dict.fromkeys(("host", "release", "moments"), size)
+    monkeypatch.setattr("wholebatch.memory.stores._BUCKET_BYTES", sizes)
+
+
+@pytest.mark.parametrize("gradients", ["release", "moments"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_prediction_is_close_to_a_real_window(
+    gradients: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_buckets(monkeypatch)
+    model = deep()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    options: dict[str, Any] = {"nonfinite": "skip"} if gradients == "release" else {}
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch=4,
+        units=lambda m: len(m["y"]),
+        gradients=gradients,  # type: ignore[arg-type]
+        **options,
+    )
+    whole = batch(4 * micro_batches)
+    train.step(whole)
+    with MemoryMeter(model=model, optimizer=optimizer) as meter:
+        train.step(whole)
+    predicted = predict_peak(
+        model,
+        loss,
+        batch(4),
+        optimizer=optimizer,
+        micro_batches=micro_batches,
+        gradients=gradients,
+    )
+    # What differs is which few gradients wait for each other at the peak.
+    few = 3 * 2 * WIDTH * WIDTH * 4
+    assert abs(predicted.peak - meter.peak) <= few
+    plain = predict_peak(model, loss, batch(4), optimizer=optimizer, micro_batches=micro_batches)
+    if gradients == "moments" or micro_batches == 1:
+        assert predicted.peak <= plain.peak - bytes_of(model) + few
+
+
+def test_gradients_on_the_host_leave_a_gpu_and_not_a_cpu() -> None:
+    model = deep()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def peak(gradients: str, device: str) -> dict[str, int]:
+        return predict_peak(
+            model, loss, batch(4), optimizer=optimizer, gradients=gradients, device=device
+        ).by_category
+
+    plain, host = peak("device", "cuda"), peak("host", "cuda")
+    assert plain["gradients"] >= bytes_of(model)
+    assert host["gradients"] <= plain["gradients"] / 4
+    saved = sum(plain.values()) - sum(host.values())
+    assert saved >= 0.7 * bytes_of(model) - ring_bytes(bytes_of(model))
+    assert peak("host", "cpu") == peak("device", "cpu")
+    with pytest.raises(OptionError, match="gradients='disk'"):
+        peak("disk", "cpu")
+
+
+def test_fit_takes_the_host_and_never_the_moments() -> None:
+    model = deep()
+    optimizer = torch.optim.AdamW(model.parameters())
+    as_is = ladder(
+        model, loss, batch(1), budget=2**40, optimizer=optimizer, device="cuda", lowers=False
+    )
+    assert [rung.gradients for rung in as_is][-1] == "host"
+    assert as_is[-1].peak < as_is[0].peak
+    assert {rung.gradients for rung in as_is} <= {"device", "host"}
+    on_cpu = ladder(model, loss, batch(1), budget=2**40, optimizer=optimizer, device="cpu")
+    assert {rung.gradients for rung in on_cpu} == {"device"}
