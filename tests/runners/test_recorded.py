@@ -190,6 +190,11 @@ class Broken(Again):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
+class Full(Again):
+    def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
+        raise torch.OutOfMemoryError("as if")
+
+
 class Wrong(Again):
     def replay(self) -> None:
         super().replay()
@@ -216,6 +221,7 @@ def counting(model: nn.Sequential) -> None:
     "tape, change, dropout, reason",
     [
         (Broken, None, 0.0, "CUDA cannot record it (operation not permitted"),
+        (Full, None, 0.0, "there is not enough"),
         (Wrong, None, 0.0, "its gradient differs from that of eager code by 1.0e+00 of it"),
         (Again, hooked, 0.0, "0 has forward hooks"),
         (Again, counting, 0.0, "its forward changes ReLU.calls"),

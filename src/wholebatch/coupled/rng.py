@@ -31,6 +31,13 @@ class Streams:
         self._devices = sorted(
             {device for device in devices if device.type in ("cuda", "xpu")}, key=str
         )
+        # The generators themselves: they change hands at every meeting.
+        self._generators = [torch.default_generator]
+        for device in self._devices:
+            index = device.index
+            if index is None:
+                index = torch.get_device_module(device.type).current_device()
+            self._generators.append(torch.get_device_module(device.type).default_generators[index])
         self._before = self._get()
         self.seed = draw()
         self._after = self._get()
@@ -60,13 +67,11 @@ class Streams:
         self._set(self._before)
 
     def _get(self) -> list[Tensor]:
-        on_device = [torch.get_device_module(d.type).get_rng_state(d) for d in self._devices]
-        return [torch.get_rng_state(), *on_device]
+        return [generator.get_state() for generator in self._generators]
 
     def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=True):
-            torch.get_device_module(device.type).set_rng_state(state, device)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def _seeded(self, seed: int) -> list[Tensor]:
         places: list[torch.device] = [torch.device("cpu"), *self._devices]

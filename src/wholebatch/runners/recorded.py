@@ -145,6 +145,8 @@ class Recorder:
                 self._recordings[key] = self._make(apart)
             except CannotTrace as reason:
                 self._give_up(str(reason))
+            except torch.OutOfMemoryError:  # the window itself is made, and stays so
+                self._give_up("a recording has memory of its own, and there is not enough")
 
     def _key(self, apart: list[Inputs]) -> Key:
         return (self._lock_step.holding, *(inputs.key for inputs in apart))
