@@ -38,7 +38,11 @@ class Crew:
         self.device = device
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.is_first = rank == 0
-        self.is_sharded = self.ranks > 1 and parallel == "fsdp2"
+        self.parallel = parallel if self.ranks > 1 else "ddp"
+        self.is_sharded = self.parallel == "fsdp2"
+        # A pipeline is one model: every rank has every batch, and its own stages.
+        self.shares = 1 if self.parallel == "pipeline" else self.ranks
+        self.share = 0 if self.parallel == "pipeline" else rank
         self._known: Exception | None = None  # an error that all ranks know of already
         self._group = Group([None], device, rank=rank) if self.ranks > 1 else None
 

@@ -88,5 +88,5 @@ def _one_line(error: BaseException) -> str:
 def _tell_last(folder: Path, crew: Crew) -> None:
     run = RunFolder(folder)
     if run.has_run() and Checkpoints(run.checkpoints).paths():
-        again = resume_command(folder, sharded=crew.is_sharded)
+        again = resume_command(folder, parallel=crew.parallel)
         print(f"  go on from the last checkpoint: {again}", file=sys.stderr)

@@ -16,8 +16,10 @@ __all__ = [
     "From",
     "LrRule",
     "Noise",
+    "Schedule",
     "Wandb",
     "Warmup",
+    "Zero",
 ]
 
 _BATCH, _RUN, _FOLLOWS = "The batch and the update", "The run", "What follows the batch"
@@ -97,6 +99,24 @@ From: TypeAlias = Annotated[
         metavar="FILE",
         help="Settings from a JSON file: manifest.json of a run makes it again, tune.json takes "
         "what was found. The command line wins.",
+        rich_help_panel=_RUN,
+    ),
+]
+Zero: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="0|1|2|3",
+        help="With --parallel deepspeed: what is sharded; nothing, optimizer state (the default), "
+        "gradients too, parameters too.",
+        rich_help_panel=_RUN,
+    ),
+]
+Schedule: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="1f1b|gpipe|interleaved",
+        help="With --parallel pipeline: the order of forwards and backwards; interleaved has two "
+        "stages on every rank.",
         rich_help_panel=_RUN,
     ),
 ]

@@ -137,7 +137,7 @@ def _last_written(run: Path) -> float:
     return max(path.stat().st_mtime for path in written)
 
 
-def resume_command(path: Path, *, steps: int | None = None, sharded: bool = False) -> str:
+def resume_command(path: Path, *, steps: int | None = None, parallel: str = "ddp") -> str:
     """What to type to go on, as this process was called."""
     called = Path(sys.argv[0])
     installed = shutil.which("wholebatch")
@@ -150,7 +150,7 @@ def resume_command(path: Path, *, steps: int | None = None, sharded: bool = Fals
     else:
         program = shlex.quote(shown(called))
     more = f" --steps {steps}" if steps is not None else ""
-    more += " --parallel fsdp2" if sharded else ""
+    more += f" --parallel {parallel}" if parallel != "ddp" else ""
     return f"{program} train --resume --out {shlex.quote(shown(path))}{more}"
 
 

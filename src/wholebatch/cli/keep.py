@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from wholebatch import WholeBatch
 from wholebatch.checkpoint import Checkpoints, Found, check_model
 from wholebatch.cli.crew import Crew
+from wholebatch.cli.staged import Staged
+from wholebatch.cli.zero import Zero
 from wholebatch.errors import StateError
 from wholebatch.recipes import Batches
 from wholebatch.shards import put_together, take_apart, write_slices
@@ -38,7 +40,9 @@ class Parts:
     recipe: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    train: WholeBatch
+    train: WholeBatch | Staged
+    engine: Zero | Staged | None = None
+    """Who keeps the state of model and optimizer, where they cannot be asked themselves."""
 
     @property
     def windows(self) -> int:
@@ -58,11 +62,16 @@ def save(
     state: dict[str, Any] = {"recipe": parts.recipe, "train": progress, "data": data}
     if crew.ranks > 1:
         state["ranks"] = crew.gathered(_own(progress, crew))
-    if crew.is_sharded:
+    if parts.engine is not None:
+        state["engine"] = parts.engine.about
+    if crew.is_sharded or (parts.engine is not None and parts.engine.writes):
         return _save_sharded(parts, crew, checkpoints, state)
+    whole = None if parts.engine is None else parts.engine.gathered()
     if not crew.is_first:
         return checkpoints.folder
-    state.update(model=parts.model.state_dict(), optimizer=parts.optimizer.state_dict())
+    state.update(
+        whole or {"model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict()}
+    )
     return checkpoints.save(state, windows=parts.windows, micro_batches=micro_batches)
 
 
@@ -80,6 +89,12 @@ def _save_sharded(
 
     if not crew.first(begin):
         return path
+    if parts.engine is not None:
+        parts.engine.write(writing)
+        crew.gathered(True)  # every rank has written
+        if crew.is_first:
+            checkpoints.publish(state, windows=parts.windows)
+        return path
     state.update(model=parts.model.state_dict(), optimizer=parts.optimizer.state_dict())
     plain, slices = take_apart(state)
     write_slices(writing, slices)
@@ -91,6 +106,10 @@ def _save_sharded(
 def restore(parts: Parts, crew: Crew, found: Found, *, data: Batches, seed: int) -> None:
     """Go on from a checkpoint; a StateError when it does not belong to these parts."""
     state = found.state
+    if _is_of_deepspeed(state) or isinstance(parts.engine, Zero):
+        _load_engine(parts, state, found)
+        _finish(parts, crew, state, data=data, seed=seed)
+        return
     missing = {"model", "optimizer", "train", "data"} - state.keys()
     if missing:
         raise StateError(f"{found.path} is damaged: it has no {', '.join(sorted(missing))}")
@@ -111,15 +130,41 @@ def restore(parts: Parts, crew: Crew, found: Found, *, data: Batches, seed: int)
         state = {**state, **put_together(both, found.path, like=like)}
     check_model(parts.model, state["model"], where=str(found.path))
     try:
-        parts.model.load_state_dict(state["model"])
-        parts.optimizer.load_state_dict(state["optimizer"])
+        if parts.engine is not None:
+            parts.engine.load(state)
+        else:
+            parts.model.load_state_dict(state["model"])
+            parts.optimizer.load_state_dict(state["optimizer"])
     except (ValueError, KeyError, RuntimeError) as error:
         raise StateError(f"{found.path} does not fit this recipe's optimizer: {error}") from error
+    _finish(parts, crew, state, data=data, seed=seed)
+
+
+def _finish(parts: Parts, crew: Crew, state: dict[str, Any], *, data: Batches, seed: int) -> None:
     data.load_state_dict(state["data"])
     progress, known = _progress_here(state, crew)
     parts.train.load_state_dict(progress)  # last: it puts the random generators back
     if not known:
         _seed_late(seed, crew.rank, parts.windows)
+
+
+def _is_of_deepspeed(state: dict[str, Any]) -> bool:
+    return bool(state.get("engine", {}).get("name") == "deepspeed")
+
+
+def _load_engine(parts: Parts, state: dict[str, Any], found: Found) -> None:
+    """DeepSpeed's files are for the same stage on as many ranks."""
+    there = state.get("engine", {})
+    if not isinstance(parts.engine, Zero) or parts.engine.about != there:
+        if not _is_of_deepspeed(state):
+            raise StateError(
+                f"{found.path} was not written by DeepSpeed: go on without --parallel deepspeed"
+            )
+        raise StateError(
+            f"{found.path} was written by DeepSpeed: go on with --parallel deepspeed --zero "
+            f"{there['zero']} on {there['ranks']} ranks"
+        )
+    parts.engine.load({"path": str(found.path)})
 
 
 def _own(progress: dict[str, Any], crew: Crew) -> dict[str, Any]:

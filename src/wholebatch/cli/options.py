@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
-PARALLEL = ("ddp", "fsdp2")
+PARALLEL = ("ddp", "fsdp2", "deepspeed", "pipeline")
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
 _FALLBACK: dict[str, Any] = {
     "batch_size": 32,
@@ -42,6 +43,8 @@ _FALLBACK: dict[str, Any] = {
     "checkpoint_every": 50,
     "memory": None,
     "checkpointing": False,
+    "zero": 1,
+    "schedule": "1f1b",
     "batch_schedule": None,
     "lr_rule": "none",
     "base_batch": None,
@@ -56,10 +59,8 @@ _ONE_OF = {
     "betas": ("keep", "beta2", "both"),
     "execute": ("auto", "eager", "compile", "graph"),
 }
-# Engines of the library that a script of one's own can use.
-_BY_SCRIPT = ("deepspeed", "pipeline")
 # What a resumed run may change without becoming another run.
-_MAY_CHANGE = ("steps", "checkpoint_every", "memory", "wandb")
+_MAY_CHANGE = ("steps", "checkpoint_every", "memory", "wandb", "schedule")
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Given:
     memory: str | None = None
     checkpointing: bool | None = None
     fit: bool | None = None
+    zero: int | None = None
+    schedule: str | None = None
     batch_schedule: str | None = None
     lr_rule: str | None = None
     base_batch: int | None = None
@@ -101,6 +104,8 @@ class Config:
     checkpoint_every: int
     memory: str | None = None
     checkpointing: bool = False
+    zero: int = 1
+    schedule: str = "1f1b"
     batch_schedule: str | None = None
     lr_rule: str = "none"
     base_batch: int | None = None
@@ -186,11 +191,18 @@ def check(name: str, value: Any, label: str) -> Any:
         return "full" if value == "fp32" else value
     if name == "parallel":
         if value not in PARALLEL:
-            why = ", which the command does not launch" if value in _BY_SCRIPT else ""
-            raise OptionError(f"{label} {value}{why}: must be {' or '.join(PARALLEL)}")
+            raise OptionError(f"{label} {value}: must be one of {', '.join(PARALLEL)}")
         return value
     if name == "memory":
         return _memory(value, label)
+    if name == "schedule":
+        if value not in SCHEDULES:
+            raise OptionError(f"{label} {value}: must be one of {', '.join(SCHEDULES)}")
+        return value
+    if name == "zero":
+        if value not in (0, 1, 2, 3) or isinstance(value, bool):
+            raise OptionError(f"{label} {value}: must be a stage of ZeRO, 0 to 3")
+        return value
     if name in _ONE_OF:
         if value not in _ONE_OF[name]:
             raise OptionError(f"{label} {value}: must be one of {', '.join(_ONE_OF[name])}")

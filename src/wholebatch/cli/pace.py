@@ -9,6 +9,7 @@ import torch
 
 from wholebatch import WholeBatch
 from wholebatch.cli.options import Config
+from wholebatch.cli.staged import Staged
 from wholebatch.errors import OptionError
 from wholebatch.recipes import Batches, Recipe
 from wholebatch.scaling import BatchSchedule, Follow, parse_amount
@@ -49,7 +50,7 @@ class Pace:
         *,
         batches: Batches,
         optimizer: torch.optim.Optimizer,
-        train: WholeBatch,
+        train: WholeBatch | Staged,
     ) -> None:
         self.tokens = 0.0  # units of all windows so far
         self._batches = batches

@@ -32,7 +32,7 @@ def head_rows(
     name = type(model).__name__
     if session.crew.is_sharded:  # FSDP2 makes a subclass
         name = name.removeprefix("FSDP")
-    spread = "" if ranks == 1 else ", sharded (FSDP2)" if session.crew.is_sharded else ", DDP"
+    spread = "" if ranks == 1 else f", {_spread_said(session)}"
     if session.device.type == "cpu":
         threads = torch.get_num_threads()
         place += f" ({threads} thread{'' if threads == 1 else 's'})"
@@ -68,7 +68,7 @@ def head_rows(
 
 def _batch_rows(session: Session) -> Rows:
     """The arithmetic of the batch; of every size, where there is a schedule."""
-    config, ranks, schedule = session.config, session.crew.ranks, session.pace.schedule
+    config, ranks, schedule = session.config, session.crew.shares, session.pace.schedule
     size = session.train.micro_batch_size
     if schedule is None or size is None:
         return [("batch", batch_said(session.micro_batches(), config, ranks=ranks))]
@@ -80,6 +80,17 @@ def _batch_rows(session: Session) -> Rows:
         )
         for place, samples in schedule.changes
     ]
+
+
+def _spread_said(session: Session) -> str:
+    config, crew = session.config, session.crew
+    stages = crew.ranks * (2 if config.schedule == "interleaved" else 1)
+    return {
+        "ddp": "DDP",
+        "fsdp2": "sharded (FSDP2)",
+        "deepspeed": f"DeepSpeed ZeRO {config.zero}",
+        "pipeline": f"a pipeline of {stages} stages ({config.schedule})",
+    }[crew.parallel]
 
 
 def _memory_said(session: Session, chosen: str | None) -> list[str]:

@@ -15,13 +15,16 @@ from torch import nn
 from wholebatch import WholeBatch, __version__
 from wholebatch.checkpoint import Checkpoints, Found
 from wholebatch.cli.crew import Crew
+from wholebatch.cli.engines import micro_batch_of, move, train_with
 from wholebatch.cli.fitting import apply_checkpointing, fit_in
 from wholebatch.cli.keep import Parts, restore, save
 from wholebatch.cli.memory import PeakMemory
 from wholebatch.cli.options import Config
 from wholebatch.cli.pace import Pace, paced
+from wholebatch.cli.staged import Staged
+from wholebatch.cli.zero import Zero
 from wholebatch.coupled import batchnorms
-from wholebatch.errors import OptionError, RecipeError
+from wholebatch.errors import OptionError
 from wholebatch.recipes import Batches, Nothing, Position, Recipe, share_of
 from wholebatch.splitting import batch_size_of, split
 
@@ -37,12 +40,13 @@ class Session:
     crew: Crew
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    train: WholeBatch
+    train: WholeBatch | Staged
     memory: PeakMemory
     batches: Batches
     position: Position  # of the batch that the open or next window is made from
     pace: Pace
     fitted: str | None = None  # what --fit has applied
+    engine: Zero | Staged | None = None
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +70,7 @@ class Session:
 
     @property
     def _parts(self) -> Parts:
-        return Parts(self.recipe.name, self.model, self.optimizer, self.train)
+        return Parts(self.recipe.name, self.model, self.optimizer, self.train, self.engine)
 
     def choose(self) -> str | None:
         """Let "auto" choose its micro-batch before the first step: what, and why, in two lines."""
@@ -77,7 +81,7 @@ class Session:
 
     def micro_batches(self) -> list[list[int]] | None:
         """Samples in each micro-batch of a full batch, by rank; None where it must be seen."""
-        by, ranks = self.config.micro_batch, self.crew.ranks
+        by, ranks = self.config.micro_batch, self.crew.shares
         if by == "auto":
             by = self.train.micro_batch_size or by
         if isinstance(by, int) and self.batches.kind != "loader":
@@ -88,7 +92,7 @@ class Session:
         if by == "auto":
             return None
         batch = self.batches.peek()
-        how = by if isinstance(by, int) else _micro_batch(self.recipe, self.config)
+        how = by if isinstance(by, int) else micro_batch_of(self.recipe, self.config)
         mine = [] if isinstance(batch, Nothing) else split(batch, how)
         return self.crew.gathered([batch_size_of(micro) for micro in mine])
 
@@ -116,20 +120,13 @@ def build(
         batch_size=config.batch_size,
         seed=config.seed,
         collate=recipe.collate,
-        rank=crew.rank,
-        ranks=crew.ranks,
+        rank=crew.share,
+        ranks=crew.shares,
     )
     config = paced(_fitted(config, batches), recipe, batches)
     model = recipe.build_model()
     _check_last_batch(model, config, batches, crew)
-    if config.precision == "bf16-pure":
-        model.to(torch.bfloat16)
-    try:
-        model.to(crew.device)
-    except (RuntimeError, NotImplementedError) as error:
-        raise RecipeError(
-            f"the recipe's model cannot be moved to {crew.device}: {error}"
-        ) from error
+    move(model, config, crew)
     fitted = None
     if fits:
         config, fitted = fit_in(
@@ -137,28 +134,11 @@ def build(
         )
     if config.checkpointing:
         apply_checkpointing(model)
-    spread = crew.spread(model)
-    optimizer = recipe.build_optimizer(model, lr=config.lr)
+    trained = train_with(recipe, config, crew, model)
+    optimizer, train = trained.optimizer, trained.train
     memory = PeakMemory(model, optimizer, device=crew.device)
-    memory.settled = memory.settled or crew.is_sharded  # the meter knows whole tensors only
-
-    def loss(given: nn.Module, micro: Any) -> Any:
-        # The recipe's own module, not DDP around it: the window reduces the gradients itself.
-        return recipe.loss(model if given is spread else given, micro)
-
-    train = WholeBatch(
-        spread,
-        optimizer,
-        loss=loss,
-        units=recipe.units,
-        micro_batch=_micro_batch(recipe, config),
-        precision=config.autocast,
-        clip_norm=config.clip_norm,
-        memory=config.budget,
-        execute=config.execute,  # type: ignore[arg-type]
-        noise=None if config.noise == "off" else config.noise,  # type: ignore[arg-type]
-        scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
-    )
+    # The meter knows whole tensors only.
+    memory.settled = memory.settled or crew.parallel != "ddp"
     if crew.rank:  # dropout of its own on every rank
         _seed(config.seed + crew.rank)
     return Session(
@@ -173,6 +153,7 @@ def build(
         batches.position,
         Pace(config, batches=batches, optimizer=optimizer, train=train),
         fitted,
+        trained.engine,
     )
 
 
@@ -229,15 +210,11 @@ def _check_last_batch(model: nn.Module, config: Config, batches: Batches, crew: 
     if batches.length is None or not batchnorms(model):
         return
     for size in (config.batch_size, batches.length % config.batch_size):
-        if 0 < size < crew.ranks:
+        if 0 < size < crew.shares:
             raise OptionError(
                 f"--batch-size {config.batch_size}: a batch of an epoch has {size} samples for "
-                f"{crew.ranks} ranks, and exact BatchNorm needs one on every rank; choose another"
+                f"{crew.shares} ranks, and exact BatchNorm needs one on every rank; choose another"
             )
-
-
-def _micro_batch(recipe: Recipe, config: Config) -> Any:
-    return config.micro_batch if config.tokens is None else recipe.build_tokens(config.tokens)
 
 
 def _seed(seed: int) -> None:

@@ -19,8 +19,10 @@ from wholebatch.cli.flags import (
     From,
     LrRule,
     Noise,
+    Schedule,
     Wandb,
     Warmup,
+    Zero,
 )
 from wholebatch.cli.options import check
 from wholebatch.cli.source import given_of, read_source
@@ -162,11 +164,14 @@ def train(
     parallel: Annotated[
         str | None,
         typer.Option(
-            metavar="ddp|fsdp2",
-            help="Under torchrun: the model whole on every rank, or sharded over them.",
+            metavar="ddp|fsdp2|deepspeed|pipeline",
+            help="Under torchrun: the model whole on every rank, sharded over them, in a DeepSpeed "
+            "engine, or cut into stages.",
             rich_help_panel=_RUN,
         ),
     ] = None,
+    zero: Zero = None,
+    schedule: Schedule = None,
 ) -> None:
     """Train a recipe: every update is that of the whole batch, in the memory of a micro-batch.
 
@@ -189,6 +194,8 @@ def train(
             "memory": memory,
             "checkpointing": checkpointing or None,
             "fit": fit or None,
+            "zero": zero,
+            "schedule": schedule,
             "lr_rule": lr_rule,
             "base_batch": base_batch,
             "betas": betas,
@@ -298,7 +305,7 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
     recipe = session.recipe
     known = recipe.name if recipe.is_embedded else str(recipe.path)
     crew = session.crew
-    parallel = {"ranks": crew.ranks, "sharded": crew.is_sharded}
+    parallel = {"ranks": crew.ranks, "sharded": crew.is_sharded, "parallel": crew.parallel}
     about = {"device": str(session.device), **parallel, **about_here()}
     write_atomically(
         folder.config,
@@ -318,7 +325,7 @@ def _write_manifest(session: Session, folder: RunFolder) -> None:
     if config.micro_batch == "auto" and size is not None:
         settings["micro_batch"] = size
     settings["device"] = session.device.type
-    settings["parallel"] = "fsdp2" if crew.is_sharded else "ddp"
+    settings["parallel"] = crew.parallel
     text = manifest_text(
         recipe=recipe.name if recipe.is_embedded else str(recipe.path),
         digest=recipe.digest,
@@ -349,7 +356,7 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
         if outcome.of:
             place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
         terminal.note(f"stopped {place}; checkpoint {shown(outcome.checkpoint)}")
-        again = resume_command(folder.path, sharded=crew.is_sharded)
+        again = resume_command(folder.path, parallel=crew.parallel)
         terminal.note(f"go on with: {again}")
         return STOPPED
     if not crew.is_first:
@@ -365,6 +372,6 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
     title = f"{session.recipe.name}: {updates} updates, {time_said(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     # Outside the box: a line to copy.
-    again = resume_command(folder.path, steps=2 * updates, sharded=crew.is_sharded)
+    again = resume_command(folder.path, steps=2 * updates, parallel=crew.parallel)
     terminal.note(f"go on with: {again}")
     return 0

@@ -58,6 +58,20 @@ class Block(nn.Module):
         return x + added
 
 
+class Embed(nn.Module):
+    """What every byte is, and where it stands."""
+
+    def __init__(self, byte: nn.Embedding, place: nn.Embedding) -> None:
+        super().__init__()
+        self.byte = byte
+        self.place = place
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.byte(tokens) + self.place(places)
+        return embedded
+
+
 class GPT(nn.Module):
     """Next-byte predictor: embeddings, blocks, and a head over the 256 byte values."""
 
@@ -103,6 +117,11 @@ class Corpus:
 
 def model() -> nn.Module:
     return GPT()
+
+
+def stages(model: GPT) -> list[nn.Module]:
+    """The modules that run one after the other, for `--parallel pipeline`."""
+    return [Embed(model.byte, model.place), *model.blocks, model.norm, model.head]
 
 
 def data() -> Corpus:

@@ -10,6 +10,7 @@ def scheduler(optimizer, steps): ...      # or scheduler(optimizer)
 def units(micro): ...                     # counted before the first backward
 def collate(samples): ...                 # a list of samples -> a batch
 def tokens(budget): ...                   # wb.tokens(budget, ...) for --micro-batch "4096 tokens"
+def stages(model): ...                    # its modules in order, for --parallel pipeline
 defaults = {"batch_size": 64, "micro_batch": 8, "steps": 100}
 unit = "tokens"                           # what the units are called in reports
 ```
@@ -23,7 +24,7 @@ import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +41,7 @@ EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
 """The names that can stand for a file, the default first."""
 
 _REQUIRED = {"model": 0, "data": 0, "loss": 2}
-_OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1}
+_OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
 
 
 class Settings(TypedDict, total=False):
@@ -129,6 +130,23 @@ class Recipe:
         from wholebatch.splitting import tokens
 
         return tokens(budget)
+
+    def build_stages(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that run one after the other: `stages(model)`, or those of a Sequential."""
+        if "stages" not in self._parts:
+            if type(model) is nn.Sequential:
+                return list(model)
+            raise RecipeError(
+                f"--parallel pipeline: {self.path}: how {type(model).__name__} is cut into stages "
+                "is not known; add stages(model), which returns the modules that run one after the "
+                "other, or use --parallel ddp or fsdp2"
+            )
+        found = self._call("stages", model)
+        if not isinstance(found, Sequence) or not all(isinstance(m, nn.Module) for m in found):
+            raise RecipeError(
+                f"{self.path}: stages(model) returned {_kind(found)}, not a list of nn.Modules"
+            )
+        return list(found)
 
     def _call(self, part: str, *arguments: object) -> Any:
         try:

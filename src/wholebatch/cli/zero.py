@@ -1,0 +1,66 @@
+"""`--parallel deepspeed`: the recipe's model in a DeepSpeed engine, ZeRO 0 to 3.
+
+DeepSpeed writes the state of model and optimizer itself, every rank its part; the rest of a
+checkpoint is as elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholebatch.cli.crew import Crew
+from wholebatch.cli.options import Config
+from wholebatch.errors import MissingExtraError, StateError
+
+__all__ = ["Zero"]
+
+
+class Zero:
+    """A DeepSpeed engine around a model, and how it is saved."""
+
+    writes = True
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, crew: Crew
+    ) -> None:
+        if crew.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        try:
+            import deepspeed  # type: ignore[import-untyped, unused-ignore]
+        except ImportError as error:
+            raise MissingExtraError("deepspeed", "deepspeed", "--parallel deepspeed") from error
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,  # counted by the window, not by the engine
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": {"stage": config.zero},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "gradient_clipping": 0.0,
+                "steps_per_print": 2**31,
+            },
+        )
+        self.about = {"name": "deepspeed", "zero": config.zero, "ranks": crew.ranks}
+
+    def write(self, folder: Path) -> None:
+        """All ranks, into this folder."""
+        self.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+
+    def gathered(self) -> dict[str, Any]:
+        raise AssertionError("DeepSpeed writes its own files")
+
+    def load(self, state: dict[str, Any]) -> None:
+        """From the folder that all ranks have written."""
+        path = Path(state["path"])
+        loaded, _ = self.engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
+            raise StateError(f"{path}: DeepSpeed finds no state of this rank in it")
