@@ -106,6 +106,7 @@ class LockStep:
         self.drawn = frozenset({"cpu"})  # devices whose random numbers the last run drew
         self.seed = 0  # of the last run's random numbers
         self._begins: dict[Call, int] = {}
+        self.relieve: Callable[[], bool] = lambda: False  # gives memory back, if it can, on need
 
     def run(
         self,
@@ -138,7 +139,7 @@ class LockStep:
             try:
                 return self._run(micros, forward, noted, moved)
             except torch.OutOfMemoryError:
-                if not self._hold_less() or begun:
+                if not (self.relieve() or self._hold_less()) or begun:
                     raise
             # Out of the handler: the traceback that held every tensor is gone.
             if torch.cuda.is_initialized():

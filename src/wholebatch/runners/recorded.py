@@ -103,7 +103,14 @@ class Recorder:
         self._off = execute not in ("auto", "graph") or (
             tape is None and window.target.device.type != "cuda"
         )
+        lock_step.relieve = self._relieve
         self.forget()
+
+    def _relieve(self) -> bool:
+        """Make room for a window by threads; whether there was anything to let go of."""
+        held = bool(self._recordings)
+        self.forget()
+        return held
 
     def forget(self) -> None:
         """Let go of every recording and its memory."""
