@@ -89,6 +89,7 @@ def choose_micro_batch(
     device: torch.device | str | None = None,
     static: Static = (),
     correct: Callable[[int, int], int] | None = None,
+    gradients: str = "device",
 ) -> Choice:
     """The largest micro-batch whose predicted peak is within `budget` bytes.
 
@@ -112,6 +113,7 @@ def choose_micro_batch(
             precision=precision,
             micro_batches=1 if samples == most else 2,
             device=device,
+            gradients=gradients,
         )
         predictions[samples] = corrected(predicted, samples, correct)
         return predictions[samples].peak + spare(predictions[samples], target)

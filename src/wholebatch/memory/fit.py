@@ -7,7 +7,8 @@ model over devices. The first two can be applied here; sharding is another way o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class Rung:
     precision: str
     checkpoints: bool
     devices: int = 1
+    gradients: str = "device"
+    """Where the gradients go; only ways that make the same update are tried."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Fit:
     precision: str
     blocks: list[str]
     """The blocks that are checkpointed from now on; empty if that was not needed."""
+    gradients: str = "device"
+    """Where the gradients are to go: "host" if nothing else was enough."""
 
 
 def fit(
@@ -65,7 +70,9 @@ def fit(
     device: torch.device | str | None = None,
     static: Static = (),
 ) -> Fit:
-    """Make one sample fit, by bf16 autocast, then by checkpointing too, and choose the micro-batch.
+    """Make one sample fit, by bf16 autocast, checkpointing and sums on the host, in this order.
+
+    Then choose the micro-batch.
 
     Nothing is applied that is not needed. Checkpointing changes the model's blocks (not its
     numbers); the precision is returned for whoever runs the model. If nothing helps, an
@@ -95,8 +102,9 @@ def fit(
         most=most,
         device=device,
         static=static,
+        gradients=rung.gradients,
     )
-    return Fit(choice, rung.precision, blocks)
+    return Fit(choice, rung.precision, blocks, rung.gradients)
 
 
 def ladder(
@@ -115,9 +123,15 @@ def ladder(
     With `lowers=False` the precision stays as it is.
     """
 
-    def predict(precision: str) -> Prediction:
+    def predict(precision: str, gradients: str = "device") -> Prediction:
         return predict_peak(
-            model, loss, sample, optimizer=optimizer, precision=precision, device=device
+            model,
+            loss,
+            sample,
+            optimizer=optimizer,
+            precision=precision,
+            device=device,
+            gradients=gradients,
         )
 
     target = target_device(model, device)
@@ -141,6 +155,15 @@ def ladder(
         what += f"checkpointing of {len(blocks)} blocks"
         rungs.append(Rung(what, found.peak, fits(found), also or precision, True))
         best = min(best, as_is, found, key=lambda one: one.peak)
+    if target.type == "cuda":  # with all of the above; the host is slower than any of it
+        last = rungs[-1]
+        around: AbstractContextManager[object] = nullcontext()
+        if last.checkpoints:
+            around = checkpointed(model, blocks)
+        with around:
+            best = predict(last.precision, "host")
+        what = "gradients on the host" if len(rungs) == 1 else f"{last.what}, gradients on the host"
+        rungs.append(replace(last, what=what, peak=best.peak, fits=fits(best), gradients="host"))
     if not fits(best):
         devices = _devices_needed(best, budget)
         if devices is not None:

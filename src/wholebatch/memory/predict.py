@@ -38,6 +38,7 @@ from wholebatch.memory.fake import (
     fake_optimizer,
 )
 from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.stores import Elsewhere, check_gradients, held_on_device
 from wholebatch.runners.lockstep import Hold, LockStep
 from wholebatch.sync.buckets import Buckets
 
@@ -80,6 +81,7 @@ def predict_peak(
     first: bool = False,
     lock_step: Hold | None = None,
     reduction: Reduction | None = None,
+    gradients: str = "device",
 ) -> Prediction:
     """The peak of a training step with micro-batches like `batch`, as (bytes, by category).
 
@@ -89,7 +91,8 @@ def predict_peak(
 
     `lock_step` says what is held of micro-batches that meet at every BatchNorm ("graphs",
     "inputs"); all `micro_batches` then count. `reduction` adds the buckets in which data-parallel
-    ranks sum their gradients: "overlap" in the last backward, or "after" it.
+    ranks sum their gradients: "overlap" in the last backward, or "after" it. `gradients` says where
+    they go, as `WholeBatch` has it ("host" gains nothing where the host is the device).
 
     The model may live on any device, also `meta`; it is neither run nor changed. `device` is
     where the step would run (default: where the model is). For a CUDA device that this machine
@@ -97,6 +100,7 @@ def predict_peak(
     """
     if micro_batches < 1:
         raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
+    check_gradients(gradients)
     began = time.perf_counter()
 
     def run(count: int) -> _Ran:
@@ -111,6 +115,7 @@ def predict_peak(
             first=first,
             lock_step=lock_step,
             reduction=reduction,
+            gradients=gradients,
         )
 
     if lock_step is None:
@@ -150,6 +155,7 @@ def _run_on_fakes(
     first: bool,
     lock_step: Hold | None,
     reduction: Reduction | None,
+    gradients: str,
 ) -> _Ran:
     on_cuda = target.type == "cuda"
     run_on = target if not on_cuda or torch.cuda.is_available() else torch.device("cpu")
@@ -175,6 +181,7 @@ def _run_on_fakes(
             lock_step=lock_step,
             reduction=reduction,
             sent=lambda flat: meter.mark("communication", [flat]),
+            gradients="device" if gradients == "host" and not on_cuda else gradients,
         )
         # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
         numbers = meter.answering() if lock_step is not None else nullcontext()
@@ -190,6 +197,7 @@ def _run_on_fakes(
     if on_cuda:
         for by_category in (ran.adding, ran.stepping):
             by_category["temporaries"] += CUDA_WORKSPACES
+            by_category["temporaries"] += held_on_device(gradients, copied, target)
     return ran
 
 
@@ -203,6 +211,9 @@ def _halves(
     what a second step with the same gradients does.
     """
     state = "optimizer state"
+    if window.steps_in_backward and not is_first:
+        window.add_all(micros)
+        meter.reset_peak()
     window.add_all(micros)
     adding = meter.peak_by_category
     held = meter.current_by_category[state]
@@ -243,6 +254,7 @@ class PlainWindow:
         lock_step: Hold | None = None,
         reduction: Reduction | None = None,
         sent: Callable[[torch.Tensor], None] = lambda flat: None,
+        gradients: str = "device",
     ) -> None:
         self._model = model
         self._lock_step: LockStep | None = None
@@ -256,6 +268,10 @@ class PlainWindow:
         self._around_update = around_update
         self._casts = precisions.choose(precision, next(model.parameters()).device.type)
         self._sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
+        self._elsewhere: Elsewhere | None = None
+        self.steps_in_backward = gradients == "release"
+        if gradients != "device":
+            self._elsewhere = Elsewhere(gradients, model, optimizer, around_update)
 
     def run(self, micros: Sequence[Any]) -> None:
         """Train on these micro-batches once."""
@@ -275,7 +291,8 @@ class PlainWindow:
             overlap = self._reduction == "overlap"
             for place, micro in enumerate(micros):
                 totals = self._forward(micro)
-                with self._reducing(overlap and place == len(micros) - 1, overlap=True):
+                is_last = place == len(micros) - 1
+                with self._reducing(overlap and is_last, overlap=True), self._leaving(is_last):
                     self._backward(totals)
                 del totals
             with self._reducing(self._reduction == "after", overlap=False):
@@ -293,6 +310,11 @@ class PlainWindow:
     def _backward(self, totals: list[torch.Tensor]) -> None:
         torch.autograd.backward(totals)
 
+    def _leaving(self, is_last: bool) -> AbstractContextManager[None]:
+        if self._elsewhere is None:
+            return nullcontext()
+        return self._elsewhere.backward(last=is_last)
+
     def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
         if not reduces:
             return nullcontext()
@@ -303,7 +325,7 @@ class PlainWindow:
         """The optimizer's step; gradients stay."""
         if self._optimizer is not None:
             with self._around_update():
-                self._optimizer.step()
+                (self._elsewhere or self._optimizer).step()
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -163,6 +163,8 @@ class Bench:
         with Watch(self.model, self.parameters) as watch:
             step = train.step(batch)
             run = watch.run(self.start, step.loss)
+            if options.get("gradients", "device") != "device":
+                run = run.joined()
         return replace(run, notes=(step.skipped,) if step.skipped else ())
 
     def objective_of(self, batch: Any) -> Objective:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Seen:
     gradients: tuple[Tensor | None, ...]
     groups: tuple[dict[str, Any], ...]
     optimizer: int  # id of the optimizer that stepped
+    stepped: frozenset[int] = frozenset()  # places of the parameters that it stepped on
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,16 @@ class Run:
     update: tuple[Tensor, ...]
     loss: float | None = None
     notes: tuple[str, ...] = ()
+
+    def joined(self) -> Run:
+        """Steps on a few parameters at a time, seen as the one step that they make together."""
+        if len(self.steps) < 2:
+            return self
+        gradients: list[Tensor | None] = [None] * len(self.update)
+        for step in self.steps:
+            for place in step.stepped:
+                gradients[place] = step.gradients[place]
+        return replace(self, steps=(replace(self.steps[0], gradients=tuple(gradients)),))
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -108,7 +119,9 @@ class Watch:
                 if gradient is not None:
                     gradient.div_(float(scale))
         settings = tuple({n: v for n, v in group.items() if n != "params"} for group in groups)
-        self.steps.append(Seen(gradients, settings, id(optimizer)))
+        mine = {id(p) for group in groups for p in group["params"]}
+        stepped = frozenset(i for i, p in enumerate(self.parameters) if id(p) in mine)
+        self.steps.append(Seen(gradients, settings, id(optimizer), stepped))
 
     def _forward(self, *_: Any) -> None:
         kind = self.parameters[0].device.type

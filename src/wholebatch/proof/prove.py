@@ -13,6 +13,7 @@ from torch import nn
 
 from wholebatch.close import ClipNorm
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.proof.approximate import approximated
 from wholebatch.proof.bench import Bench, in_other_orders
 from wholebatch.proof.chance import SILENCES, dropouts
 from wholebatch.proof.compare import Vectors, distance
@@ -119,6 +120,8 @@ class _Proof:
         randomness = self._silence()
         whole = self._largest_that_fits(of_samples)
         samples = self.reading.size(self.batch)
+        if bench.options.get("gradients") == "moments":
+            return self._approximate(of_samples, randomness, began)
         if bench.numbers.precision == "fp16":
             bench.find_loss_scale(self.batch, self.micro_batch, self.reading)
             whole = bench.whole(self.batch)
@@ -177,6 +180,29 @@ class _Proof:
             causes=tuple(causes),
             notes=tuple(self.notes),
             seconds=time.perf_counter() - began,
+        )
+
+    def _approximate(self, of_samples: int, randomness: list[Cause], began: float) -> Verdict:
+        """What was asked for is not the update of the undivided batch: say how far it is."""
+        bench = self.bench
+        found = approximated(bench, self.batch, self.micro_batch, self.reading)
+        return Verdict(
+            same=False,
+            gradient=found.first,
+            update=found.update,
+            float64=None,
+            to_float64=None,
+            losses=(_number(found.losses[0]), _number(found.losses[1])),
+            samples=self.reading.size(self.batch),
+            of_samples=of_samples,
+            micro_batches=len(self.reading.split(self.batch, self.micro_batch)),
+            precision=bench.numbers.precision,
+            device=str(bench.parameters[0].device),
+            ranks=ranks(),
+            causes=(found.cause, *randomness),
+            notes=tuple(self.notes),
+            seconds=time.perf_counter() - began,
+            approximate=True,
         )
 
     # ------------------------------------------------------------ what is run

@@ -50,6 +50,8 @@ class Verdict:
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
     seconds: float
+    approximate: bool = False
+    """Whether an approximation was asked for (`gradients="moments"`): never the same."""
 
     def __bool__(self) -> bool:
         return self.same
@@ -69,6 +71,8 @@ class Verdict:
         )
         if self.same:
             return f"same update: {measured}; {size}"
+        if self.approximate:
+            return f"APPROXIMATE update: {measured}; {size}"
         because = f"; {self.causes[0].kind}" if self.causes else ""
         if self.causes and self.causes[0].where:
             because += f" in {_listed(self.causes[0].where)}"
@@ -76,7 +80,7 @@ class Verdict:
 
     def __str__(self) -> str:
         parts = [self.line]
-        if not self.same:
+        if not self.same and not self.approximate:
             rows = [
                 (
                     line.name,

@@ -1,0 +1,228 @@
+"""Which part of memory each technique removes: one model, one batch, by what the bytes are for.
+
+    python benchmarks/gradient_memory.py                   # measures, on this device
+    python benchmarks/gradient_memory.py --model gpt-tiny  # tries the program out
+    python benchmarks/gradient_memory.py --plot            # table and plot from the numbers again
+
+Every row trains two windows of the same batch and counts, in the second, the bytes of every tensor
+on the device that is alive at the peak. FSDP2 is one rank of two, its partner played by torch's
+fake process group (sizes are those of a real run, numbers are not). Writes
+docs/benchmarks/gradient_memory.json and .md, and docs/images/gradient-memory.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import default_collate
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from speed.models import CASES, summed  # noqa: E402
+
+import wholebatch as wb  # noqa: E402
+from wholebatch.memory.checkpointing import with_checkpoints  # noqa: E402
+from wholebatch.memory.meter import MemoryMeter  # noqa: E402
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+SAMPLES = 8
+PARTS = ("parameters", "gradients", "optimizer state", "activations", "temporaries")
+ROWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed precision": {"precision": "bf16"},
+    "checkpointing": {"checkpoints": True},
+    "release": {"gradients": "release", "nonfinite": "skip"},
+    "accumulation": {"micro_batch": 1},
+    "accumulation, gradients on the host": {"micro_batch": 1, "gradients": "host"},
+    "accumulation, optimizer on the host too": {
+        "micro_batch": 1,
+        "gradients": "host",
+        "optimizer_on": "host",
+    },
+    "optimizer accumulation": {"micro_batch": 1, "gradients": "moments"},
+}
+
+
+def free() -> None:
+    gc.collect()
+    if HAS_CUDA:
+        torch.cuda.empty_cache()
+
+
+def built(name: str, *, checkpoints: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = CASES[name].build()
+    if checkpoints:
+        with_checkpoints(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def batch_of(name: str, samples: int) -> Any:
+    case = CASES[name]
+    return default_collate([case.sample(index) for index in range(samples)])
+
+
+def parts_of(meter: MemoryMeter) -> dict[str, int]:
+    """What is alive at the peak; the batch itself is left out."""
+    peak = meter.peak_by_category
+    return {name: int(peak.get(name, 0)) for name in PARTS}
+
+
+def measured(name: str, *, checkpoints: bool = False, **options: Any) -> dict[str, int]:
+    model, optimizer = built(name, checkpoints=checkpoints)
+    options = {"micro_batch": SAMPLES, **options}
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=summed,
+        units=lambda micro: micro["y"].numel(),
+        execute="eager",
+        audit=False,
+        **options,
+    )
+    batch = batch_of(name, SAMPLES)
+    train.step(batch)
+    with MemoryMeter(model=model, optimizer=optimizer) as meter:
+        train.step(batch)
+    return parts_of(meter)
+
+
+def sharded(name: str) -> dict[str, int]:
+    """One rank of two with FSDP2, on its half of the batch; what is not a shard is activations."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh(DEVICE, (2,))
+        model, _ = built(name)
+        for block in model.get_submodule("blocks"):  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        batch = {n: t.to(DEVICE) for n, t in batch_of(name, SAMPLES // 2).items()}
+
+        def window() -> None:
+            loss = summed(model, batch)
+            (loss.total / loss.units).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        window()
+        free()
+        with MemoryMeter(model=None, optimizer=None, device=DEVICE) as meter:
+            window()
+        held = {
+            "parameters": sum(_local(p) for p in model.parameters()),
+            "optimizer state": sum(
+                _local(t) for state in optimizer.state.values() for t in state.values() if t.ndim
+            ),
+        }
+        peak = dict(meter.peak_by_category)
+        total = sum(size for part, size in peak.items() if part != "inputs") + peak["inputs"]
+        total -= sum(t.numel() * t.element_size() for t in batch.values())
+        # At the peak, early in the backward, hardly a gradient is reduced yet.
+        rest = total - sum(held.values())
+        return {
+            "parameters": held["parameters"],
+            "gradients": 0,
+            "optimizer state": held["optimizer state"],
+            "activations": rest,
+            "temporaries": 0,
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def _local(tensor: Any) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.numel() * local.element_size())
+
+
+def page(found: dict[str, Any]) -> str:
+    """The table, in Markdown, in MiB."""
+    head = "| | " + " | ".join(PARTS) + " | together |"
+    lines = [head, "|---" * (len(PARTS) + 2) + "|"]
+    for name, row in found["rows"].items():
+        cells = [f"{row[part] / 2**20:,.0f}" for part in PARTS]
+        lines.append(f"| {name} | {' | '.join(cells)} | {sum(row.values()) / 2**20:,.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: dict[str, Any], file: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "wholebatch"
+    from matplotlib import pyplot
+
+    colours = ("#1b6ca8", "#d1495b", "#edae49", "#66a182", "#bbbbbb")
+    names = list(found["rows"])
+    figure, axes = pyplot.subplots(figsize=(8, 0.42 * len(names) + 1.2))
+    left = [0.0] * len(names)
+    for part, colour in zip(PARTS, colours, strict=True):
+        sizes = [found["rows"][name][part] / 2**30 for name in names]
+        axes.barh(names, sizes, left=left, color=colour, label=part, height=0.7)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB on the device at the peak")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right", fontsize=8)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="gpt-124m", choices=sorted(CASES))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    parser.add_argument("--plot", action="store_true", help="only table and plot again")
+    options = parser.parse_args()
+    file = options.out / "benchmarks" / "gradient_memory.json"
+    if not options.plot:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        found: dict[str, Any] = {
+            "model": options.model,
+            "samples": SAMPLES,
+            "device": torch.cuda.get_device_name() if HAS_CUDA else "CPU",
+            "torch": torch.__version__,
+            "rows": {},
+        }
+        runs: dict[str, Callable[[], dict[str, int]]] = {
+            name: (lambda row=row: measured(options.model, **row)) for name, row in ROWS.items()
+        }
+        runs["FSDP2, one of two ranks"] = lambda: sharded(options.model)
+        for name, run in runs.items():
+            try:
+                found["rows"][name] = run()
+                print(f"{name}: {found['rows'][name]}", flush=True)
+            except Exception as problem:
+                print(f"{name}: {type(problem).__name__}: {str(problem)[:400]}", flush=True)
+            free()
+            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    data = json.loads(file.read_text(encoding="utf-8"))
+    table = page(data)
+    (options.out / "benchmarks" / "gradient_memory.md").write_text(table, encoding="utf-8")
+    print(table)
+    if importlib.util.find_spec("matplotlib"):
+        plot(data, options.out / "images" / "gradient-memory.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
