@@ -86,6 +86,13 @@ def test_the_update_is_that_of_the_undivided_batch(name: str, micro_batch: int) 
     whole.assert_same(model, seen)
 
 
+def test_verify_proves_it_on_ones_own_model() -> None:
+    model = Clip()
+    verdict = wb.verify(model, coupled(model), batch(), micro_batch=4)
+    assert verdict.same
+    assert verdict.micro_batches == 4
+
+
 def test_plain_accumulation_of_the_same_loss_is_far_off() -> None:
     model = Clip()
     whole = Whole(model, loss=mean_of("clip"))

@@ -63,7 +63,13 @@ class WholeBatch:
     micro-batch travels to the model's device. `batch_size` (a number, or a function of the batch)
     and `static` (names of leaves that are not to be split) say how a batch is to be read where it
     cannot be told. A model with BatchNorm runs its micro-batches in lock-step, with the statistics
-    of the whole batch (`batchnorm="exact"`); `hold` says what of them stays on the device.
+    of the whole batch (`batchnorm="exact"`); `hold` says what of them stays on the device. A model
+    that couples its samples in another way is refused before its first split step, by name
+    (`audit=False` trains it knowingly).
+
+    A loss that compares samples with each other is `loss=wb.Coupled(encode, loss)`; `model` may be
+    a list or dict of models. With `dropout="per-sample"` masks follow their samples: with a seed,
+    the update is the same however the batch is split.
 
     `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
     fraction, or what is free). A window that runs out of memory all the same begins again with

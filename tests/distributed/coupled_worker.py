@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -164,6 +166,11 @@ def refusals() -> list[str]:
         for data in train.over(loader):
             train.step(data)
     except wb.errors.RankError as error:
+        said.append(str(error))
+    try:
+        sharded = fully_shard(Both(Clip()), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        wb.WholeBatch(sharded, sgd(sharded), loss=coupled, micro_batch=2)
+    except wb.errors.UnsupportedError as error:
         said.append(str(error))
     return said
 

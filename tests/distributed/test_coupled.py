@@ -47,6 +47,7 @@ def test_low_precision_representations_are_gathered(report: dict[str, Any]) -> N
 
 
 def test_what_ranks_cannot_do_is_said_on_all_of_them(report: dict[str, Any]) -> None:
-    local, unequal = report["refusals"]
+    local, unequal, sharded = report["refusals"]
     assert "differs between the ranks" in local
     assert "needs the representations of every rank" in unequal
+    assert "wb.Coupled on a model of Sharded" in sharded

@@ -53,7 +53,7 @@ class Coupled:
     """
 
     encode: Callable[[Any, Any], Any]
-    loss: Callable[[Any], Loss | Terms]
+    loss: Callable[[Any], Loss | Terms | Tensor]
     tolerance: float | None = None
     keep: int = 0
 
@@ -65,6 +65,10 @@ class Coupled:
             raise OptionError(f"Coupled(keep={self.keep!r}): must be a number of micro-batches")
         if self.tolerance is not None and self.tolerance < 0:
             raise OptionError(f"Coupled(tolerance={self.tolerance}): must not be negative")
+
+    def __call__(self, model: Any, batch: Any) -> Loss | Terms | Tensor:
+        """The loss of a batch that is not divided, with the graphs of all its samples."""
+        return self.loss(self.encode(model, batch))
 
     def stand_in(self, model: Any, micro: Any) -> Loss:
         """Forward and backward of one micro-batch as far as memory is concerned."""
