@@ -23,7 +23,12 @@ from compare.problem import (
 from compare.row import Row
 from wholebatch.integrations.accelerate import ExactWindows
 
-LAUNCH = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1")
+LAUNCH: tuple[str, ...] = (
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes=2",
+    "--num_machines=1",
+)
 LAUNCH += ("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
 
 

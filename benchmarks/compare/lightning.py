@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning import __version__
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -52,8 +52,8 @@ def train(problem: Problem, mode: Mode, **options: Any) -> Tensor:
     data = Tokens(problem)
     # In order, as on one process; the sampler that Lightning would put in shuffles.
     rank = int(os.environ.get("RANK", "0"))
-    sampler = DistributedSampler(data, problem.ranks, rank, shuffle=False) if several else None
-    callbacks = [ExactWindows(units=lambda batch: counted(batch["labels"]))]
+    sampler: Any = DistributedSampler(data, problem.ranks, rank, shuffle=False) if several else None
+    callbacks: list[Callback] = [ExactWindows(units=lambda batch: counted(batch["labels"]))]
     trainer = Trainer(
         **{"max_epochs": 1, **options},
         accelerator="cpu",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ class ReaderForTokenClassification(PreTrainedModel):
     """The model as Transformers wants it, with a loss of its own."""
 
     config_class = PretrainedConfig
-    _tied_weights_keys: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         super().__init__(PretrainedConfig())

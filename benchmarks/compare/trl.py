@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer, __version__
+from trl import __version__
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from compare.problem import (
     LENGTH,

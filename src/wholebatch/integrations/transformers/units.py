@@ -58,7 +58,7 @@ def shifts_labels(trainer: Any) -> bool:
     if is_encoder_decoder(trainer):
         return False
     home: str = getattr(trainer.compute_loss, "__module__", "") or ""
-    kind = LOSS_MAPPING.get(getattr(_inner(trainer), "loss_type", None))
+    kind = LOSS_MAPPING.get(getattr(_inner(trainer), "loss_type", None) or "")
     return home.startswith("trl.") or kind is ForCausalLMLoss
 
 

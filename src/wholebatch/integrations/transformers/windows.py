@@ -112,7 +112,7 @@ class ExactWindows(_Trainer):
     _shift: bool | None = None
     _is_counting = False
     _policy: Policy | None = None
-    _loss_so_far = 0.0
+    _loss_so_far: Tensor | float = 0.0
     _resume: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ units
@@ -137,8 +137,9 @@ class ExactWindows(_Trainer):
         model.eval()
         try:
             with torch.no_grad(), self.compute_loss_context_manager():
-                loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs))
-            return loss
+                loss: Any = self.compute_loss(model, self._prepare_inputs(inputs))
+            mean: Tensor = loss
+            return mean
         finally:
             model.train(training)
             randomness.restore(before)
@@ -177,7 +178,7 @@ class ExactWindows(_Trainer):
                 return torch.zeros((), device=self.args.device)
             self._continue_window(model)
         micros = self._micros(inputs)
-        total = None
+        total: Any = None
         for index, micro in enumerate(micros):
             holds = index + 1 < len(micros)
             with self.accelerator.no_sync(model) if holds else nullcontext(), self._weighing():
@@ -186,7 +187,7 @@ class ExactWindows(_Trainer):
             if self._policy is not None:
                 self._policy.micro()
         self._place += 1
-        self._loss_so_far = self._loss_so_far + total  # type: ignore[operator]
+        self._loss_so_far += total
         if self._place == self._size and self._policy is not None:
             self._policy.end_window()
         return total
@@ -200,7 +201,8 @@ class ExactWindows(_Trainer):
             )
         if self._policy is None:
             model.train()
-            self._policy = choose_batchnorm(self.batchnorm, self.model)
+            trained: Any = self.model
+            self._policy = choose_batchnorm(self.batchnorm, trained)
         self._policy.begin_window()
 
     @contextmanager
@@ -211,7 +213,7 @@ class ExactWindows(_Trainer):
         Trainer's own division by the number of batches is made one by 1.
         """
         found, steps = self.__dict__.get("compute_loss"), self.current_gradient_accumulation_steps
-        inner = self.compute_loss
+        inner: Callable[..., Any] = self.compute_loss
 
         @functools.wraps(inner)
         def weighed(
@@ -290,8 +292,9 @@ class ExactWindows(_Trainer):
         if not 0 < self._place < self._size:
             file.unlink(missing_ok=True)
             return
+        inner: Any = self.model
         trained: Any = self.model_wrapped
-        if not (trained is self.model or isinstance(trained, DistributedDataParallel)):
+        if not (trained is inner or isinstance(trained, DistributedDataParallel)):
             _log.warning(
                 "the gradients of an open window are inside %s: the window begins again after a "
                 "resume, with other random numbers",
@@ -307,7 +310,7 @@ class ExactWindows(_Trainer):
                 "loss": torch.as_tensor(self._loss_so_far),
                 "gradients": {
                     name: parameter.grad
-                    for name, parameter in self.model.named_parameters()
+                    for name, parameter in inner.named_parameters()
                     if parameter.grad is not None
                 },
                 "batchnorm": {} if self._policy is None else self._policy.state_dict(),
@@ -334,7 +337,8 @@ class ExactWindows(_Trainer):
                 f"{saved['counted']:g} units, and this one has {self._size} with "
                 f"{self._counted:g}: resume with the same data and settings"
             )
-        for name, parameter in self.model.named_parameters():
+        inner: Any = self.model
+        for name, parameter in inner.named_parameters():
             gradient = saved["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         if self._policy is not None:
