@@ -16,6 +16,7 @@ from tests.execute.nets import Micro, loss, mode_of, traced
 from tests.support import Whole, mlp, samples, sgd
 from wholebatch.errors import OptionError
 from wholebatch.execute import ExecuteWarning
+from wholebatch.execute.check import differs, gradients_in_full, is_as_near
 
 
 class Wrapped(nn.Module):
@@ -246,3 +247,30 @@ def test_exact_batchnorm_runs_in_lock_step_beside_graphs_of_single_micro_batches
     whole.assert_same(model)
     for ours, theirs in zip(model.buffers(), whole.model.buffers(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=0.0)
+
+
+def test_sixteen_bit_gradients_are_held_against_the_truth() -> None:
+    """Two ways of rounding may differ much, if both are as near to the gradients in full."""
+    torch.manual_seed(0)
+    truth = [torch.randn(50)]
+    one, other = ([truth[0] + 0.15 * torch.randn(50)] for _ in range(2))
+    assert differs(one, other, "gradient", sixteen_bit=True) is not None
+    assert is_as_near(one, other, truth) or is_as_near(other, one, truth)
+    wrong = [truth[0] * 1.5]
+    assert not is_as_near(wrong, other, truth)
+    assert not is_as_near([torch.full((50,), torch.nan)], other, truth)
+
+
+def test_gradients_in_full_are_those_without_autocast() -> None:
+    model = nn.Linear(5, 3)
+    micro = {"x": torch.randn(4, 5), "y": torch.randint(0, 3, (4,))}
+    found = gradients_in_full(
+        model,
+        lambda model, micro: wb.cross_entropy(model(micro["x"]), micro["y"]),
+        micro,
+        list(model.parameters()),
+        [torch.tensor(0.5)],
+    )
+    (0.5 * nn.functional.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")).backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["differs"]
+from wholebatch.loss import Loss, as_loss
+
+__all__ = ["differs", "gradients_in_full", "is_as_near"]
 
 
 @torch.no_grad()
@@ -30,6 +33,40 @@ def differs(
     if above <= allowed * below:
         return None
     return f"its {what} differs from that of eager code by {above / below:.1e} of it"
+
+
+@torch.no_grad()
+def is_as_near(found: Sequence[Tensor], wanted: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
+    """Whether `found` is about as near to the truth as `wanted` is.
+
+    In 16 bit a deep model's gradients may differ by a tenth between two ways of rounding that are
+    equally good.
+    """
+    far = _norm([a.to(b.dtype) - b for a, b in zip(found, truth, strict=True)])
+    allowed = _norm([a.to(b.dtype) - b for a, b in zip(wanted, truth, strict=True)])
+    return far <= 1.25 * allowed < _norm(list(truth))
+
+
+def gradients_in_full(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    micro: Any,
+    parameters: Sequence[nn.Parameter],
+    seeds: Sequence[Tensor],
+) -> list[Tensor]:
+    """The gradients of a micro-batch without autocast, in the parameters' own precision."""
+    with torch.enable_grad():
+        result = as_loss(loss(model, micro))
+        terms = [result] if isinstance(result, Loss) else list(result.by_name.values())
+        totals = [term.total for term in terms]
+        found = torch.autograd.grad(
+            totals,
+            list(parameters),
+            [seed.to(total.dtype) for seed, total in zip(seeds, totals, strict=True)],
+            materialize_grads=True,
+            allow_unused=True,
+        )
+    return list(found)
 
 
 def _norm(tensors: list[Tensor]) -> float:

@@ -7,6 +7,7 @@ the kind then runs on the same micro-batch, and must give the same gradients bef
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.execute.buffers import Casts, Gradients
-from wholebatch.execute.check import differs
+from wholebatch.execute.check import differs, gradients_in_full, is_as_near
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
 from wholebatch.execute.fingerprint import Fingerprint
 from wholebatch.execute.graph import Captured
 from wholebatch.execute.inputs import Inputs, Key, take_apart
-from wholebatch.execute.joint import JointStep, Runnable
+from wholebatch.execute.joint import JointStep, Prepared, Runnable
 from wholebatch.execute.notes import CannotTrace, Notes, first_line
 from wholebatch.execute.plan import Execute, Plan
 from wholebatch.execute.trace import Form, State, Traced, trace
@@ -36,21 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Executor"]
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-
-
-class _Prepared:
-    """A step that is ready for one kind of micro-batch."""
-
-    def __init__(self, joint: JointStep, run: Runnable) -> None:
-        self.joint = joint
-        self.run = run
-        self.captured = run is not joint
-        self.addresses = joint.addresses()
-
-    @property
-    def mode(self) -> str:
-        how = "compile" if self.joint.compiled else "operations"
-        return f"graph of {how}" if self.captured else how
 
 
 class Executor:
@@ -108,7 +94,7 @@ class Executor:
         self._parameters: list[nn.Parameter] = []
         self._gradients = Gradients([])
         self._casts = Casts([])
-        self._steps: dict[Key, _Prepared] = {}
+        self._steps: dict[Key, Prepared] = {}
         self._traced: dict[Key, Traced] = {}
         self._seen: dict[Key, int] = {}
         self._likes: dict[torch.dtype, Tensor] = {}
@@ -120,6 +106,7 @@ class Executor:
         micro = self._copies(micro)
         if not self._plan.eager:
             try:
+                self._reserve()
                 if self._graph_step(micro):
                     return
             except CannotTrace as reason:
@@ -136,23 +123,24 @@ class Executor:
         self._eager(micro, self._loss)
         self._settle()
 
-    def _settle(self) -> None:
-        """In the first window, before memory that stays is taken: no gaps between activations.
+    def _reserve(self) -> None:
+        """Before the first micro-step: the memory of the gradients, in one piece.
 
-        Autograd makes the first gradients among the activations of its backward, and the optimizer
-        its state, at the end of the window, beside them: they would hold on to all of that memory
-        for good. So the gradients move into the buffers, and what eager code took is given back.
+        Autograd would make the first gradients among the activations of its backward, and the
+        optimizer its state, at the end of the window, beside them: they would hold on to all of
+        that memory for good.
         """
+        if self._device.type != "cuda" or self._window.updates or self._gradients.parameters:
+            return
+        self._parameters = [p for group in self._window.target.groups() for p in group]
+        self._fingerprint = Fingerprint(self._model, self._loss)
+        self._make_buffers(State.of(self._model, self._parameters))
+        self._gradients.of(range(len(self._gradients.parameters)))
+
+    def _settle(self) -> None:
+        """In the first window: gradients into their buffers, and what eager code took goes back."""
         if self._device.type != "cuda" or self._plan.eager or self._window.updates:
             return
-        if not self._gradients.parameters:
-            self._parameters = list(self._window.inputs)
-            try:
-                self._fingerprint = Fingerprint(self._model, self._loss)
-                self._make_buffers(State.of(self._model, self._parameters))
-            except CannotTrace as reason:
-                self._give_up(str(reason))
-                return
         made = (i for i, p in enumerate(self._gradients.parameters) if p.grad is not None)
         self._gradients.put_in_place(tuple(made))
         torch.cuda.empty_cache()
@@ -270,7 +258,7 @@ class Executor:
 
     def _made(
         self, inputs: Inputs, form: Form, totals: list[Tensor], *, compiled: bool, alone: bool
-    ) -> _Prepared:
+    ) -> Prepared:
         if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
         if self._device.type == "cuda":
@@ -299,14 +287,24 @@ class Executor:
             if not joint.random:
                 self._hold_against(found, totals, "loss")
                 if alone:
-                    self._hold_against(buffers, [g for g in held if g is not None], "gradient")
+                    wanted = [g for g in held if g is not None]
+                    used = [parameters[index] for index in traced.used]
+                    micro = inputs.around(inputs.tensors)
+                    self._hold_against(
+                        buffers,
+                        wanted,
+                        "gradient",
+                        truth=lambda: gradients_in_full(
+                            self._model, self._loss, micro, used, seeds
+                        ),
+                    )
             run = self._captured(joint, inputs, seeds) if self._plan.captures else joint
         finally:
             for index, gradient in zip(traced.used, held, strict=True):
                 parameters[index].grad = gradient
             del held
             self._gradients.put_in_place(traced.used)
-        return _Prepared(joint, run)
+        return Prepared(joint, run)
 
     def _joint(self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool) -> JointStep:
         def make(compiled: bool) -> JointStep:
@@ -363,13 +361,25 @@ class Executor:
             self.notes.fell_back(self.execute, "compiled, launched one by one", reason)
             return joint
 
-    def _hold_against(self, found: list[Tensor], wanted: list[Tensor], what: str) -> None:
+    def _hold_against(
+        self,
+        found: list[Tensor],
+        wanted: list[Tensor],
+        what: str,
+        *,
+        truth: Callable[[], list[Tensor]] | None = None,
+    ) -> None:
         sixteen_bit = self._precision.name in ("bf16", "fp16") or any(
             parameter.dtype in _SIXTEEN_BIT for parameter in self._parameters
         )
         reason = differs(found, wanted, what, sixteen_bit=sixteen_bit)
-        if reason is not None:
-            raise CannotTrace(reason)
+        if reason is None:
+            return
+        if truth is not None and self._precision.name in ("bf16", "fp16"):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                if is_as_near(found, wanted, truth()):
+                    return
+        raise CannotTrace(reason)
 
     def _give_up(self, reason: str) -> None:
         """No graph of a whole micro-step. Who asked for one gets a compiled forward instead."""

@@ -18,7 +18,7 @@ from wholebatch.execute.fused import can_add_products
 from wholebatch.execute.rewrite import Options, rewrite
 from wholebatch.execute.trace import Form, State, Traced
 
-__all__ = ["JointStep", "Results", "Runnable"]
+__all__ = ["JointStep", "Prepared", "Results", "Runnable"]
 
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
 Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
@@ -84,6 +84,21 @@ class JointStep:
     def _arguments(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
         trained = [parameter.detach() for parameter in self._trained]
         return [*trained, *self._others, *tensors, *seeds, *self._tail]
+
+
+class Prepared:
+    """A step that is ready for one kind of micro-batch."""
+
+    def __init__(self, joint: JointStep, run: Runnable) -> None:
+        self.joint = joint
+        self.run = run
+        self.captured = run is not joint
+        self.addresses = joint.addresses()
+
+    @property
+    def mode(self) -> str:
+        how = "compile" if self.joint.compiled else "operations"
+        return f"graph of {how}" if self.captured else how
 
 
 def _inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
