@@ -118,9 +118,12 @@ def main() -> int:
     batches: list[list[Spec]] = [list(batch) for batch in MAIN]
     if options.quick:
         options.models, options.micro, options.modes = ["gpt-124m"], [4], MODES[:3]
+    if options.rows:
+        parts = [row.split("/") for row in options.rows]
+        batches = [[(model, mode, int(size)) for model, mode, size in parts]]
     if options.batches:
         batches = [batches[index] for index in options.batches]
-    if not options.main:
+    if not options.main and not options.rows:
         specs: list[Spec] = []
         for model in options.models:
             for mode in options.modes:
