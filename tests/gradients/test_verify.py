@@ -52,7 +52,7 @@ def test_host_finds_what_plain_finds() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x - x.mean(0))
 
-    verdict = verified("host", Coupled(), audit=False)
+    verdict = verified("host", Coupled())
     assert not verdict.same
     assert not verdict.approximate
 

@@ -13,7 +13,7 @@ from wholebatch.cli.crew import Crew
 from wholebatch.cli.options import Config
 from wholebatch.cli.staged import Staged, stage_parts
 from wholebatch.cli.zero import Zero
-from wholebatch.errors import RecipeError
+from wholebatch.errors import OptionError, RecipeError
 from wholebatch.recipes import Recipe
 
 __all__ = ["Trained", "micro_batch_of", "move", "train_with"]
@@ -31,6 +31,11 @@ class Trained:
 def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> Trained:
     """Whole on one process, or spread over the ranks as `crew.parallel` says."""
     if crew.parallel == "pipeline":
+        if config.gradients != "device":
+            raise OptionError(
+                f"--gradients {config.gradients} with --parallel pipeline: its stages keep their "
+                "gradients; leave it out, or use --parallel ddp"
+            )
         parts = stage_parts(recipe, config, crew, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
         staged = Staged(recipe, config, crew, model, parts, optimizer)
@@ -60,6 +65,8 @@ def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> 
         clip_norm=config.clip_norm,
         memory=config.budget,
         execute=config.execute,  # type: ignore[arg-type]
+        gradients=config.gradients,  # type: ignore[arg-type]
+        nonfinite="skip" if config.gradients == "release" else "raise",
         noise=None if config.noise == "off" else config.noise,  # type: ignore[arg-type]
         scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
     )

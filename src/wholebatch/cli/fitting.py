@@ -32,7 +32,8 @@ def fit_in(
 ) -> tuple[Config, str]:
     """Settings with which one sample fits on every rank, and a line that says what was applied.
 
-    Mixed precision first (unless the user has named one), then checkpointing as well. The model's
+    Mixed precision first (unless the user has named one), then checkpointing as well, then sums of
+    the gradients on the host: each makes the update of the whole batch. The model's
     blocks are checkpointed by `apply_checkpointing`, as in a run that is resumed.
     """
     chosen = _REFUSED
@@ -41,6 +42,8 @@ def fit_in(
     try:
         rungs, budget = _rungs(recipe, config, model, batches, crew, lowers=not keeps_precision)
         own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
+        if crew.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
+            own = (place for place in own if rungs[place].gradients == "device")
         chosen = next(own, _REFUSED)
         if chosen == _REFUSED:
             problem = OptionError(f"--fit: {refusal(rungs, budget)}")
@@ -57,7 +60,16 @@ def fit_in(
     if chosen:
         before, after = bytes_said(rungs[0].peak), bytes_said(rung.peak)
         said = f"applied {rung.what}: one sample needs {after} instead of {before}"
-    return replace(config, precision=rung.precision, checkpointing=rung.checkpoints), said
+    gradients = config.gradients if rung.gradients == "device" else rung.gradients
+    return (
+        replace(
+            config,
+            precision=rung.precision,
+            checkpointing=rung.checkpoints,
+            gradients=gradients,
+        ),
+        said,
+    )
 
 
 def apply_checkpointing(model: nn.Module) -> None:

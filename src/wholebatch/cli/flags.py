@@ -14,6 +14,7 @@ __all__ = [
     "Betas",
     "Execute",
     "From",
+    "Gradients",
     "LrRule",
     "Noise",
     "Schedule",
@@ -38,6 +39,15 @@ Execute: TypeAlias = Annotated[
     typer.Option(
         metavar="auto|eager|compile|graph",
         help="How a micro-batch is run.",
+        rich_help_panel=_BATCH,
+    ),
+]
+Gradients: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="device|host|release|moments",
+        help="Where gradients go: they stay on the device, are summed on the host, are used and "
+        "freed in the last backward, or go into Adam's moments (an approximation).",
         rich_help_panel=_BATCH,
     ),
 ]

@@ -51,6 +51,7 @@ _FALLBACK: dict[str, Any] = {
     "betas": "keep",
     "warmup": None,
     "execute": "auto",
+    "gradients": "device",
     "noise": "auto",
     "wandb": None,
 }
@@ -58,6 +59,7 @@ _ONE_OF = {
     "lr_rule": ("none", "linear", "sqrt"),
     "betas": ("keep", "beta2", "both"),
     "execute": ("auto", "eager", "compile", "graph"),
+    "gradients": ("device", "host", "release", "moments"),
 }
 # What a resumed run may change without becoming another run.
 _MAY_CHANGE = ("steps", "checkpoint_every", "memory", "wandb", "schedule")
@@ -86,6 +88,7 @@ class Given:
     betas: str | None = None
     warmup: str | None = None
     execute: str | None = None
+    gradients: str | None = None
     noise: int | str | None = None
     wandb: str | None = None
 
@@ -112,6 +115,7 @@ class Config:
     betas: str = "keep"
     warmup: str | None = None
     execute: str = "auto"
+    gradients: str = "device"
     noise: int | str = "auto"
     wandb: str | None = None
 

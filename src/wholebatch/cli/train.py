@@ -17,6 +17,7 @@ from wholebatch.cli.flags import (
     Betas,
     Execute,
     From,
+    Gradients,
     LrRule,
     Noise,
     Schedule,
@@ -83,7 +84,7 @@ def train(
         typer.Option(
             "--fit",
             help="If not even one sample fits: bf16 autocast, then checkpointing of the model's "
-            "repeated blocks too.",
+            "repeated blocks too, then gradients on the host.",
             rich_help_panel=_BATCH,
         ),
     ] = False,
@@ -111,6 +112,7 @@ def train(
         ),
     ] = None,
     execute: Execute = None,
+    gradients: Gradients = None,
     lr_rule: LrRule = None,
     base_batch: BaseBatch = None,
     betas: Betas = None,
@@ -201,6 +203,7 @@ def train(
             "betas": betas,
             "warmup": warmup,
             "execute": execute,
+            "gradients": gradients,
             "noise": noise,
             "wandb": wandb,
         },

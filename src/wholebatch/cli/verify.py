@@ -61,6 +61,14 @@ def verify(
         str | None,
         typer.Option(metavar="MODE", help="As in WholeBatch.", rich_help_panel=_BATCH),
     ] = None,
+    gradients: Annotated[
+        str | None,
+        typer.Option(
+            metavar="device|host|release|moments",
+            help="As in WholeBatch; release and moments without the recipe's clipping.",
+            rich_help_panel=_BATCH,
+        ),
+    ] = None,
     float64: Annotated[
         bool,
         typer.Option(
@@ -138,6 +146,8 @@ def verify(
             options = {"batchnorm": batchnorm, "float64": float64, "ddp": ddp}
             if execute is not None:
                 options["execute"] = execute
+            if gradients is not None:
+                options["gradients"] = check("gradients", gradients, "--gradients")
             title, verdict = _recipe(recipe, given, where=where, rank=rank, options=options)
         else:
             from wholebatch.cli.loopfile import verify_file
@@ -188,6 +198,11 @@ def _recipe(
     if options.pop("ddp") and torch.distributed.is_initialized():
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     micro = config.micro_batch if config.tokens is None else recipe.build_tokens(config.tokens)
+    clip_norm = config.clip_norm
+    if options.get("gradients") in ("release", "moments"):
+        clip_norm = given.clip_norm  # there is never a whole gradient to clip
+    if options.get("gradients") == "release":
+        options["nonfinite"] = "skip"
     verdict = prove(
         wrapped,
         recipe.loss,
@@ -195,7 +210,7 @@ def _recipe(
         micro_batch=micro,
         optimizer=optimizer,
         precision=config.autocast,
-        clip_norm=config.clip_norm,
+        clip_norm=clip_norm,
         units=recipe.units,
         **options,
     )

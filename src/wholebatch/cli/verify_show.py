@@ -25,7 +25,7 @@ def show_verdict(console: Console, title: str, verdict: Verdict) -> None:
     if verdict.ranks > 1:
         size += f", on each of {verdict.ranks} ranks"
     body: list[RenderableType] = [
-        _answer(verdict.same),
+        _answer(verdict.same, ": an approximation, as asked for" if verdict.approximate else ""),
         Text(f"{size} · {verdict.precision} · {verdict.device} · {verdict.seconds:.1f} s", "dim"),
         Text(),
         _distances(verdict),

@@ -80,6 +80,7 @@ def choose_on_device(
     precision: str = "full",
     most: int | None = None,
     static: Static = (),
+    gradients: str = "device",
 ) -> Choice:
     """`choose_micro_batch`, put right by what two smaller steps take on the model's device.
 
@@ -92,6 +93,7 @@ def choose_on_device(
         "precision": precision,
         "most": most,
         "static": static,
+        "gradients": gradients,
     }
     choice = choose_micro_batch(model, loss, batch, **options)
     on_cuda = next(model.parameters()).device.type == "cuda"

@@ -57,7 +57,9 @@ class Fitting:
         sync: Sync,
         is_coupled: Callable[[], bool],
         hold: Callable[[Hold], None] = lambda hold: None,
+        gradients: str = "device",
     ) -> None:
+        self._gradients = gradients
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._optimizer = optimizer
@@ -205,6 +207,17 @@ class Fitting:
                     self._model, self._loss, batch, budget=budget, **options
                 )
                 self._hold(hold)
+            elif self._gradients != "device":  # a trial step would keep them on the device
+                choice = choose_on_device(
+                    self._model,
+                    self._loss,
+                    batch,
+                    budget=budget,
+                    gradients=self._gradients,
+                    **options,
+                )
+                if not choice.fits:
+                    raise self._refused(batch, choice)
             else:
                 choice = choose_on_device(self._model, self._loss, batch, budget=budget, **options)
                 choice = try_out(self._model, self._loss, batch, choice, **options)
