@@ -167,6 +167,7 @@ class WholeBatch:
             sync=engine,
             is_coupled=self._feeding.needs_lock_step,
             hold=self._feeding.hold,
+            gradients=gradients,
         )
         if self._feeding.whole_loss is not None and engine.ranks > 1:
             self._fitting.recovers = False  # a rank that begins again would gather alone
