@@ -188,8 +188,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
 def test_command(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--bandwidth", "1GB/s", "--ranks", "2,8", "--out", "found/tune.json")
-    assert command("tune", "mine.py", "--batch-size", 12, *arguments) == 0
+    arguments = ("--micro-batch", "12,6", "--bandwidth", "1GB/s", "--ranks", "2,8")
+    out = ("--out", "found/tune.json")
+    assert command("tune", "mine.py", "--batch-size", 12, *arguments, *out) == 0
     said = capsys.readouterr().out
     assert "bottleneck: " in said
     assert "train so:  wholebatch train --from found/tune.json" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -203,18 +202,12 @@ def _tune(
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
         return recipe.loss(inner[0] if hasattr(model, "module") else model, micro)
 
+    whole = None if batches.length is None else batches.length // config.batch_size
+
     def take() -> Any:
-        batch = batches.take()
-        while len_of(batch) < config.batch_size // world:  # a short last one would flatter no one
-            batch = batches.take()
-        return batch
-
-    from wholebatch.splitting import batch_size_of
-
-    def len_of(batch: Any) -> int:
-        with suppress(TypeError):
-            return batch_size_of(batch)
-        return 0
+        if whole and batches.position.batch >= whole:
+            batches.take()  # the short last one of an epoch says nothing about the others
+        return batches.take()
 
     tuned = tuned_by(
         make,

@@ -17,7 +17,7 @@ import torch
 
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.budget import bytes_said
-from wholebatch.tune.measure import Running, Subject, Timing, TooSlow
+from wholebatch.tune.measure import Agreed, Running, Subject, Timing, TooSlow
 from wholebatch.tune.settings import Setting, Trial, Way, steps_of
 from wholebatch.tune.space import Predicted
 
@@ -190,7 +190,7 @@ class Search:
     def _measure(self, setting: Setting, *, stops: bool = True) -> Trial:
         if setting in self.trials:
             return self.trials[setting]
-        if self.now() - self._began > self.limits.total and self.best is not None:
+        if self._since(self._began) > self.limits.total and self.best is not None:
             self._leave(setting, f"not reached in {self.limits.total:.0f} s")
             return self.trials[setting]
         left = sum(Setting(s, w) not in self.trials for w in self.ways for s in self.sizes)
@@ -251,6 +251,9 @@ class Search:
             split=split,
         )
 
+    def _since(self, moment: float) -> float:
+        return Agreed(self.predicted.device)(self.now() - moment)
+
     def _patience(self) -> float | None:
         """Seconds for a first window, which may have something to do that others have not."""
         best = self.best
@@ -284,7 +287,7 @@ class Search:
             timings = [Timing() for _ in made]
             began = self.now()
             for turn in range(_TURNS):
-                if turn >= _TURNS // 2 and self.now() - began > _TURNS * self.limits.seconds:
+                if turn >= _TURNS // 2 and self._since(began) > _TURNS * self.limits.seconds:
                     break
                 for timing, running in zip(timings, made, strict=True):
                     seconds, step = running.window()

@@ -16,7 +16,7 @@ from wholebatch.memory.budget import Memory, parse_memory
 from wholebatch.splitting import batch_size_of, to_device
 from wholebatch.tune.bottleneck import accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine import best_flops, flops_of, reduce_bandwidth
-from wholebatch.tune.measure import Make, Subject
+from wholebatch.tune.measure import Agreed, Make, Subject
 from wholebatch.tune.ranks import RanksModel
 from wholebatch.tune.search import Limits, Search, Watch
 from wholebatch.tune.settings import Trial
@@ -96,7 +96,8 @@ def tune(
     sizes = _sizes(micro_batches, samples)
     inner = getattr(model, "module", model)
     held = sum(p.numel() * p.element_size() for p in model.parameters())
-    budget = parse_memory(memory, device=device, held=held)
+    # Of the rank that has the least: all of them try the same.
+    budget = -int(Agreed(device)(-float(parse_memory(memory, device=device, held=held))))
     ways = ways_of(
         inner,
         precisions=tuple(precisions),
