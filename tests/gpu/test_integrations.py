@@ -1,0 +1,242 @@
+"""The libraries' trainers on CUDA: fp16 with its loss scale, bf16, FSDP; against undivided batches.
+
+Low precision is held to 1.25 times the undivided batch's own distance to float64. A library that
+is not installed on the machine is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+STEPS, MICRO, WINDOWS, LENGTH, WORDS = 4, 4, 3, 16, 64
+RATE = 0.2
+
+
+def need(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing or not torch.cuda.is_available():
+        raise unittest.SkipTest(f"needs CUDA and {', '.join(packages)}")
+
+
+def samples() -> Any:
+    draw = torch.Generator().manual_seed(1)
+    number = MICRO * STEPS * WINDOWS - 2 * MICRO  # the last window is a short one
+    tokens = torch.randint(0, WORDS, (number, LENGTH), generator=draw)
+    lengths = torch.randint(1, LENGTH + 1, (number, 1), generator=draw)
+    labels = tokens.masked_fill(torch.arange(LENGTH) >= lengths, -100)
+    return [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, 32)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, WORDS))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(self.embed(input_ids)).flatten(0, 1)
+        return {"loss": functional.cross_entropy(logits, labels.flatten())}
+
+
+def flat(model: nn.Module) -> Tensor:
+    def whole(p: Tensor) -> Tensor:
+        return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+    parts = [whole(p).detach().double().cpu().flatten() for p in model.parameters()]
+    return torch.cat(parts)
+
+
+def undivided(autocast: torch.dtype | None = None) -> Tensor:
+    """Plain torch on whole batches; in float64, or in autocast with fp16's loss scale."""
+    model = Model().cuda()
+    model = model.double() if autocast is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    scaler = torch.amp.GradScaler("cuda", enabled=autocast is torch.float16, init_scale=1024.0)
+    for batch in DataLoader(samples(), batch_size=MICRO * STEPS):
+        batch = {name: leaf.cuda() for name, leaf in batch.items()}
+        with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = model(**batch)["loss"]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def error(trained: Tensor, reference: Tensor) -> float:
+    start = flat(Model())
+    return float((trained - reference).norm() / (reference - start).norm())
+
+
+def hold(trained: Tensor, autocast: torch.dtype) -> None:
+    exact = undivided()
+    ours, whole = error(trained, exact), error(undivided(autocast), exact)
+    print(f"  {str(autocast)[6:]}: {ours:.2e} from float64, the undivided batch {whole:.2e}")
+    assert ours <= 1.25 * whole + 1e-6, (ours, whole)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """As a launcher would start a single process."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def accelerated(**options: Any) -> Tensor:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from wholebatch.integrations.accelerate import ExactWindows
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(gradient_accumulation_steps=STEPS, **options)
+    inner = Model()
+    optimizer = torch.optim.SGD(inner.parameters(), lr=RATE)
+    model, optimizer, loader = accelerator.prepare(
+        inner, optimizer, DataLoader(samples(), batch_size=MICRO)
+    )
+    windows = ExactWindows(accelerator, model, optimizer)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"]
+            windows.backward(loss, units=(batch["labels"] != -100).sum())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    if hasattr(model, "summon_full_params"):
+        with type(model).summon_full_params(model):
+            return flat(model)
+    return flat(model)
+
+
+def test_accelerate_fp16_and_bf16() -> None:
+    need("accelerate")
+    from accelerate.utils import GradScalerKwargs
+
+    scale = [GradScalerKwargs(init_scale=1024.0)]
+    hold(accelerated(mixed_precision="fp16", kwargs_handlers=scale), torch.float16)
+    hold(accelerated(mixed_precision="bf16"), torch.bfloat16)
+
+
+def test_accelerate_fsdp() -> None:
+    need("accelerate")
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    for version in (1, 2):
+        with one_process():
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+            found = error(accelerated(fsdp_plugin=plugin), undivided())
+            os.environ.pop("ACCELERATE_USE_FSDP", None)
+        print(f"  FSDP{version}, one rank, float32: {found:.2e}")
+        assert found <= 1e-5, found
+
+
+def test_lightning_fp16_and_bf16() -> None:
+    need("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    from wholebatch.integrations.lightning import ExactWindows
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.model(**batch)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for plugin, dtype in (
+        (MixedPrecision("16-mixed", "cuda", scaler), torch.float16),
+        (MixedPrecision("bf16-mixed", "cuda"), torch.bfloat16),
+    ):
+        module = Module()
+        Trainer(
+            max_epochs=1,
+            accelerator="cuda",
+            devices=1,
+            plugins=[plugin],
+            accumulate_grad_batches=STEPS,
+            gradient_clip_val=0.5,
+            callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module, DataLoader(samples(), batch_size=MICRO))
+        hold(flat(module), dtype)
+
+
+def trainer_on(data: Any, folder: str, options: dict[str, Any], **arguments: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from wholebatch.integrations.transformers import exact
+
+    args = TrainingArguments(
+        output_dir=folder,
+        max_grad_norm=0.5,
+        num_train_epochs=1,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        **{
+            "per_device_train_batch_size": MICRO,
+            "gradient_accumulation_steps": STEPS,
+            **arguments,
+        },
+    )
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    kind = exact(InOrder, units=lambda inputs: (inputs["labels"] != -100).sum(), **options)
+    return kind(model=Model(), args=args, train_dataset=data)
+
+
+def test_transformers_bf16_and_auto_micro_batch() -> None:
+    need("transformers", "accelerate")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_on(samples(), folder, {}, bf16=True)
+        trainer.train()
+        hold(flat(trainer.model), torch.bfloat16)
+        whole = {"per_device_train_batch_size": MICRO * STEPS, "gradient_accumulation_steps": 1}
+        options = {"micro_batch": "auto", "memory": "24MiB"}
+        cut = trainer_on(samples(), folder, options, **whole, bf16=True)
+        cut.train()
+        print(f"  auto: micro-batch {cut._chosen} of {MICRO * STEPS}")
+        hold(flat(cut.model), torch.bfloat16)
