@@ -17,10 +17,10 @@ MIB = 2**20
 class Net(nn.Module):
     """Large matrices, small vectors, a tied embedding, and another order of memory."""
 
-    def __init__(self, width: int = 96) -> None:
+    def __init__(self, width: int = 96, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
 
@@ -43,10 +43,16 @@ def batch(samples: int = 13, length: int = 17) -> Micro:
 
 
 def run(
-    dtype: torch.dtype, *, device: str = "cuda", width: int = 96, updates: int = 3, **options: Any
+    dtype: torch.dtype,
+    *,
+    device: str = "cuda",
+    width: int = 96,
+    layers: int = 4,
+    updates: int = 3,
+    **options: Any,
 ) -> tuple[nn.Module, list[wb.Step], wb.WholeBatch]:
     torch.manual_seed(0)
-    model = Net(width).to(dtype).to(device)
+    model = Net(width, layers).to(dtype).to(device)
     fused = options.pop("fused", True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     options = {"micro_batch": 3, "units": lambda m: m["y"].numel(), **options}
@@ -61,7 +67,9 @@ def far(ours: nn.Module, right: nn.Module) -> float:
 
 
 def test_host_sums_make_the_update_of_the_plain_window() -> None:
-    for dtype, at_most in ((torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+    # Adam makes a whole step of a gradient that is rounding alone, on the host another than on the
+    # device: float64 tells that the update is the same.
+    for dtype, at_most in ((torch.float64, 1e-11), (torch.float32, 1e-3), (torch.bfloat16, 1e-2)):
         for options in ({}, {"clip_norm": 0.05}, {"clip_value": 0.001}, {"fused": False}):
             plain, steps, _ = run(dtype, **options)
             for on in ("device", "host"):
@@ -128,7 +136,9 @@ def peak(**options: Any) -> tuple[int, int]:
     """Bytes at the peak of a third window, above what lay there before, and bytes of gradients."""
     gc.collect()
     torch.cuda.empty_cache()
-    model, _, train = run(torch.float32, width=2048, updates=2, micro_batch=13, **options)
+    model, _, train = run(
+        torch.float32, width=2048, layers=16, updates=2, micro_batch=13, **options
+    )
     numbers = sum(p.numel() for p in model.parameters())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -145,5 +155,5 @@ def test_no_store_but_the_plain_one_holds_the_gradients() -> None:
     for name in limits:
         extra: dict[str, Any] = {"nonfinite": "skip"} if name == "release" else {}
         limits[name], _ = peak(gradients=name, **extra)
-    # Four matrices of 16 MiB: two of them may wait, and the one that is being made.
+    # Sixteen matrices of 16 MiB; at the close two buckets of four of them are on their way.
     assert max(limits.values()) < plain - gradients / 4, (plain, gradients, limits)

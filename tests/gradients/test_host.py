@@ -118,6 +118,16 @@ def test_tied_weights_unused_parameters_and_other_memory_orders() -> None:
     assert torch.equal(model.unused.weight, before)
 
 
+def test_tied_weights_in_16_bit_have_the_bits_of_the_plain_window() -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 11, (7, 5), generator=generator)
+    batch = {"x": tokens, "y": tokens.roll(1, 1)}
+    models = [Tied().bfloat16() for _ in range(2)]
+    for model, gradients in zip(models, ("device", "host"), strict=True):
+        made(model, sgd, micro_batch=3, gradients=gradients).step(batch)
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
 def test_gradient_hooks_see_the_whole_gradient_once() -> None:
     seen: list[Tensor] = []
 

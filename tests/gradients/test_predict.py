@@ -13,6 +13,7 @@ from wholebatch.errors import OptionError
 from wholebatch.gradients.pipe import ring_bytes
 from wholebatch.memory.fit import ladder
 from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
 
 WIDTH = 256
@@ -102,6 +103,27 @@ def test_gradients_on_the_host_leave_a_gpu_and_not_a_cpu(
     assert peak("host", "cpu") == peak("device", "cpu")
     with pytest.raises(OptionError, match="gradients='disk'"):
         peak("disk", "cpu")
+
+
+def test_plan_knows_all_of_them() -> None:
+    model = deep()
+    made = make_plan(
+        model,
+        loss,
+        batch(2),
+        batch_size=8,
+        budget=2**40,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        device="cuda",
+    )
+    others = {v.gradients: v for v in made.variants if v.gradients != "device"}
+    assert list(others) == ["host", "release", "moments"]
+    assert all(v.about == 8 for v in others.values())
+    sgd = torch.optim.SGD(model.parameters())
+    made = make_plan(
+        model, loss, batch(2), batch_size=8, budget=2**40, optimizer=sgd, device="cuda"
+    )
+    assert {v.gradients for v in made.variants} == {"device", "host", "release"}
 
 
 def test_fit_takes_the_host_and_never_the_moments(monkeypatch: pytest.MonkeyPatch) -> None:

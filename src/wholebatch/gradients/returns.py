@@ -64,7 +64,7 @@ class Returns:
                 if here.arrived is not None:
                     torch.cuda.current_stream(parameters[0].device).wait_event(here.arrived)
                 for parameter, gradient in zip(parameters, here.gradients, strict=True):
-                    if gradient.dtype is not parameter.dtype:
+                    if parameter.grad_dtype is not gradient.dtype:
                         parameter.grad_dtype = gradient.dtype
                     parameter.grad = gradient
                 del here, gradient
@@ -142,7 +142,7 @@ class HostStep:
                 if copy is not None:
                     self._on_device[id(parameter)] = parameter.data
                     parameter.data = like(parameter, copy)
-                if gradient.dtype is not parameter.dtype:
+                if parameter.grad_dtype is not gradient.dtype:
                     parameter.grad_dtype = gradient.dtype
                 parameter.grad = like(parameter, gradient)
             try:

@@ -47,6 +47,8 @@ class Variant:
     peak: int
     about: int
     """The micro-batch that would fit, read off a line through two predictions; 0: not even one."""
+    gradients: str = "device"
+    """Where the gradients go; `"moments"` is the one that makes another update."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def make_plan(
     target = target_device(model, device)
     most = -(-batch_size // ranks)
 
-    def peaks(precision: str) -> _Peaks:
+    def peaks(precision: str, gradients: str = "device") -> _Peaks:
         def predict(size: int) -> Prediction:
             return predict_peak(
                 model,
@@ -152,6 +154,7 @@ def make_plan(
                 precision=precision,
                 micro_batches=1 if size == most else 2,
                 device=target,
+                gradients=gradients,
             )
 
         return _Peaks(predict, target, ranks=ranks, budget=budget)
@@ -175,6 +178,16 @@ def make_plan(
     others: list[Variant] = []
     if variants:
         others = _variants(model, peaks, here, precision, max(2, chosen), budget=budget, most=most)
+        if optimizer is not None and target.type == "cuda":
+            adam = isinstance(optimizer, torch.optim.Adam)  # of which AdamW is a kind
+            for gradients in ("host", "release", *(("moments",) if adam else ())):
+                known = peaks(precision, gradients)
+                is_on = others[0].checkpointing
+                others.append(
+                    _variant(
+                        known, precision, is_on, others[0].micro_batch, budget, most, gradients
+                    )
+                )
     rungs: Sequence[Rung] = ()
     if not fits:
         sample = resize_batch(batch, 1, static=static)
@@ -210,7 +223,7 @@ def _shown(made: dict[int, Prediction], even: int, largest: int) -> list[int]:
 
 def _variants(
     model: torch.nn.Module,
-    peaks: Callable[[str], _Peaks],
+    peaks: Callable[..., _Peaks],
     here: _Peaks,
     precision: str,
     size: int,
@@ -228,9 +241,20 @@ def _variants(
         with around:
             for one in dict.fromkeys((precision, "full", "bf16")):
                 known = here if one == precision and not again else peaks(one)
-                at = min(size, most)
-                low, high = known.need(1), known.need(at)
-                slope = max(1.0, (high - low) / max(1, at - 1))
-                about = 0 if low > budget else min(most, 1 + int((budget - low) / slope))
-                found.append(Variant(one, again or is_on, at, known.at(at).peak, about))
+                found.append(_variant(known, one, again or is_on, min(size, most), budget, most))
     return found
+
+
+def _variant(
+    known: _Peaks,
+    precision: str,
+    checkpointing: bool,
+    at: int,
+    budget: int,
+    most: int,
+    gradients: str = "device",
+) -> Variant:
+    low, high = known.need(1), known.need(at)
+    slope = max(1.0, (high - low) / max(1, at - 1))
+    about = 0 if low > budget else min(most, 1 + int((budget - low) / slope))
+    return Variant(precision, checkpointing, at, known.at(at).peak, about, gradients)
