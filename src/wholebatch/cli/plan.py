@@ -330,3 +330,5 @@ def _variants(plan: Plan) -> Table:
             str(variant.about) if variant.about else "not even 1",
         )
     return table
+    table.add_column("gradients")
+            variant.gradients + (" (approximate)" if variant.gradients == "moments" else ""),
