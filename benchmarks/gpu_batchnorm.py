@@ -282,10 +282,11 @@ def page(found: dict[str, Any]) -> str:
         f"Written by `benchmarks/gpu_batchnorm.py` on {about['date']}: {about['machine']}, torch "
         f"{about['torch']}. A ResNet-50 ({about['norms']} BatchNorms, {about['blocks']} blocks), "
         f"{about['batch']} images of {about['side']} × {about['side']} in micro-batches of "
-        f"{about['micro']}, bf16 autocast, channels last; one update. Median of {about['rounds']} "
-        "windows. MiB beyond the parameters; *allocated* is the peak of PyTorch's allocator, "
-        "*held* what the process has taken from the device (its cache and the recording with it).",
+        f"{about['micro']}, bf16 autocast, channels last; {about['how']}. MiB beyond the "
+        "parameters; *allocated* is the peak of PyTorch's allocator, *held* what the process has "
+        "taken from the device (its cache and the recording with it).",
         "",
+        *([about["note"], ""] if "note" in about else []),
         "| way | ms | × whole batch | × plain | × plain, blocks again | allocated, MiB | × whole "
         "batch | held, MiB |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -298,7 +299,7 @@ def page(found: dict[str, Any]) -> str:
         cells = [f"{row['ms']:.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
         if "allocated" in row:
             cells += [f"{row['allocated']:.0f}", f"{row['allocated'] / whole['allocated']:.2f}"]
-            cells += [f"{row['driver']:.0f}"]
+            cells += [f"{row['driver']:.0f}" if "driver" in row else ""]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
@@ -393,7 +394,7 @@ def main() -> None:
             "batch": lab.batch,
             "micro": lab.micro,
             "side": lab.side,
-            "rounds": lab.rounds,
+            "how": f"one update, the median of {lab.rounds} windows",
         }
     }
 
