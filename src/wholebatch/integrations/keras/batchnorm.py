@@ -25,6 +25,8 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
     Inside a `GradientAccumulateModel` it follows its `accum_steps`; elsewhere give them.
     """
 
+    momentum: float
+
     def __init__(self, *args: Any, accum_steps: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if kwargs.get("renorm") or kwargs.get("synchronized"):
@@ -102,15 +104,17 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
             (self.moving_mean, ops.convert_to_tensor(self.window_mean)),
             (self.moving_variance, variance),
         ):
-            moved = moving * self.momentum + found * (1.0 - self.momentum)
-            moving.assign(ops.where(closes, moved, moving))
+            before = ops.convert_to_tensor(moving)
+            moved = before * self.momentum + found * (1.0 - self.momentum)
+            moving.assign(ops.where(closes, moved, before))
         for variable in (
             self.window_count,
             self.window_place,
             self.window_mean,
             self.window_spread,
         ):
-            variable.assign(ops.where(closes, ops.zeros_like(variable), variable))
+            now = ops.convert_to_tensor(variable)
+            variable.assign(ops.where(closes, ops.zeros_like(now), now))
 
     def close_window(self) -> None:
         """Move the running statistics by what a half-filled window holds."""

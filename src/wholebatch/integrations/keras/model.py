@@ -55,6 +55,8 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
     to do about BatchNormalization layers, which see one micro-batch at a time.
     """
 
+    train_function: Any
+
     def __init__(
         self,
         *args: Any,
@@ -96,7 +98,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         inner.driven = True
         inner.accum_steps = self.accum_steps
         super().compile(inner, loss, loss_weights, *args, auto_scale_loss=False, **kwargs)
-        if loss is not None:
+        if loss is not None and self.count_units is None:
             names = getattr(self, "output_names", None)
             self._compile_loss = ObservedLosses(loss, loss_weights, output_names=names)
 

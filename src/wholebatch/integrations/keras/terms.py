@@ -23,7 +23,7 @@ from typing import Any
 import keras
 from keras import ops
 from keras.src import backend, tree
-from keras.src.losses.loss import apply_mask
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 from keras.src.trainers.compile_utils import CompileLoss
 
 from wholebatch.errors import LossError
@@ -103,8 +103,7 @@ class Observed:
         else:
             mask = ops.logical_and(mask, own)
         if reduction == "mean_with_sample_weight" and not (mask is None and sample_weight is None):
-            merged = apply_mask(sample_weight, mask, dtype=values.dtype, reduction=reduction)
-            return id(self), ops.sum(ops.cast(merged, wide()))
+            return id(self), ops.sum(_merged(sample_weight, mask))
         if mask is None:
             shape = tuple(values.shape)
             if all(isinstance(size, int) for size in shape[1:]):
@@ -116,8 +115,20 @@ class Observed:
         return id(self), kept * ratio
 
 
+def _merged(sample_weight: Any, mask: Any) -> Any:
+    """Weights times mask (Keras does it in place on torch, which may not happen twice)."""
+    if sample_weight is None or mask is None:
+        return ops.cast(mask if sample_weight is None else sample_weight, wide())
+    kept, weights = squeeze_or_expand_to_same_rank(
+        ops.cast(mask, wide()), ops.cast(sample_weight, wide())
+    )
+    return kept * weights
+
+
 class ObservedLosses(CompileLoss):  # type: ignore[misc]
     """The compiled losses of a model, each of them observed."""
+
+    _flat_losses: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

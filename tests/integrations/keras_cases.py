@@ -1,0 +1,411 @@
+"""Run by test_keras.py on each backend: Keras's own training on undivided batches is the truth."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from compare.keras_problem import CASES, Slices, data, distance, flat, model_of, squared, train
+from keras import layers, ops
+
+from tests.integrations.blocks import run_diff
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.integrations.keras import (
+    AccumBatchNormalization,
+    GradientAccumulateModel,
+    GradientAccumulateOptimizer,
+    TapeAccumulator,
+)
+
+BACKEND = keras.backend.backend()
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "keras.md"
+JAX = BACKEND == "jax"  # where every new shape is compiled: fewer cases
+# Keras itself rounds the mean loss to float32 on torch, and masks, tanh and means on JAX.
+LIMIT = {"tensorflow": 1e-12, "jax": 1e-12, "torch": 1e-6}[BACKEND]
+ROUNDED = {"tensorflow": 1e-12, "jax": 1e-6, "torch": 1e-6}[BACKEND]
+only = pytest.mark.skipif
+# Keras's own conversion of its TensorFlow variables, with numpy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+SIZES = (3, 1, 1, 3, 1, 3, 3, 3, 3, 1)  # windows of four, and a tail of two
+WINDOWS = (8, 10, 4)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    keras.config.set_floatx("float64")
+    keras.utils.clear_session()
+    yield
+    keras.config.set_dtype_policy("float64")
+
+
+def test_torch_is_not_needed() -> None:
+    """This process has not imported it for the sake of the adapter."""
+    assert BACKEND == "torch" or "torch" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["uneven", "short tail", "clipped"][: 2 if JAX else 3])
+def test_the_undivided_batch(name: str) -> None:
+    whole = train(CASES[name], "whole")
+    assert distance(train(CASES[name], "ours"), whole) <= LIMIT
+    assert distance(train(CASES[name], "own"), whole) > 1e-2
+
+
+def fit(model: Any, arrays: Any, sizes: Any, epochs: int = 2, **options: Any) -> Any:
+    start = flat(model)
+    model.fit(Slices(arrays, sizes), epochs=epochs, shuffle=False, verbose=0, **options)
+    return flat(model) - start
+
+
+def both(build: Callable[..., Any], compile_: Callable[[Any], None], arrays: Any) -> float:
+    """Two epochs on undivided batches, and in windows: how far apart the weights are."""
+    moved = []
+    for ours in (False, True):
+        keras.utils.set_random_seed(0)
+        model = build(GradientAccumulateModel, accum_steps=4) if ours else build(keras.Model)
+        compile_(model)
+        moved.append(fit(model, arrays, SIZES if ours else WINDOWS))
+    return distance(moved[1], moved[0])
+
+
+def two_outputs(cls: Any, **options: Any) -> Any:
+    inputs = keras.Input((6, 3))
+    masked = layers.Masking()(inputs)
+    hidden = layers.Dense(4, activation="relu", kernel_regularizer="l2")(masked)
+    tokens = layers.Dense(7, name="tokens")(hidden)
+    pooled = layers.GlobalMaxPooling1D()(inputs)
+    pooled = layers.Dense(3, activation="relu", activity_regularizer="l2")(pooled)
+    return cls(inputs=inputs, outputs=[tokens, layers.Dense(2, name="label")(pooled)], **options)
+
+
+def test_several_outputs_with_units_of_their_own() -> None:
+    """A mean over tokens, a sum, weights of losses, regularisers of weights and activities."""
+    x, y = data(sum(SIZES))
+
+    def compile_(model: Any) -> None:
+        sums = keras.losses.MeanSquaredError(reduction="sum")
+        model.compile(keras.optimizers.SGD(0.003), [squared, sums], loss_weights=[0.5, 0.1])
+
+    class Pairs(Slices):
+        def __getitem__(self, index: int) -> Any:
+            x, y, labels = super().__getitem__(index)
+            return x, (y, labels)
+
+    moved = []
+    for ours in (False, True):
+        keras.utils.set_random_seed(0)
+        model = (
+            two_outputs(GradientAccumulateModel, accum_steps=4)
+            if ours
+            else two_outputs(keras.Model)
+        )
+        compile_(model)
+        start = flat(model)
+        pairs = Pairs((x, y, y[:, 0, :2]), SIZES if ours else WINDOWS)
+        model.fit(pairs, epochs=2, shuffle=False, verbose=0)
+        moved.append(flat(model) - start)
+        if ours:
+            assert len(model.optimizer._window) == 3
+    assert distance(moved[1], moved[0]) <= ROUNDED
+
+
+REDUCTIONS = ("mean_with_sample_weight", "sum_over_batch_size", "sum")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS[: 1 if JAX else 3])
+def test_sample_weights_masks_and_reductions(reduction: str) -> None:
+    """With weight decay, momentum and a schedule of the learning rate: once per update."""
+    x, y = data(sum(SIZES))
+    weights = np.random.default_rng(1).uniform(size=(len(x), 6)) * 3
+
+    class Squared(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return squared(y_true, y_pred)
+
+    def build(cls: Any, **options: Any) -> Any:
+        return model_of(cls, masked=True, **options)
+
+    def compile_(model: Any) -> None:
+        schedule = keras.optimizers.schedules.InverseTimeDecay(0.001, 1, 0.5)
+        model.compile(
+            keras.optimizers.SGD(
+                schedule, momentum=0.9, weight_decay=0.1, clipnorm=3.0, use_ema=True
+            ),
+            Squared(reduction=reduction),
+        )
+
+    assert both(build, compile_, (x, y, weights)) <= ROUNDED
+
+
+def test_a_window_is_kept_by_saving(tmp_path: Path) -> None:
+    """Saved after 6 of 8 micro-batches, loaded, and gone on: the same weights."""
+    x, y = data(16)
+    parts = [(x[at : at + 2], y[at : at + 2]) for at in range(0, 16, 2)]
+
+    def fresh() -> Any:
+        model = model_of(GradientAccumulateModel, masked=True, accum_steps=4)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    straight, stopped = fresh(), fresh()
+    for part in parts:
+        straight.train_on_batch(*part)
+    for part in parts[:6]:
+        stopped.train_on_batch(*part)
+    assert stopped.optimizer.place == 2
+    stopped.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded, GradientAccumulateModel)
+    assert (loaded.accum_steps, loaded.optimizer.place) == (4, 2)
+    for part in parts[6:]:
+        loaded.train_on_batch(*part)
+    assert loaded.optimizer.place == 0
+    assert int(ops.convert_to_numpy(loaded.optimizer.iterations)) == 2
+    np.testing.assert_array_equal(flat(loaded), flat(straight))
+
+
+def test_the_optimizer_alone() -> None:
+    case = CASES["short tail"]
+    whole = train(case, "whole")
+    equal = JAX  # there a loss cannot hand units to an optimizer
+    optimizer = GradientAccumulateOptimizer(
+        keras.optimizers.SGD(0.01), 4, units="equal" if equal else "loss"
+    )
+    model = model_of(masked=False)
+    model.compile(optimizer, squared if equal else optimizer.loss(squared))
+    moved = fit(model, data(sum(case.sizes)), case.sizes, epochs=1, callbacks=[optimizer.tail()])
+    assert distance(moved, whole) <= LIMIT
+    if equal:
+        with pytest.raises(UnsupportedError, match="GradientAccumulateModel"):
+            optimizer.loss("mse")
+        return
+    case = CASES["clipped"]
+    whole = train(case, "whole")
+    optimizer = GradientAccumulateOptimizer(keras.optimizers.SGD(0.01, global_clipnorm=0.02), 4)
+    model = model_of(masked=True)
+    model.compile(optimizer, optimizer.loss(squared))
+    assert distance(fit(model, data(16), case.sizes, epochs=1), whole) <= LIMIT
+    model.compile(GradientAccumulateOptimizer("sgd", 4), "mse")
+    with pytest.raises(WindowError, match=r"loss=optimizer.loss\("):
+        fit(model, data(16), case.sizes, epochs=1)
+
+
+def test_half_precision_skips_whole_windows() -> None:
+    """An overflow in one micro-batch skips the window and halves the scale once; fp32 sums."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = data(16)
+    scaler = keras.mixed_precision.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), initial_scale=2.0**12
+    )
+    model = model_of(GradientAccumulateModel, masked=False, accum_steps=4)
+    model.compile(scaler, squared)
+    broken = x.copy()
+    broken[5] = np.inf
+    assert not np.any(fit(model, (broken, y), (2, 2, 2, 2), epochs=1))
+    assert float(ops.convert_to_numpy(scaler.dynamic_scale)) == 2.0**11
+    got = fit(model, (x, y), (2, 2, 2, 2), epochs=1)
+    assert float(ops.convert_to_numpy(scaler.dynamic_scale)) == 2.0**11
+    whole = model_of(masked=False)
+    whole.compile(keras.optimizers.SGD(0.01), squared)
+    assert isinstance(whole.optimizer, keras.mixed_precision.LossScaleOptimizer)
+    want = fit(whole, (x, y), (8,), epochs=1)
+    keras.config.set_dtype_policy("float32")
+    truth = model_of(masked=False)
+    truth.compile(keras.optimizers.SGD(0.01), squared)
+    exact = fit(truth, (x, y), (8,), epochs=1)
+    assert distance(got, exact) <= 1.25 * distance(want, exact)
+
+
+def test_bfloat16_gradients_are_added_in_float32() -> None:
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("bfloat16")
+    model = model_of(GradientAccumulateModel, masked=False, accum_steps=2)
+    model.compile("sgd", squared)
+    model.optimizer.build(model.trainable_variables)
+    assert {str(each.dtype) for each in model.optimizer._window[0][2]} == {"float32"}
+    assert str(model.trainable_variables[0].dtype) == "bfloat16"
+    fit(model, data(8), (2,) * 4, epochs=1)
+    assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 2
+
+
+def test_running_statistics_of_the_window() -> None:
+    """They are those of the undivided batch where the layer's inputs are (it comes first)."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(10, 4)) * 3 + 1, random.normal(size=(10, 2))
+
+    def run(norm: Any, cls: Any, sizes: Any, **options: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = cls(inputs=inputs, outputs=layers.Dense(2)(norm(inputs)), **options)
+        model.compile("sgd", squared)
+        fit(model, (x, y), sizes, epochs=1)
+        return np.concatenate(
+            [ops.convert_to_numpy(norm.moving_mean), ops.convert_to_numpy(norm.moving_variance)]
+        )
+
+    want = run(layers.BatchNormalization(), keras.Model, (7, 3))
+    got = run(AccumBatchNormalization(), GradientAccumulateModel, (3, 1, 3, 2, 1), accum_steps=3)
+    plain = run(
+        layers.BatchNormalization(),
+        GradientAccumulateModel,
+        (3, 1, 3, 2, 1),
+        accum_steps=3,
+        batchnorm="allow",
+    )
+    assert distance(got, want) <= ROUNDED
+    assert distance(plain, want) > 1e-2
+
+
+def test_batchnorm_is_audited() -> None:
+    def model(batchnorm: str) -> Any:
+        inputs = keras.Input((4,))
+        outputs = layers.BatchNormalization(name="the_norm")(inputs)
+        return GradientAccumulateModel(
+            inputs=inputs, outputs=outputs, accum_steps=2, batchnorm=batchnorm
+        )
+
+    with pytest.raises(UnsupportedError, match="the_norm"):
+        model("refuse").compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"the_norm.*AccumBatchNormalization"):
+        model("warn").compile("sgd", "mse")
+    with pytest.raises(OptionError, match="batchnorm='no'"):
+        model("no")
+    inputs = keras.Input((4,))
+    outputs = AccumBatchNormalization(accum_steps=3)(inputs)
+    with pytest.raises(OptionError, match="accum_steps=3, the model 2"):
+        GradientAccumulateModel(inputs=inputs, outputs=outputs, accum_steps=2).compile("sgd", "mse")
+
+
+def scalar(y_true: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.square(y_true - y_pred))
+
+
+def test_refusals_and_units_of_ones_own() -> None:
+    for steps in (0, 2.5, True):
+        with pytest.raises(OptionError, match="accum_steps="):
+            model_of(GradientAccumulateModel, masked=False, accum_steps=steps)
+    with pytest.raises(OptionError, match="gradient_accumulation_steps=2"):
+        GradientAccumulateOptimizer(keras.optimizers.SGD(gradient_accumulation_steps=2), 4)
+    with pytest.raises(UnsupportedError, match="auto_scale_loss=False"):
+        keras.mixed_precision.LossScaleOptimizer(GradientAccumulateOptimizer("sgd", 4))
+
+    class Own(GradientAccumulateModel):  # type: ignore[misc]
+        def train_step(self, *args: Any) -> Any:
+            return {}
+
+    with pytest.raises(UnsupportedError, match="overrides train_step"):
+        model_of(Own, masked=False, accum_steps=4).compile("sgd", "mse")
+
+    x, y = data(sum(SIZES))
+    model = model_of(GradientAccumulateModel, masked=False, accum_steps=4)
+    model.compile("sgd", scalar)
+    with pytest.raises(LossError, match="units=function"):
+        fit(model, (x, y), SIZES)
+
+    if JAX:
+        return
+
+    def build(cls: Any, **options: Any) -> Any:
+        if options:
+            options["units"] = lambda x, y, sample_weight: ops.shape(y)[0]
+        return model_of(cls, masked=False, **options)
+
+    error = both(build, lambda model: model.compile(keras.optimizers.SGD(0.01), scalar), (x, y))
+    assert error <= ROUNDED
+
+
+@only(BACKEND != "tensorflow", reason="the page is about one backend; the others are the same")
+def test_the_change_of_the_page() -> None:
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    before, after = run_diff(PAGE)
+    start = before["start"]
+    want = np.concatenate([w.ravel() for w in before["model"].get_weights()]) - start
+    got = np.concatenate([w.ravel() for w in after["model"].get_weights()]) - start
+    assert distance(got, want) <= 1e-6
+    assert before["history"].history.keys() == after["history"].history.keys()
+
+
+@only(BACKEND != "tensorflow", reason="tf.distribute")
+@pytest.mark.parametrize("case", ["masked", "clipped"])
+def test_two_replicas(case: str, tmp_path: Path) -> None:
+    """MirroredStrategy: other tokens on each replica; clipping sees the whole gradient."""
+    import tensorflow as tf
+
+    if len(tf.config.list_logical_devices("CPU")) < 2:
+        pytest.fail("two logical devices must be configured before TensorFlow starts")
+    clip = 0.02 if case == "clipped" else None
+    x, y = data(22)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = model_of(GradientAccumulateModel, masked=True, accum_steps=4)
+        model.compile(keras.optimizers.SGD(0.01, global_clipnorm=clip), squared)
+    start = flat(model)
+    model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
+    whole = model_of(masked=True)
+    whole.compile(keras.optimizers.SGD(0.01, global_clipnorm=clip), squared)
+    assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 6))) <= 1e-12
+
+
+@only(BACKEND != "tensorflow", reason="tf.GradientTape")
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_loop_around_a_tape(graph: bool) -> None:
+    import tensorflow as tf
+
+    x, y = data(sum(SIZES))
+    whole = model_of(masked=False)
+    whole.compile(keras.optimizers.SGD(0.01, global_clipnorm=0.5), squared)
+    want = fit(whole, (x, y), WINDOWS, epochs=1)
+
+    model = model_of(masked=False)
+    start = flat(model)
+    accumulator = TapeAccumulator(
+        keras.optimizers.SGD(0.01, global_clipnorm=0.5), model.trainable_variables, accum_steps=4
+    )
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(squared(y, model(x, training=True)))
+            weighted = accumulator.weigh(total, units=tf.shape(x)[0] * 6)
+        accumulator.add(tape, weighted)
+
+    run = tf.function(step, reduce_retracing=True) if graph else step
+    for part in (Slices((x, y), SIZES)[index] for index in range(len(SIZES))):
+        run(*map(tf.convert_to_tensor, part))
+    assert accumulator.place == 2
+    assert accumulator.flush()
+    assert not accumulator.flush()
+    assert distance(flat(model) - start, want) <= 1e-12
+    with pytest.raises(WindowError, match="without weigh"):
+        accumulator.add(None, None)
+
+
+@only(BACKEND == "torch", reason="Keras has one step per execution there")
+def test_several_steps_per_execution_and_validation() -> None:
+    """Windows do not care how many steps an execution has; the tail is closed before validation."""
+    case = CASES["short tail"]
+    whole = train(case, "whole")
+    model = model_of(GradientAccumulateModel, masked=False, accum_steps=4)
+    model.compile(keras.optimizers.SGD(0.01), squared, steps_per_execution=3)
+    arrays = data(sum(case.sizes))
+    seen = []
+
+    class Look(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_test_begin(self, logs: Any = None) -> None:
+            seen.append(model.optimizer.place)
+
+    moved = fit(model, arrays, case.sizes, epochs=1, validation_data=arrays, callbacks=[Look()])
+    assert seen == [0]
+    assert distance(moved, whole) <= LIMIT
+
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    )

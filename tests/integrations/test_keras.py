@@ -1,0 +1,43 @@
+"""Keras: the cases of keras_cases.py, on each backend in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("keras")
+
+ROOT = Path(__file__).parents[2]
+CASES = Path(__file__).parent / "keras_cases.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_cases_on(backend: str) -> None:
+    """A backend is chosen once per process, and TensorFlow must not come into this one."""
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": backend,
+        "JAX_ENABLE_X64": "1",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "benchmarks"))),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "--durations=5", str(CASES)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
