@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,15 @@ def tune(
             metavar="S", help="Begin no new setting after this long.", rich_help_panel=_HOW
         ),
     ] = 300.0,
+    clock: Annotated[
+        str,
+        typer.Option(
+            metavar="wall|cpu",
+            help="cpu: count this process's own time; for a CPU that others use too, and one "
+            "thread.",
+            rich_help_panel=_HOW,
+        ),
+    ] = "wall",
     exhaustive: Annotated[
         bool,
         typer.Option("--exhaustive", help="Measure everything that fits.", rich_help_panel=_HOW),
@@ -108,6 +118,8 @@ def tune(
     check("batch_size", batch_size, "--batch-size")
     if out.suffix != ".json":
         raise OptionError(f"--out {out}: must be the name of a .json file")
+    if clock not in ("wall", "cpu"):
+        raise OptionError(f"--clock {clock}: must be wall or cpu")
     if seconds <= 0:
         raise OptionError(f"--seconds {seconds:g}: must be above 0")
     names = None if precision is None else _names("--precision", precision, PRECISIONS)
@@ -142,6 +154,7 @@ def tune(
                 bandwidth=link,
                 ranks=numbers,
                 watch=bar,
+                clock=time.perf_counter if clock == "wall" else time.process_time,
             )
     if rank:
         return

@@ -36,6 +36,9 @@ class Bottleneck:
 def fixed_cost(trials: Sequence[Trial]) -> Fixed | None:
     """The line through the windows of one way over their number of steps.
 
+    Every window counts by its relative error, and no micro-step costs more by itself than the
+    smallest that was measured takes with its samples.
+
     >>> from wholebatch.tune.settings import Setting, Way
     >>> way = Way("full", False, "eager", "auto")
     >>> def made(micro, steps, seconds):
@@ -46,11 +49,13 @@ def fixed_cost(trials: Sequence[Trial]) -> Fixed | None:
     points = [(trial.steps, trial.seconds) for trial in trials if trial.seconds is not None]
     if len({steps for steps, _ in points}) < 2:
         return None
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    slope = max(0.0, slope)
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    common = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    slope = min(max(0.0, common / spread), min(y / x for x, y in points))
     return Fixed(slope, mean_y - slope * mean_x, len(points))
 
 

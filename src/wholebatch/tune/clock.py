@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,14 +31,15 @@ class Busy:
 class Clock:
     """Moments, and the seconds between two of them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, host: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
+        self._host = host
         self.on_cuda = device.type == "cuda"
 
     def now(self) -> Any:
         """This moment: on CUDA the one at which the work that was launched so far is done."""
         if not self.on_cuda:
-            return time.perf_counter()
+            return self._host()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -211,7 +211,7 @@ class Running:
 
     def split(self, *, windows: int = 2) -> dict[str, float]:
         """Seconds of a window by part, the mean of a few."""
-        clock = Clock(self.device)
+        clock = Clock(self.device, self._subject.clock)
         last = self.train.last_step
         steps = 1 if last is None else last.micro_batches
         in_lock_step = steps > 1 and self.train._feeding.needs_lock_step()
