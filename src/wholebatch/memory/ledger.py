@@ -165,7 +165,8 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names, _ = flatten()
-        return [getattr(tensor, name) for name in names]
+        parts = (getattr(tensor, name) for name in names)
+        return [part for part in parts if isinstance(part, torch.Tensor)]  # not DTensor's mesh
     layout = tensor.layout
     if layout is torch.strided:
         return None
