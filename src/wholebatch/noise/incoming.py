@@ -26,56 +26,64 @@ class Incoming:
 
     def __init__(self) -> None:
         self._nodes: list[Any] = []  # held: a node that nothing holds would be made anew
+        self._of: list[int] = []
         self._handles: list[Any] = []
-        self._held: list[Tensor] = []
+        self._held: list[tuple[Tensor | None, ...]] = []
         self._bytes = 0
         self._norms: list[Tensor] = []
 
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at these parameters' gradients until `detach`."""
         self.detach()
-        for parameter in parameters:
-            node: Any = get_gradient_edge(parameter).node
-            self._nodes.append(node)
-            self._handles.append(node.register_prehook(self._see))
+        layout = [id(parameter) for parameter in parameters]
+        if layout != self._of:
+            self._of = layout
+            self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        # A hook runs for every parameter of every micro-batch: where little waits, it only waits.
+        see: Any = self._held.append if whole <= _HELD_BYTES else self._see
+        self._handles = [node.register_prehook(see) for node in self._nodes]
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes, self._held, self._norms = [], [], [], []
+        self._handles = []
+        self._held.clear()
+        self._norms = []
         self._bytes = 0
 
-    @torch.no_grad()
     def _see(self, gradients: tuple[Tensor | None, ...]) -> None:
-        [gradient] = gradients
-        if gradient is None:
-            return
-        gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.coalesce().values()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient)
-        self._held.append(gradient)
-        self._bytes += gradient.nbytes
-        if self._bytes > _HELD_BYTES:
-            self._look()
+        self._held.append(gradients)
+        gradient = gradients[0]
+        if gradient is not None:
+            self._bytes += gradient.numel() * gradient.element_size()
+            if self._bytes > _HELD_BYTES:
+                self._look()
 
     def _look(self) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for gradient in self._held:
-            kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-        for (dtype, _), alike in kinds.items():
-            wide = torch.float32 if dtype in _SIXTEEN_BIT else None
-            self._norms.append(torch.stack(torch._foreach_norm(alike, 2, wide)))
-        self._held, self._bytes = [], 0
+        with torch.no_grad():
+            kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for (gradient,) in self._held:
+                if gradient is None:
+                    continue
+                if gradient.is_sparse:
+                    gradient = gradient.coalesce().values()
+                if gradient.is_complex():
+                    gradient = torch.view_as_real(gradient)
+                kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+            for (dtype, _), alike in kinds.items():
+                wide = torch.float32 if dtype in _SIXTEEN_BIT else None
+                self._norms += torch._foreach_norm(alike, 2, wide)
+        self._held.clear()
+        self._bytes = 0
 
-    @torch.no_grad()
     def take(self) -> Tensor | None:
         """The norm over all that came since the last time; None where nothing did."""
         self._look()
-        if not self._norms:
+        norms, self._norms = self._norms, []
+        if not norms:
             return None
-        device = self._norms[0].device
-        norms = [torch.linalg.vector_norm(norm.double()).to(device) for norm in self._norms]
-        self._norms = []
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+            norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -103,9 +104,7 @@ class Probe:
         if not self.active:
             return
         norm = self._incoming.take() if self._own else self._whole_norm()
-        if norm is None:  # nothing came: all its units may be masked
-            norm = 0.0
-        self._norms.append(norm)
+        self._norms.append(math.nan if norm is None else norm)  # nothing came: it says nothing
 
     def _whole_norm(self) -> Tensor | float:
         gradients = [g for group in self._window.groups for g in dense_gradients(group)]
