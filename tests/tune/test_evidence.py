@@ -129,6 +129,14 @@ def test_what_more_accumulation_changes() -> None:
     assert "at most 20% less time per unit" in said[1]
 
 
+def test_without_a_split_there_is_less_to_say() -> None:
+    bare = trial(forward=1.0).with_(split={})
+    found = name_bottleneck(bare, fixed=Fixed(0.2, 0.2, 2), used=None)
+    assert found.kind == "launch"
+    assert len(found.evidence) == 1
+    assert len(accumulation(bare, fixed=Fixed(0.2, 0.2, 2), smaller=None)) == 1
+
+
 def test_a_ring_over_ranks() -> None:
     model = RanksModel(1.0, 0.25, 100.0, 8 * 10**8, 1e9, measured=False, latency=0.0)
     assert model.reduction(1) == 0.0

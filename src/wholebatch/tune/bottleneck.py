@@ -68,10 +68,9 @@ def name_bottleneck(trial: Trial, *, fixed: Fixed | None, used: float | None) ->
     evidence = []
     shares = {name: seconds / window for name, seconds in split.items()}
     largest = sorted(shares, key=lambda name: -shares[name])[:3]
-    evidence.append(
-        "of a window, "
-        + ", ".join(f"{shares[name]:.0%} is {name}" for name in largest if shares[name])
-    )
+    if split:
+        parts = ", ".join(f"{shares[name]:.0%} is {name}" for name in largest if shares[name])
+        evidence.append(f"of a window, {parts}")
     launching = 0.0
     if fixed is not None and trial.seconds:
         launching = fixed.per_step * trial.steps / trial.seconds
@@ -114,6 +113,8 @@ def accumulation(trial: Trial, *, fixed: Fixed | None, smaller: Trial | None) ->
     elif smaller is not None:
         said.append(f"Smaller micro-batches: the same update{_less_memory(trial, smaller)}.")
     least = f"at most {once / window:.0%}" if once / window >= 0.01 else "less than 1%"
+    if not trial.split:
+        return tuple(said)
     said.append(
         f"A larger batch made of more micro-batches of this size: no more memory, and {least} "
         f"less time per unit, which is what the close (optimizer"

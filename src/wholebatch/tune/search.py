@@ -8,6 +8,7 @@ hold, and beside it; one that is clearly slower there is left.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from wholebatch.tune.settings import Setting, Trial, Way, steps_of
 from wholebatch.tune.space import Predicted
 
 __all__ = ["Limits", "Search", "Watch"]
+
+_log = logging.getLogger("wholebatch")
 
 CLEARLY = 0.9
 """Of the best speed: below it a setting is slower, whatever noise there is."""
@@ -224,7 +227,7 @@ class Search:
             stopped = slow is not None and timing.fastest < slow
             # What is not to be taken need not be known so well.
             peak = None if stopped else running.peak()
-            split = {} if stopped else running.split()
+            split = {} if stopped else _split_of(running)
         except TooSlow:
             why = f"stopped in its first window: more than {HOPELESS} times slower"
             return blank.with_(status="stopped", why=why, windows=1)
@@ -302,6 +305,15 @@ class Search:
                 units_per_second=timing.rate,
                 why="measured, and again in turn with the best",
             )
+
+
+def _split_of(running: Running) -> dict[str, float]:
+    """The split, which is evidence: a profiler that does not work here costs no setting."""
+    try:
+        return running.split()
+    except (RuntimeError, AttributeError) as error:
+        _log.warning("where the time of a window goes could not be measured: %s", error)
+        return {}
 
 
 def _rate(trial: Trial) -> float:
