@@ -275,6 +275,7 @@ class WholeBatch:
         if window.is_open and window.sync.ranks > 1 and window.next_seed is None:
             window.next_seed = read_scalars([window.seed])[0]
         window.discard()
+        self._feeding.executor.let_go()
 
     def _run(
         self,

@@ -220,7 +220,6 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     assert train._feeding.executor.mode == "eager"
     train._feeding.executor._plan.started -= 3.0  # as if it had run for three seconds
     train.step(whole)
-    train.step(whole)
     assert train._feeding.executor.mode == "graph of operations"
     train._feeding.executor._plan.started -= 300.0
     with warnings_of_the_compiler():

@@ -26,7 +26,7 @@ from wholebatch.execute.inputs import Inputs, Key, take_apart
 from wholebatch.execute.joint import JointStep, Prepared, Runnable
 from wholebatch.execute.notes import CannotTrace, Notes, first_line
 from wholebatch.execute.plan import Execute, Plan
-from wholebatch.execute.trace import Form, State, Traced, trace
+from wholebatch.execute.trace import Form, State, Traced, totals_of, trace
 from wholebatch.loss import Loss, Terms
 from wholebatch.precision import Precision
 from wholebatch.snapshot import Snapshot
@@ -122,6 +122,14 @@ class Executor:
         self.mode = "eager"
         self._eager(micro, self._loss)
         self._settle()
+
+    def let_go(self) -> None:
+        """Memory has run out: drop every graph, with what it holds; they are made anew."""
+        self._steps.clear()
+        self._traced.clear()
+        self._seen.clear()
+        self._pool = None
+        self._next_place = 0
 
     def _reserve(self) -> None:
         """Before the first micro-step: the memory of the gradients, in one piece.
@@ -235,7 +243,7 @@ class Executor:
         loss = self._eager(micro, self._loss)
         self.mode = "eager"
         form = Form.of(loss, self._single)
-        totals = _totals(loss)
+        totals = totals_of(loss)
         del loss
         after = Snapshot(self._model)
         began = time.perf_counter()
@@ -389,8 +397,3 @@ class Executor:
             self._forward = CompiledForward(self._model, self._loss, self._window, self._eager)
         how = "eagerly" if self._forward is None else "with a compiled forward only"
         self.notes.fell_back(self.execute, how, reason)
-
-
-def _totals(loss: Loss | Terms) -> list[Tensor]:
-    terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
-    return [term.total.detach() for term in terms]

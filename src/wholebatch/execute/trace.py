@@ -24,7 +24,7 @@ from wholebatch.execute.notes import CannotTrace, first_line
 from wholebatch.loss import Loss, Term, Terms, as_loss
 from wholebatch.precision import Precision
 
-__all__ = ["Form", "State", "Traced", "trace"]
+__all__ = ["Form", "State", "Traced", "totals_of", "trace"]
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,12 @@ def _written_down(
         if isinstance(constant, Tensor) and constant.requires_grad:
             raise CannotTrace("its loss uses a parameter that is not in the model")
     return graph
+
+
+def totals_of(loss: Loss | Terms) -> list[Tensor]:
+    """The sums of a loss, by term, without their graphs."""
+    terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+    return [term.total.detach() for term in terms]
 
 
 def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:
