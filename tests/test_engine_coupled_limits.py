@@ -1,0 +1,123 @@
+"""wb.Coupled at its limits: memory, what is refused, and resuming."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.support import Whole, adamw, sgd
+from tests.test_engine_coupled import LOSSES, Batch, Clip, batch, coupled, encode, mean_of
+from wholebatch.memory import MemoryMeter
+
+
+def test_memory_grows_by_the_representations_and_a_chunk_only() -> None:
+    peaks = []
+    for number in (64, 1024):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 512), nn.GELU(), nn.Linear(512, 4)).double()
+        data = batch(number)
+        loss = wb.Coupled(
+            lambda m, micro: (m(micro["image"]), m(micro["text"])),
+            lambda all: wb.clip_loss(*all, rows=8),
+        )
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=32, audit=False)
+        with MemoryMeter(model=model) as meter:
+            train.step(data)
+        inputs = sum(leaf.numel() * leaf.element_size() for leaf in data.values())
+        peaks.append(meter.peak - inputs)
+    # Two vectors of 4 doubles for each sample, as such, of unit length, and the gradients of both,
+    # which are added up from chunks; and 8 rows of similarities, with what leads back from them.
+    vectors, similarities = 2 * 4 * 8, 8 * 8
+    assert peaks[1] - peaks[0] <= 960 * (10 * vectors + 6 * similarities)
+    # With their graphs alive, 960 samples more would need their hidden layers at the least.
+    assert peaks[1] - peaks[0] < 0.2 * 960 * 2 * (2 * 512 * 8)
+
+
+def test_out_of_memory_in_either_pass_begins_again() -> None:
+    for failing in (2, 4):  # the third micro-batch of the first pass, the second of the second
+        model = Clip(dropout=0.3)
+        reference = copy.deepcopy(model)
+        calls = [0]
+
+        def short(model: Clip, micro: Batch, calls: list[int] = calls, at: int = failing) -> Batch:
+            calls[0] += 1
+            if calls[0] == at + 1:
+                raise torch.OutOfMemoryError("injected")
+            return encode(model, micro)
+
+        torch.manual_seed(1)
+        loss = wb.Coupled(short, lambda all, m=model: LOSSES["clip"](m, all))
+        # The probe of the audit would be counted too.
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=5, audit=False)
+        step = train.step(batch(12))
+        assert (train.recoveries, step.micro_batches) == (1, 4)
+        # The same update as if it had been cut so from the start.
+        torch.manual_seed(1)
+        cut = (
+            [(0, 5), (5, 10), (10, 11), (11, 12)]
+            if failing == 2
+            else [(0, 5), (5, 8), (8, 10), (10, 12)]
+        )
+        plain = wb.WholeBatch(reference, sgd(reference), loss=coupled(reference), micro_batch=5)
+        pieces = [{k: v[i:j] for k, v in batch(12).items()} for i, j in cut]
+        plain._fitting.split = lambda _, made=pieces: made  # type: ignore[method-assign, misc]
+        plain.step(batch(12))
+        assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+def test_out_of_memory_in_the_loss_is_said_as_it_is() -> None:
+    model = Clip()
+
+    def large(all: Batch) -> wb.Loss:
+        raise torch.OutOfMemoryError("injected")
+
+    train = wb.WholeBatch(model, sgd(model), loss=wb.Coupled(encode, large), micro_batch=4)
+    with pytest.raises(wb.errors.WindowError, match="representations of all 13 samples"):
+        train.step(batch())
+
+
+def test_what_is_refused() -> None:
+    model = Clip()
+    with pytest.raises(wb.errors.OptionError, match="leave units= out"):
+        wb.WholeBatch(model, sgd(model), loss=coupled(model), units=len)
+    with pytest.raises(wb.errors.OptionError, match="compile the encoder itself"):
+        wb.WholeBatch(model, sgd(model), loss=coupled(model), execute="compile")
+    with pytest.raises(wb.errors.OptionError, match=r"must be a function, or wb\.Coupled"):
+        wb.WholeBatch(model, sgd(model), loss=3)  # type: ignore[arg-type]
+    with pytest.raises(wb.errors.OptionError, match="a list or dict of them"):
+        wb.WholeBatch([3], sgd(model), loss=coupled(model))  # type: ignore[list-item]
+    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4)
+    with pytest.raises(wb.errors.StateError, match="save between steps"):
+        train.step(batch(), after_micro=lambda done, of: train.state_dict() and None)
+
+
+def test_a_run_resumes_between_steps() -> None:
+    model = Clip(dropout=0.2)
+    optimizer = adamw(model)
+    torch.manual_seed(2)
+    train = wb.WholeBatch(model, optimizer, loss=coupled(model), micro_batch=4)
+    train.step(batch())
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), train.state_dict()))
+    train.step(batch(seed=1))
+    other = Clip(dropout=0.2)
+    again = adamw(other)
+    resumed = wb.WholeBatch(other, again, loss=coupled(other), micro_batch=4)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    resumed.step(batch(seed=1))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> None:
+    model = Clip()
+    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), memory="60KiB")
+    whole = Whole(model, loss=mean_of("clip"))
+    train.step(batch(64))
+    whole.step(batch(64))
+    assert 1 < (train.micro_batch_size or 0) < 64
+    whole.assert_same(model)
