@@ -158,13 +158,14 @@ def test_a_rank_that_fails_ends_all_with_its_message(ranks: Reports) -> None:
         assert rank["broken"]["err"].count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "pipeline", "zero"])
-def test_engines_that_the_command_does_not_launch(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--parallel", name]) == 2
-    assert f"error: --parallel {name}" in (said := capfd.readouterr().err)
-    assert "must be ddp or fsdp2" in said
+def test_engines_that_the_command_does_not_know(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--parallel", "zero"]) == 2
+    said = capfd.readouterr().err
+    assert said == "error: --parallel zero: must be one of ddp, fsdp2, deepspeed, pipeline\n"
+    assert main(["train", "--parallel", "deepspeed", "--zero", "4"]) == 2
+    assert "--zero 4: must be a stage of ZeRO, 0 to 3" in capfd.readouterr().err
+    assert main(["train", "--parallel", "pipeline", "--schedule", "zigzag"]) == 2
+    assert "--schedule zigzag: must be one of 1f1b, gpipe" in capfd.readouterr().err
 
 
 def test_a_damaged_slice_is_noticed(folder: Path, tmp_path: Path) -> None:

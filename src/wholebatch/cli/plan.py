@@ -40,8 +40,8 @@ def plan(
         str | None,
         typer.Argument(
             metavar="RECIPE|hf:CONFIG.json",
-            help="A recipe as for [bold]wholebatch train[/], or a Hugging Face causal language "
-            "model from its configuration alone.",
+            help="A recipe as for [bold]wholebatch train[/], or a Hugging Face language model "
+            "from its configuration alone.",
             show_default=False,
         ),
     ] = None,
@@ -180,10 +180,14 @@ def _from_recipe(name: str | None) -> _Subject:
 
 
 def _from_configuration(path: Path, seq: int | None) -> _Subject:
-    """A Hugging Face causal language model: its shapes are in the configuration, no weights."""
+    """A Hugging Face language model: its shapes are in the configuration, no weights.
+
+    Encoders (BERT and its kin) are planned with masked language modelling, all others as causal
+    language models.
+    """
     import torch
 
-    from wholebatch.loss import causal_lm
+    from wholebatch.loss import causal_lm, cross_entropy
 
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -197,6 +201,10 @@ def _from_configuration(path: Path, seq: int | None) -> _Subject:
         from transformers import (  # type: ignore[import-not-found, unused-ignore]
             AutoConfig,
             AutoModelForCausalLM,
+            AutoModelForMaskedLM,
+        )
+        from transformers.models.auto.modeling_auto import (  # type: ignore[import-not-found, unused-ignore]
+            MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         )
     except ImportError as error:
         raise MissingExtraError("transformers", "transformers", "planning hf: models") from error
@@ -204,21 +212,32 @@ def _from_configuration(path: Path, seq: int | None) -> _Subject:
     try:
         config = AutoConfig.for_model(stored["model_type"], **options)
         config.use_cache = False
+        is_masked = stored["model_type"] in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+            config, "is_decoder", False
+        )
+        kind: Any = AutoModelForMaskedLM if is_masked else AutoModelForCausalLM
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = kind.from_config(config)
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"hf:{path}: no causal language model can be built: {reason}") from error
-    length = seq or getattr(config, "max_position_embeddings", None)
+        raise RecipeError(f"hf:{path}: no language model can be built: {reason}") from error
+    most = getattr(config, "max_position_embeddings", None)
+    if seq is not None and most is not None and seq > most:
+        raise OptionError(f"--seq {seq}: the configuration has {most} positions; give at most that")
+    length = seq or most
     if length is None:
         raise OptionError("--seq: the configuration does not say how long sequences are")
     model.train()
+
+    def masked_lm(model: Any, micro: Any) -> Any:
+        return cross_entropy(model(input_ids=micro["input_ids"]).logits, micro["input_ids"])
+
     return _Subject(
         name=f"{path.stem} ({stored['model_type']})",
         sample=f"sequences of {length} tokens",
         model=model,
         optimizer=torch.optim.AdamW(model.parameters()),
-        loss=causal_lm,
+        loss=masked_lm if is_masked else causal_lm,
         batch={"input_ids": torch.zeros(1, length, dtype=torch.long)},
         batch_size=64,
         precision="full" if config.dtype in (torch.bfloat16, torch.float16) else "bf16",
@@ -320,15 +339,15 @@ def _variants(plan: Plan) -> Table:
     )
     table.add_column("precision")
     table.add_column("checkpointing")
+    table.add_column("gradients")
     table.add_column(f"peak at {size}", justify="right")
     table.add_column("micro-batch that fits, about", justify="right")
     for variant in plan.variants:
         table.add_row(
             variant.precision,
             "per block" if variant.checkpointing else "no",
+            variant.gradients + (" (approximate)" if variant.gradients == "moments" else ""),
             bytes_said(variant.peak),
             str(variant.about) if variant.about else "not even 1",
         )
     return table
-    table.add_column("gradients")
-            variant.gradients + (" (approximate)" if variant.gradients == "moments" else ""),
