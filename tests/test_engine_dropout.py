@@ -76,7 +76,7 @@ def updates(model: nn.Module, sizes: list[Any], data: Any, how: Any = None, **op
 def test_the_updates_do_not_depend_on_the_split(kind: str) -> None:
     model = Tagger(norm=kind == "lock-step", checkpointed=kind == "checkpointed").double()
     reference = updates(model, [13, 13, 13], tokens())
-    for sizes in ([1, 1, 1], [5, 5, 5], [13, 3, 7]):  # and may change in the middle of a run
+    for sizes in ([1, 5, 13], [7, 13, 3]):  # and may change in the middle of a run
         assert distance(updates(model, sizes, tokens()), reference) <= EXACT
     fresh = updates(model, [5, 5, 5], tokens(), dropout="fresh")
     assert distance(fresh, reference) > 1e-4
@@ -86,7 +86,7 @@ def test_the_updates_do_not_depend_on_the_split(kind: str) -> None:
 def test_nor_with_a_loss_of_the_whole_batch(norm: bool) -> None:
     model = Clip(0.4, norm=norm)
     reference = updates(model, [13, 13], batch(), coupled)
-    for sizes in ([2, 2], [13, 5], [6, 1]):
+    for sizes in ([2, 6], [13, 1]):
         assert distance(updates(model, sizes, batch(), coupled), reference) <= EXACT
 
 

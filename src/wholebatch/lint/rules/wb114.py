@@ -20,7 +20,8 @@ loss.backward()
 ```
 
 ## Use instead
-Two passes with cached representations (GradCache): `wb.WholeBatch` with a coupled loss.
+Two passes with cached representations (GradCache): `wb.WholeBatch` with
+`loss=wb.Coupled(encode, loss)`.
 """
 
 from __future__ import annotations
