@@ -1,0 +1,85 @@
+"""The parts of a window whose gradients are summed on the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from wholebatch.gradients.norm import total_norm
+from wholebatch.gradients.pipe import Pipe, add_on_host
+from wholebatch.gradients.sums import Sums, flat_of, like
+
+
+def test_pipe_bounds_what_waits_and_passes_failures_on() -> None:
+    pipe = Pipe(torch.device("cpu"), waiting_bytes=0)
+    total = torch.zeros(1000)
+    for index in range(50):
+        pipe.put(torch.full((1000,), float(index)), total, first=index == 0)
+    pipe.drain()
+    assert torch.equal(total, torch.full((1000,), 1225.0))
+    assert pipe.bytes_out == 50 * 4000
+    with pytest.raises(ValueError, match="a gradient of 3 for a sum of 1000"):
+        pipe.put(torch.zeros(3), total, first=False)
+    pipe.put(torch.zeros(1000), torch.zeros(1).expand(1000), first=False)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        pipe.drain()
+    pipe.put(torch.ones(1000), total, first=True)
+    pipe.drain()
+    assert torch.equal(total, torch.ones(1000))
+
+
+def test_pipe_ends_its_thread() -> None:
+    def threads() -> int:
+        return sum(t.name == "wholebatch-gradients" for t in threading.enumerate())
+
+    before = threads()
+    pipe = Pipe(torch.device("cpu"))
+    pipe.put(torch.ones(4), torch.zeros(4), first=True)
+    pipe.drain()
+    assert threads() == before + 1
+    del pipe
+    for _ in range(100):
+        if threads() == before:
+            break
+        time.sleep(0.02)
+    assert threads() == before
+
+
+def test_addition_of_sixteen_bit_gradients_rounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholebatch.gradients.pipe._CAST", 7)
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(50, generator=generator).bfloat16() for _ in range(9)]
+    total = torch.empty(50)
+    for index, part in enumerate(parts):
+        add_on_host(total, part, first=index == 0)
+    wanted = parts[0].float()
+    for part in parts[1:]:
+        wanted += part.float()
+    assert torch.equal(total, wanted)
+
+
+def test_norm_of_long_rows_and_of_large_numbers() -> None:
+    row = torch.full((3_000_001,), 0.1)
+    wanted = torch.linalg.vector_norm(row.double())
+    assert abs(float(total_norm([row]) / wanted) - 1.0) < 1e-6
+    assert float(total_norm([torch.full((4,), 1e25)])) == pytest.approx(2e25)
+    assert not torch.isfinite(total_norm([torch.tensor([1.0, float("inf")])]))
+    assert float(total_norm([])) == 0.0
+
+
+def test_sums_keep_the_order_of_memory() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last))
+    sums = Sums([[parameter]])
+    gradient = torch.randn(4, 3, 2, 5)
+    sums.flat(parameter).copy_(flat_of(gradient, parameter))
+    assert sums.shaped(parameter) is None
+    sums.filled.add(id(parameter))
+    held = sums.shaped(parameter)
+    assert held is not None
+    assert torch.equal(held, gradient)
+    assert held.stride() == parameter.stride()
+    assert torch.equal(like(parameter, flat_of(gradient, parameter)), gradient)
