@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -120,4 +121,22 @@ def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> Non
     train.step(batch(64))
     whole.step(batch(64))
     assert 1 < (train.micro_batch_size or 0) < 64
+    whole.assert_same(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradients": "host"},
+        {"gradients": "host", "optimizer_on": "host"},
+        {"gradients": "release", "nonfinite": "skip"},
+    ],
+)
+def test_wherever_the_gradients_are_kept(options: dict[str, Any]) -> None:
+    model = Clip()
+    whole = Whole(model, adamw, loss=mean_of("clip"))
+    train = wb.WholeBatch(model, adamw(model), loss=coupled(model), micro_batch=4, **options)
+    for seed in range(2):
+        whole.step(batch(seed=seed))
+        train.step(batch(seed=seed))
     whole.assert_same(model)

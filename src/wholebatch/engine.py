@@ -140,7 +140,7 @@ class WholeBatch:
             target=target,
             options=options,
             sync=engine,
-            counts_units=units is not None,
+            counts_units=units is not None or isinstance(loss, Coupled),
         )
         self._window = Window(target, options, engine, store)
         self._feeding = Feeding(
