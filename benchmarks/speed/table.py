@@ -92,7 +92,9 @@ class Results:
             *(f"\n{note}" for note in self._about.get("notes", [])),
         ]
         for model in dict.fromkeys(key[0] for key in sorted(self._rows)):
-            lines += ["", f"## {model}", "", *self._table(model), *self._profiles(model)]
+            lines += ["", f"## {model}", "", *self._table(model), ""]
+            lines += [f"![ms per window and GiB over micro-batch size](speed-{model}.png)"]
+            lines += self._profiles(model)
         return "\n".join(lines) + "\n"
 
     def _table(self, model: str) -> list[str]:
@@ -162,11 +164,16 @@ class Results:
             mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
             for mode in dict.fromkeys(mode for mode, _ in mine):
                 rows = [mine[key] for key in sorted(mine) if key[0] == mode and "ms" in mine[key]]
+                if not rows:
+                    continue
                 sizes = [row["micro"] for row in rows]
                 for axis, what in zip(axes, ("ms", "reserved_gib"), strict=True):
                     axis.plot(sizes, [row[what] for row in rows], "o-", label=mode)
             for axis, label in zip(axes, ("ms per window", "GiB"), strict=True):
                 axis.set(xlabel="micro-batch", ylabel=label, xscale="log", ylim=(0, None))
+                axis.set_xticks(sorted({size for _, size in mine if size}))
+                axis.xaxis.set_major_formatter("{x:.0f}")
+                axis.xaxis.set_minor_formatter("")
             axes[1].legend(fontsize=7)
             figure.suptitle(model)
             figure.tight_layout()
