@@ -80,11 +80,12 @@ def multi_steps(
         total = jax.tree.map(
             lambda leaf: jnp.zeros_like(leaf, dtype=_wide(jnp.result_type(leaf))), params
         )
-        zero = jnp.zeros((), jnp.int32)
         wide = jnp.promote_types(
             jnp.float32, jnp.result_type(*(jax.tree.leaves(total) or [jnp.float32]))
         )
-        return WindowState(zero, jnp.zeros((), wide), total, zero, wrapped.init(params))
+        # Two zeros, not one twice: a buffer can be donated only once.
+        place, updates = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return WindowState(place, jnp.zeros((), wide), total, updates, wrapped.init(params))
 
     def update(
         updates: Any,

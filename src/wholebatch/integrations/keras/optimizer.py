@@ -90,8 +90,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._inside = True
 
     @property
-    def loss_scale_factor(self) -> Any:
-        return None
+    def loss_scale_factor(self) -> bool:
+        return False  # not None: TensorFlow's tracking drops an assignment of what is there
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
@@ -246,24 +246,24 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             # Not divide_no_nan: on the torch backend it rounds numbers to float32.
             factors.append(ops.where(scale > 0, 1.0 / ops.where(scale > 0, scale, 1.0), 0.0))
         seen = self._seen if any(self._seen) else [True] * len(self._seen)
-        return [
-            sum(
-                each[number] * ops.cast(factor, each[number].dtype)
-                for each, factor in zip(sums, factors, strict=True)
-            )
-            if used
-            else None
-            for number, used in enumerate(seen)
-        ]
+        gradients = _scaled(sums[0], factors[0])
+        for each, factor in zip(sums[1:], factors[1:], strict=True):
+            more = _scaled(each, factor)
+            gradients = [ops.add(a, b) for a, b in zip(gradients, more, strict=True)]
+        return [grad if used else None for grad, used in zip(gradients, seen, strict=True)]
 
     def clear(self) -> None:
         """Empty the window; the seed stays."""
-        for total, _, sums in self._window:
-            for variable in (total, *sums):
-                variable.assign(ops.zeros(variable.shape, variable.dtype))
         self._place.assign(0)
-        if keras.backend.backend() == "torch":  # elsewhere what was traced stays as it is
-            self._seen = [False] * len(self._seen)
+        every = [variable for total, _, sums in self._window for variable in (total, *sums)]
+        if keras.backend.backend() == "torch":
+            import torch
+
+            torch._foreach_zero_([variable.value for variable in every])
+            self._seen = [False] * len(self._seen)  # elsewhere what was traced stays as it is
+            return
+        for variable in every:
+            variable.assign(ops.zeros(variable.shape, variable.dtype))
 
     def close(self) -> None:
         """One update of the inner optimizer from what is in the window."""
@@ -429,6 +429,17 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             config["optimizer"], custom_objects=custom_objects
         )
         return cls(**{**config, "optimizer": inner})
+
+
+def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:
+    """The sums times a number; in place on torch, where the window is emptied next."""
+    if keras.backend.backend() != "torch":
+        return [each * ops.cast(factor, each.dtype) for each in sums]
+    import torch
+
+    found = [each.detach() for each in sums]
+    torch._foreach_mul_(found, factor.item())
+    return found
 
 
 def _same_step(before: Any, now: Any) -> bool:
