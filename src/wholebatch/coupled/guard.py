@@ -59,9 +59,8 @@ class Guard:
             found = [str(finding) for finding in made.beyond_batchnorm]
         except torch.OutOfMemoryError:
             _log.warning("no memory to probe the model for layers that couple samples")
-        except (
-            Exception
-        ) as error:  # most often it is the loss function's, and the step will raise it
+        except Exception as error:
+            # Most often it is the loss function's, and the step will raise it.
             _log.warning("the model could not be probed for layers that couple samples: %r", error)
         _refuse(found, summed)
 

@@ -95,7 +95,7 @@ class Leaves:
         for place in range(len(trees[0].tensors)):
             parts = [_as_rows(tree.tensors[place].detach()) for tree in trees]
             for tree in trees:
-                tree.tensors[place] = parts[0][:0]
+                tree.tensors[place] = torch.empty(0)
             stops = [0]
             for part in parts:
                 stops.append(stops[-1] + len(part))
