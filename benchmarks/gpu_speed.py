@@ -4,6 +4,7 @@
     python benchmarks/gpu_speed.py --models gpt-124m --micro 1 4    # a part of it
     python benchmarks/gpu_speed.py --quick                          # one small table
     python benchmarks/gpu_speed.py --main                           # the main rows in 8 minutes
+    python benchmarks/gpu_speed.py --models gpt-cpu --name speed-cpu   # a small one, on a CPU
     python benchmarks/gpu_speed.py --tables                         # speed.md from speed.json again
 
 Every loop runs in a process of its own, so that device memory is its own. `--together N` lets N of
@@ -22,7 +23,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"gpt-124m": [1, 4, 8], "gpt-1.3b": [1, 4], "resnet-50": [8, 32], "encoder": [4, 16]}
+SIZES = {
+    "gpt-124m": [1, 4, 8],
+    "gpt-1.3b": [1, 4],
+    "resnet-50": [8, 32],
+    "encoder": [4, 16],
+    "gpt-cpu": [1, 4],
+}
 WHOLE = "whole batch, compiled"
 MODES = [
     "wholebatch graph",
@@ -83,7 +90,7 @@ def child(options: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", default=list(SIZES))
+    parser.add_argument("--models", nargs="+", default=list(SIZES)[:4])
     parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--micro", nargs="+", type=int)
     parser.add_argument("--windows", type=int, default=12)
@@ -100,6 +107,7 @@ def main() -> int:
         help="and profile one window of ours, the loop and the whole batch",
     )
     parser.add_argument("--tables", action="store_true", help="only write speed.md from speed.json")
+    parser.add_argument("--name", default="speed", help="of the files that are written")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -112,7 +120,7 @@ def main() -> int:
     from speed.together import Spec, run_together
 
     if options.tables:
-        Results(options.out, measuring=False).write()
+        Results(options.out, name=options.name, measuring=False).write()
         return 0
     began = time.monotonic()
     batches: list[list[Spec]] = [list(batch) for batch in MAIN]
@@ -132,7 +140,7 @@ def main() -> int:
         step = options.together
         batches = [specs[start : start + step] for start in range(0, len(specs), step)]
 
-    results = Results(options.out)
+    results = Results(options.out, name=options.name)
     results.peak(matmul_peak())
     paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     for batch in batches:

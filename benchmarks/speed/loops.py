@@ -239,7 +239,7 @@ def _hf_trainer(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
             return {"loss": mean(self.model, {"x": x, "y": y})}
 
     def run(updated: Callable[[float], None]) -> None:
-        class Watch(transformers.TrainerCallback):  # type: ignore[misc]
+        class Watch(transformers.TrainerCallback):
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 synchronize()
                 updated(float("nan"))

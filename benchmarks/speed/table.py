@@ -20,9 +20,10 @@ WHOLE = "whole batch, compiled"
 class Results:
     """All rows so far, by model, mode and micro-batch size."""
 
-    def __init__(self, folder: Path, *, measuring: bool = True) -> None:
+    def __init__(self, folder: Path, *, name: str = "speed", measuring: bool = True) -> None:
         self._folder = folder
-        self._file = folder / "speed.json"
+        self._name = name
+        self._file = folder / f"{name}.json"
         self._rows: dict[tuple[str, str, int], dict[str, Any]] = {}
         self._about: dict[str, Any] = {}
         if self._file.exists():
@@ -66,7 +67,7 @@ class Results:
         self._folder.mkdir(parents=True, exist_ok=True)
         rows = [self._rows[key] for key in sorted(self._rows)]
         self._file.write_text(json.dumps({"about": self._about, "rows": rows}, indent=1) + "\n")
-        (self._folder / "speed.md").write_text(self.markdown())
+        (self._folder / f"{self._name}.md").write_text(self.markdown())
         self._plot()
 
     def markdown(self) -> str:
@@ -80,20 +81,15 @@ class Results:
             f"{self._about['device']}, Python {self._about['python']}, {versions}."
             + (f" A bf16 matrix product of 8192³ reached {peak:.0f} TFLOP/s." if peak else ""),
             "",
-            "One update from a whole window (gpt-124m: 64 sequences of 1024 tokens; gpt-1.3b: 32), "
-            "bf16 autocast, fused AdamW, without clipping: milliseconds per window. Every loop has "
-            "a process of its own and is timed while all others wait. Memory is what the process "
-            "has taken from the driver for tensors (the caching allocator's and the recordings' "
-            "pools), in GiB; energy is what the driver counted for a window. The best peer is the "
-            "fastest of the hand-written loop and the trainers; torch.compile in that loop is a "
-            "row of its own. resnet-50 (128 images) has GroupNorm, so that all loops train the "
-            "same model; encoder (128 sequences of 64 to 512 tokens) is padded to the longest of "
-            "a micro-batch, by wholebatch to a budget of as many tokens.",
+            "One update from a whole window, fused AdamW, without clipping: milliseconds per "
+            "window. Every loop has a process of its own and is timed while all others wait.",
+            "",
+            *(_ON_CUDA if peak else _ON_CPU),
             *(f"\n{note}" for note in self._about.get("notes", [])),
         ]
         for model in dict.fromkeys(key[0] for key in sorted(self._rows)):
             lines += ["", f"## {model}", "", *self._table(model), ""]
-            lines += [f"![ms per window and GiB over micro-batch size](speed-{model}.png)"]
+            lines += [f"![ms per window and GiB over micro-batch size]({self._name}-{model}.png)"]
             lines += self._profiles(model)
         return "\n".join(lines) + "\n"
 
@@ -149,7 +145,8 @@ class Results:
         bold = "**" if ours and ratio else ""
         energy = f"; {row['joules']:.0f} J" if row.get("joules") else ""
         told = f"{bold}{row['ms']:.1f} ms{bold}{ratio}{share}"
-        return f"{told}; {row['reserved_gib']:.1f} GiB{energy}"
+        memory = f"; {row['reserved_gib']:.1f} GiB" if row["reserved_gib"] else ""
+        return f"{told}{memory}{energy}"
 
     def _plot(self) -> None:
         try:
@@ -160,7 +157,7 @@ class Results:
         from matplotlib import pyplot
 
         for model in dict.fromkeys(key[0] for key in self._rows):
-            figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+            figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), squeeze=True)
             mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
             for mode in dict.fromkeys(mode for mode, _ in mine):
                 rows = [mine[key] for key in sorted(mine) if key[0] == mode and "ms" in mine[key]]
@@ -177,10 +174,23 @@ class Results:
             axes[1].legend(fontsize=7)
             figure.suptitle(model)
             figure.tight_layout()
-            figure.savefig(self._folder / f"speed-{model}.png", dpi=110)
+            figure.savefig(self._folder / f"{self._name}-{model}.png", dpi=110)
             pyplot.close(figure)
 
 
+_ON_CUDA = [
+    "bf16 autocast; windows of 64 sequences of 1024 tokens (gpt-124m), 32 of them (gpt-1.3b), 128 "
+    "images (resnet-50) and 128 sequences (encoder). Memory is what the process has taken from the "
+    "driver for tensors (the caching allocator's and the recordings' pools), in GiB; energy is "
+    "what the driver counted for a window. The best peer is the fastest of the hand-written loop "
+    "and the trainers; torch.compile in that loop is a row of its own. resnet-50 has GroupNorm, so "
+    "that all loops train the same model; encoder (64 to 512 tokens) is padded to the longest of a "
+    "micro-batch, by wholebatch to a budget of as many tokens.",
+]
+_ON_CPU = [
+    "fp32 on a CPU. The best peer is the fastest of the hand-written loop and the trainers; "
+    "torch.compile in that loop is a row of its own. Memory was not measured.",
+]
 _PEERS = ("loop", "HF Trainer", "Lightning", "Accelerate", "Fabric")
 _KINDS = {
     "badd": "weight gradients (matrix products that add into fp32)",
