@@ -62,7 +62,7 @@ def test_page(browser: Tab, site: str, name: str, width: int) -> None:
 
 def test_examples_of_docstrings_are_code(browser: Tab, site: str) -> None:
     browser.open(f"{site}/reference/training.html", scheme="light", width=1280)
-    assert browser.run("return document.querySelectorAll('.language-pycon').length") >= 3
+    assert browser.run("return document.querySelectorAll('article .highlight .gp').length") >= 3
     assert browser.run("return document.querySelectorAll('article blockquote').length") == 0
     names = browser.run("return [...document.querySelectorAll('article h2')].map(h => h.id)")
     assert "wholebatch.engine.WholeBatch" in names
