@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from wholebatch.errors import MissingExtraError
@@ -12,17 +15,36 @@ from wholebatch.report.metrics import scalars_of
 __all__ = ["Events"]
 
 
+@contextmanager
+def _without_tensorflow() -> Iterator[None]:
+    """Let TensorBoard take its own file system, not TensorFlow's, where that is installed too.
+
+    TensorFlow takes seconds to import, and draws from NumPy's generator when it is: a run would
+    not be the same with and without it. TensorBoard looks for this module before.
+    """
+    name = "tensorboard.compat.notf"
+    if name in sys.modules or "tensorflow" in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
 class Events:
     """TensorBoard's event files; after a resume, what lies beyond the checkpoint is hidden."""
 
     def __init__(self, folder: Path, *, windows: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
-        self._writer: Any = SummaryWriter(
-            str(folder), purge_step=windows + 1 if windows else None, flush_secs=10
-        )
+        with _without_tensorflow():
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
+            self._writer: Any = SummaryWriter(
+                str(folder), purge_step=windows + 1 if windows else None, flush_secs=10
+            )
 
     def write(self, record: Mapping[str, Any]) -> None:
         """The numbers of a record, by its window."""
