@@ -89,7 +89,7 @@ Noise: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="auto|off|N",
-        help="Estimate the gradient noise scale from every N-th window (auto: one in 8), and say "
+        help="Estimate the gradient noise scale from every N-th window (auto: one in 16), and say "
         "what it means for the batch size.",
         rich_help_panel=_RUN,
     ),
