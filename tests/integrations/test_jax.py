@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,22 +18,28 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from tests.integrations.blocks import run_diff  # noqa: E402
+from tests.integrations.jax_problem import (  # noqa: E402
+    LENGTH,
+    SAMPLES,
+    distance,
+    loss_mean,
+    loss_sum,
+    problem,
+    token_losses,
+    whole_batch,
+)
 from wholebatch.errors import (  # noqa: E402
     LossError,
-    MissingExtraError,
     OptionError,
     SplitError,
     WindowError,
 )
 from wholebatch.integrations.jax import (  # noqa: E402
     accumulate,
-    flush,
-    has_updated,
     multi_steps,
 )
 
 ROOT = Path(__file__).parents[2]
-SAMPLES, LENGTH, CLASSES = 11, 5, 7
 MICRO_BATCHES = (1, 4, 64)
 
 
@@ -42,51 +47,6 @@ MICRO_BATCHES = (1, 4, 64)
 def float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
-
-
-def problem(dtype: Any = np.float64) -> tuple[Any, Any]:
-    """Parameters, and a batch of sequences with very different numbers of unmasked tokens."""
-    random = np.random.default_rng(0)
-    params = {
-        "in": random.normal(size=(4, 6)).astype(dtype),
-        "out": random.normal(size=(6, CLASSES)).astype(dtype),
-    }
-    lengths = random.integers(1, LENGTH + 1, size=SAMPLES)
-    batch = {
-        "x": random.normal(size=(SAMPLES, LENGTH, 4)).astype(dtype),
-        "y": random.integers(0, CLASSES, size=(SAMPLES, LENGTH)),
-        "mask": np.arange(LENGTH) < lengths[:, None],
-    }
-    return params, batch
-
-
-def token_losses(params: Any, batch: Any) -> Any:
-    logits = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]) * batch["mask"]
-
-
-def loss_sum(params: Any, batch: Any) -> Any:
-    return token_losses(params, batch).sum(), batch["mask"].sum()
-
-
-def loss_mean(params: Any, batch: Any) -> Any:
-    return token_losses(params, batch).sum() / batch["mask"].sum()
-
-
-def distance(got: Any, want: Any) -> float:
-    """Relative L2 distance of two trees (in numpy: jax would compile every operation)."""
-    flat = [
-        np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
-        for tree in (got, want)
-    ]
-    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
-
-
-whole_batch = jax.jit(jax.value_and_grad(loss_mean))
-
-
-def minus(got: Any, start: Any) -> Any:
-    return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), got, start)
 
 
 @pytest.mark.parametrize("micro_batch", MICRO_BATCHES)
@@ -278,124 +238,6 @@ def test_refusals(name: str) -> None:
         call()
 
 
-def windows(
-    tx: Any,
-    params: Any,
-    parts: list[Any],
-    last: Callable[[int], bool] = lambda i: False,
-    through: Callable[[Any], Any] | None = None,
-) -> tuple[Any, Any]:
-    """Train over micro-batches, one window after the other, in a jitted step."""
-
-    @jax.jit
-    def step(params: Any, state: Any, micro: Any, last: Any) -> Any:
-        gradient = jax.grad(loss_mean)(params, micro)
-        updates, state = tx.update(gradient, state, params, units=micro["mask"].sum(), last=last)
-        return optax.apply_updates(params, updates), state
-
-    state = jax.jit(tx.init)(params)
-    for index, micro in enumerate(parts):
-        if through is not None:
-            params, state = through((params, state))
-        params, state = step(params, state, micro, last(index))
-    return params, state
-
-
-def cut(batch: Any, ends: tuple[int, ...]) -> list[Any]:
-    starts = (0, *ends[:-1])
-    return [
-        jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch)
-        for a, b in zip(starts, ends, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "clipped"])
-def test_multi_steps_are_the_undivided_windows(optimizer: str) -> None:
-    """Windows of three uneven micro-batches, and a tail of one."""
-    inner = {
-        "sgd": optax.sgd(0.3, momentum=0.9),
-        "adamw": optax.adamw(0.1, weight_decay=0.1),
-        "clipped": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.3)),
-    }[optimizer]
-    params, batch = problem()
-    parts = cut(batch, (2, 3, 6, 7, 9, 10, 11))
-    tx = multi_steps(inner, every_k=3)
-    tail = "flush" if optimizer == "adamw" else "last"
-    got, state = windows(tx, params, parts, last=lambda i: tail == "last" and i == 6)
-    if tail == "flush":
-        assert int(state.updates) == 2
-        updates, state = jax.jit(lambda state, params: flush(tx, state, params))(state, got)
-        got = jax.tree.map(np.add, got, updates)
-    assert int(state.updates) == 3
-    assert bool(has_updated(state))
-
-    want, inner_state = undivided(inner, loss_mean, params, cut(batch, (6, 10, 11)))
-    moved = minus(want, params)
-    assert distance(minus(got, params), moved) <= 1e-12
-    assert distance((got, state.inner), (want, inner_state)) <= 1e-12
-    if optimizer == "sgd":
-        assert distance(minus(windows_of_optax(inner, params, parts), params), moved) > 1e-2
-
-
-def undivided(inner: Any, loss: Any, params: Any, batches: list[Any]) -> tuple[Any, Any]:
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        updates, state = inner.update(jax.grad(loss)(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = jax.jit(inner.init)(params)
-    for batch in batches:
-        params, state = step(params, state, batch)
-    return params, state
-
-
-def windows_of_optax(inner: Any, params: Any, parts: list[Any]) -> Any:
-    tx = optax.MultiSteps(inner, every_k_schedule=3, accumulator_dtype=jnp.float64)
-
-    @jax.jit
-    def step(params: Any, state: Any, micro: Any) -> Any:
-        updates, state = tx.update(jax.grad(loss_mean)(params, micro), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = jax.jit(tx.init)(params)
-    for micro in parts:
-        params, state = step(params, state, micro)
-    return params
-
-
-def test_a_window_survives_being_saved() -> None:
-    params, batch = problem()
-    tx = multi_steps(optax.adam(0.1), every_k=lambda updates: 2 + updates)
-    parts = cut(batch, (2, 3, 6, 7, 11))
-    want, want_state = windows(tx, params, parts)
-    assert int(want_state.updates) == 2
-    got, state = windows(
-        tx, params, parts, through=lambda state: pickle.loads(pickle.dumps(jax.device_get(state)))
-    )
-    assert distance((got, state.total), (want, want_state.total)) <= 1e-12
-
-
-def test_a_window_without_units_makes_no_update() -> None:
-    params = jnp.ones(2)
-    tx = multi_steps(optax.adam(0.1), every_k=1)
-    updates, state = tx.update(jnp.full(2, 5.0), tx.init(params), params, units=0)
-    assert float(jnp.abs(updates).sum()) == 0.0
-    assert int(state.updates) == int(state.place) == int(state.inner[0].count) == 0
-
-
-def test_sums_of_16_bit_gradients() -> None:
-    params = jnp.zeros(1, jnp.bfloat16)
-    tx = multi_steps(optax.sgd(1.0), every_k=300, of="sum")
-
-    def step(state: Any, gradient: Any) -> Any:
-        updates, state = tx.update(gradient, state, params, units=1)
-        return state, updates
-
-    _, updates = jax.lax.scan(step, tx.init(params), jnp.ones((300, 1), jnp.bfloat16))
-    assert updates.dtype == jnp.bfloat16
-    assert float(updates[-1, 0]) == -1.0  # in bfloat16, 256 + 1 is 256
-
-
 def test_two_devices() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(Path(__file__).parent / "jax_devices.py")],
@@ -420,18 +262,3 @@ def test_the_change_of_the_page() -> None:
     assert before["updates"] == after["updates"] == 3
     assert distance(after["params"], before["params"]) <= 1e-12
     assert distance(after["value"], before["value"]) <= 1e-12
-
-
-def test_the_change_of_the_page_in_a_stream() -> None:
-    """The second diff: MultiSteps is wrong on its data, and the changed script is not."""
-    before, after = run_diff(ROOT / "docs/integrations/jax.md", 1)
-    data = jax.device_get(after["data"])
-    params, _ = undivided(after["inner"], after["loss_fn"], np.zeros(4), cut(data, (8, 18, 22)))
-    assert distance(after["params"], params) <= 1e-12
-    assert distance(before["params"], params) > 1e-2
-
-
-def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.1.4")
-    with pytest.raises(MissingExtraError, match=r"optax>=0.2.5 \(installed is 0.1.4\)"):
-        multi_steps(optax.sgd(0.1), every_k=2)

@@ -12,11 +12,16 @@ import pytest
 pytest.importorskip("keras")
 
 ROOT = Path(__file__).parents[2]
-CASES = Path(__file__).parent / "keras_cases.py"
+HERE = Path(__file__).parent
+CASES = {
+    "tensorflow": ("keras_cases.py", "keras_tensorflow_cases.py"),
+    "jax": ("keras_cases.py",),
+    "torch": ("keras_cases.py",),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+@pytest.mark.parametrize("backend", CASES)
 def test_cases_on(backend: str) -> None:
     """A backend is chosen once per process, and TensorFlow must not come into this one."""
     environment = {
@@ -32,7 +37,7 @@ def test_cases_on(backend: str) -> None:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "--durations=5", str(CASES)],
+        [*command, "--durations=5", *(str(HERE / name) for name in CASES[backend])],
         env=environment,
         cwd=ROOT,
         capture_output=True,

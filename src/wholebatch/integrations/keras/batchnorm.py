@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.keras.optimizer import check_steps, replicas
+from wholebatch.integrations.keras.window import check_steps, replicas
 
 __all__ = ["AccumBatchNormalization"]
 

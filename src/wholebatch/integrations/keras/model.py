@@ -13,11 +13,9 @@ from keras.src.models.functional import functional_from_config
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.keras.batchnorm import AccumBatchNormalization
 from wholebatch.integrations.keras.counted import Tail
-from wholebatch.integrations.keras.optimizer import (
-    GradientAccumulateOptimizer,
-    check_steps,
-)
+from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer
 from wholebatch.integrations.keras.terms import ObservedLosses
+from wholebatch.integrations.keras.window import check_steps
 
 __all__ = ["GradientAccumulateModel"]
 

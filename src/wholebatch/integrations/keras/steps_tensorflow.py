@@ -14,8 +14,8 @@ import keras
 from keras import tree
 from keras.src.losses.loss import unscale_loss_for_distribution
 
-from wholebatch.integrations.keras.optimizer import replicas
 from wholebatch.integrations.keras.terms import groups_of, wide
+from wholebatch.integrations.keras.window import replicas
 
 __all__ = ["symbolic_build", "train_function"]
 

@@ -9,8 +9,9 @@ import keras
 from keras import ops
 
 from wholebatch.errors import UnsupportedError, WindowError
-from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer, replicas
+from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer
 from wholebatch.integrations.keras.terms import Group, wide
+from wholebatch.integrations.keras.window import replicas
 
 __all__ = ["TapeAccumulator"]
 

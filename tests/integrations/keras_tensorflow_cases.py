@@ -1,0 +1,100 @@
+"""Run by test_keras.py on TensorFlow: what only it has, and the page's change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from compare.keras_problem import CASES, Slices, data, distance, flat, model_of, squared, train
+
+from tests.integrations.blocks import run_diff
+from tests.integrations.keras_cases import LIMIT, SIZES, WINDOWS, fit, float64
+from wholebatch.errors import WindowError
+from wholebatch.integrations.keras import GradientAccumulateModel, TapeAccumulator
+
+__all__ = ["float64"]  # the fixture of all these tests
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "keras.md"
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+
+
+def test_the_change_of_the_page() -> None:
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    before, after = run_diff(PAGE)
+    start = before["start"]
+    want = np.concatenate([w.ravel() for w in before["model"].get_weights()]) - start
+    got = np.concatenate([w.ravel() for w in after["model"].get_weights()]) - start
+    assert distance(got, want) <= 1e-6
+    assert before["history"].history.keys() == after["history"].history.keys()
+
+
+def test_two_replicas() -> None:
+    """MirroredStrategy: other tokens on each replica; clipping sees the whole gradient."""
+    assert len(tf.config.list_logical_devices("CPU")) == 2
+    x, y = data(22)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = model_of(GradientAccumulateModel, masked=True, accum_steps=4)
+        model.compile(keras.optimizers.SGD(0.01, global_clipnorm=1.0), squared)
+    start = flat(model)
+    model.fit(x, y, batch_size=2, epochs=2, shuffle=False, verbose=0)
+    assert model.optimizer.place == 0
+    whole = model_of(masked=True)
+    whole.compile(keras.optimizers.SGD(0.01, global_clipnorm=1.0), squared)
+    assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 6))) <= 1e-12
+
+
+def test_a_loop_around_a_tape() -> None:
+    """Eagerly in the first window, as a graph from then on."""
+    x, y = data(sum(SIZES))
+    whole = model_of(masked=False)
+    whole.compile(keras.optimizers.SGD(0.01, global_clipnorm=0.5), squared)
+    want = fit(whole, (x, y), WINDOWS, epochs=1)
+
+    model = model_of(masked=False)
+    start = flat(model)
+    accumulator = TapeAccumulator(
+        keras.optimizers.SGD(0.01, global_clipnorm=0.5), model.trainable_variables, accum_steps=4
+    )
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(squared(y, model(x, training=True)))
+            weighted = accumulator.weigh(total, units=tf.shape(x)[0] * 6)
+        accumulator.add(tape, weighted)
+
+    graph = tf.function(step, reduce_retracing=True)
+    for index in range(len(SIZES)):
+        run = graph if index >= 4 else step
+        run(*map(tf.convert_to_tensor, Slices((x, y), SIZES)[index]))
+    assert accumulator.place == 2
+    assert accumulator.flush()
+    assert not accumulator.flush()
+    assert distance(flat(model) - start, want) <= 1e-12
+    with pytest.raises(WindowError, match="without weigh"):
+        accumulator.add(None, None)
+
+
+def test_several_steps_per_execution_and_validation() -> None:
+    """Windows do not care how many steps an execution has; the tail is closed before validation."""
+    case = CASES["short tail"]
+    whole = train(case, "whole")
+    model = model_of(GradientAccumulateModel, masked=False, accum_steps=4)
+    model.compile(keras.optimizers.SGD(0.01), squared, steps_per_execution=3)
+    arrays = data(sum(case.sizes))
+    seen = []
+
+    class Look(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_test_begin(self, logs: Any = None) -> None:
+            seen.append(model.optimizer.place)
+
+    moved = fit(model, arrays, case.sizes, epochs=1, validation_data=arrays, callbacks=[Look()])
+    assert seen == [0]
+    assert distance(moved, whole) <= LIMIT

@@ -1,0 +1,159 @@
+"""`multi_steps`: windows of micro-batches that come one by one are the undivided batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+from tests.integrations.blocks import run_diff  # noqa: E402
+from tests.integrations.jax_problem import cut, distance, loss_mean, minus, problem  # noqa: E402
+from wholebatch.errors import MissingExtraError  # noqa: E402
+from wholebatch.integrations.jax import flush, has_updated, multi_steps  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """And quick compilation: nothing here is about speed or memory."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.enable_x64(True):
+        yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def windows(
+    tx: Any,
+    params: Any,
+    parts: list[Any],
+    last: Callable[[int], bool] = lambda i: False,
+    through: Callable[[Any], Any] | None = None,
+) -> tuple[Any, Any]:
+    """Train over micro-batches, one window after the other, in a jitted step."""
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(params: Any, state: Any, micro: Any, last: Any) -> Any:
+        gradient = jax.grad(loss_mean)(params, micro)
+        updates, state = tx.update(gradient, state, params, units=micro["mask"].sum(), last=last)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for index, micro in enumerate(parts):
+        if through is not None:
+            params, state = through((params, state))
+        params, state = step(params, state, micro, last(index))
+    return params, state
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "clipped"])
+def test_multi_steps_are_the_undivided_windows(optimizer: str) -> None:
+    """Windows of three uneven micro-batches, and a tail of one."""
+    inner = {
+        "sgd": optax.sgd(0.3, momentum=0.9),
+        "adamw": optax.adamw(0.1, weight_decay=0.1),
+        "clipped": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.3)),
+    }[optimizer]
+    params, batch = problem()
+    parts = cut(batch, (2, 3, 5, 6, 8, 10, 11))
+    tx = multi_steps(inner, every_k=3)
+    tail = "flush" if optimizer == "adamw" else "last"
+    got, state = windows(tx, params, parts, last=lambda i: tail == "last" and i == 6)
+    if tail == "flush":
+        assert int(state.updates) == 2
+        updates, state = jax.jit(lambda state, params: flush(tx, state, params))(state, got)
+        got = jax.tree.map(np.add, got, updates)
+    assert int(state.updates) == 3
+    assert bool(has_updated(state))
+
+    want, inner_state = undivided(inner, loss_mean, params, cut(batch, (5, 10, 11)))
+    moved = minus(want, params)
+    assert distance(minus(got, params), moved) <= 1e-12
+    assert distance((got, state.inner), (want, inner_state)) <= 1e-12
+    if optimizer == "sgd":
+        assert distance(minus(windows_of_optax(inner, params, parts), params), moved) > 1e-2
+
+
+def undivided(inner: Any, loss: Any, params: Any, batches: list[Any]) -> tuple[Any, Any]:
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        updates, state = inner.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(inner.init)(params)
+    for batch in batches:
+        params, state = step(params, state, batch)
+    return params, state
+
+
+def windows_of_optax(inner: Any, params: Any, parts: list[Any]) -> Any:
+    tx = optax.MultiSteps(inner, every_k_schedule=3, accumulator_dtype=jnp.float64)
+
+    @jax.jit
+    def step(params: Any, state: Any, micro: Any) -> Any:
+        updates, state = tx.update(jax.grad(loss_mean)(params, micro), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    for micro in parts:
+        params, state = step(params, state, micro)
+    return params
+
+
+def test_a_window_survives_being_saved() -> None:
+    params, batch = problem()
+    tx = multi_steps(optax.adam(0.1), every_k=lambda updates: 2 + updates)
+    parts = cut(batch, (2, 3, 5, 6, 8))
+    want, want_state = windows(tx, params, parts)
+    assert int(want_state.updates) == 2
+    got, state = windows(
+        tx, params, parts, through=lambda state: pickle.loads(pickle.dumps(jax.device_get(state)))
+    )
+    assert distance((got, state.total), (want, want_state.total)) <= 1e-12
+
+
+def test_a_window_without_units_makes_no_update() -> None:
+    params = jnp.ones(2)
+    tx = multi_steps(optax.adam(0.1), every_k=1)
+    updates, state = tx.update(jnp.full(2, 5.0), tx.init(params), params, units=0)
+    assert float(jnp.abs(updates).sum()) == 0.0
+    assert int(state.updates) == int(state.place) == int(state.inner[0].count) == 0
+
+
+def test_sums_of_16_bit_gradients() -> None:
+    params = jnp.zeros(1, jnp.bfloat16)
+    tx = multi_steps(optax.sgd(1.0), every_k=300, of="sum")
+
+    def step(state: Any, gradient: Any) -> Any:
+        updates, state = tx.update(gradient, state, params, units=1)
+        return state, updates
+
+    _, updates = jax.lax.scan(step, tx.init(params), jnp.ones((300, 1), jnp.bfloat16))
+    assert updates.dtype == jnp.bfloat16
+    assert float(updates[-1, 0]) == -1.0  # in bfloat16, 256 + 1 is 256
+
+
+def test_the_change_of_the_page_in_a_stream() -> None:
+    """The second diff: MultiSteps is wrong on its data, and the changed script is not."""
+    before, after = run_diff(ROOT / "docs/integrations/jax.md", 1)
+    data = jax.device_get(after["data"])
+    params, _ = undivided(after["inner"], after["loss_fn"], np.zeros(4), cut(data, (8, 18, 22)))
+    assert distance(after["params"], params) <= 1e-12
+    assert distance(before["params"], params) > 1e-2
+
+
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.1.4")
+    with pytest.raises(MissingExtraError, match=r"optax>=0.2.5 \(installed is 0.1.4\)"):
+        multi_steps(optax.sgd(0.1), every_k=2)
