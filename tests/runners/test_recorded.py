@@ -172,6 +172,18 @@ def test_other_shapes_and_changed_models_run_by_threads() -> None:
     assert distance(buffers(model), buffers(whole.model)) <= EXACT
 
 
+def test_windows_of_very_many_micro_batches_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("wholebatch.runners.recorded.MOST_MICRO_BATCHES", 3)
+    train, recorder = training(normed(), asked=True)
+    modes = []
+    for size in (12, 12, 9, 9):  # four micro-batches, and three
+        train.step(batch(size, 0))
+        modes.append(recorder.mode)
+    assert modes == ["threads", "threads", "threads", "recording"]
+
+
 def test_the_random_numbers_after_it_do_not_depend_on_who_ran() -> None:
     numbers = []
     for execute in ("eager", "auto"):

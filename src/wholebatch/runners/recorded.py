@@ -34,7 +34,7 @@ from wholebatch.snapshot import Snapshot
 from wholebatch.sync.single import Single
 from wholebatch.window import Window
 
-__all__ = ["Recorder"]
+__all__ = ["MOST_MICRO_BATCHES", "Recorder"]
 
 Micro = tuple[list[Tensor], list[Tensor]]
 """Totals, and the units that are tensors, of one micro-batch."""
@@ -43,6 +43,8 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _EAGER_WINDOWS = 2
 """Windows of a kind before one is recorded: making the recording takes about as long."""
 _KINDS = 3
+MOST_MICRO_BATCHES = 128
+"""A graph takes memory for every kernel, and so for every micro-batch; larger ones are not made."""
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Recorder:
     def run(self, micros: Sequence[Any], by_threads: Callable[[], object]) -> None:
         """One window: its gradients are in, and its sums are in the ledger."""
         self.mode = "threads"
-        if self._off or len(micros) == 1:
+        if self._off or not 1 < len(micros) <= MOST_MICRO_BATCHES:
             by_threads()
             return
         try:
