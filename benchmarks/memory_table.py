@@ -76,12 +76,16 @@ def _predictions(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _ran_out(row: dict[str, Any]) -> int:
+    return int(row["failed_trials"]) + int(not row["ran"])
+
+
 def _choices(rows: list[dict[str, Any]]) -> list[str]:
     whole = [row for row in rows if row["largest"]]
     if not whole:
         return ["Not measured."]
     good = [row for row in whole if row["chosen"] >= min(0.9 * row["largest"], row["largest"] - 1)]
-    quiet = [row for row in rows if row["ran"] and not row["out_of_memory"]]
+    quiet = [row for row in rows if not _ran_out(row)]
     lines = [
         "Under `torch.cuda.set_per_process_memory_fraction`, the size that prediction, correction "
         "and one trial step choose; and the largest that runs a window with its update, looked "
@@ -89,7 +93,8 @@ def _choices(rows: list[dict[str, Any]]) -> list[str]:
         "",
         f"- {len(good)} of {len(whole)} choices are at least 90% of the largest, or one less.",
         f"- {len(quiet)} of {len(rows)} models never ran out of memory on the way, the trial step "
-        "and the first windows included.",
+        "and the first windows included. (What cuDNN asks for, is refused, and does without, does "
+        "not count.)",
         "",
         "| model | precision | checkpointed | limit | chosen | largest | share | out of memory | "
         "seconds |",
@@ -100,6 +105,6 @@ def _choices(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(
             f"| {row['model']} | {row['precision']} | {'yes' if row['checkpointed'] else 'no'} | "
             f"{row['limit'] / GIB:g} GiB | {row['chosen']} | {row['largest'] or 'not found'} | "
-            f"{share} | {row['out_of_memory']} | {row['seconds']:.1f} |"
+            f"{share} | {_ran_out(row)} | {row['seconds']:.1f} |"
         )
     return lines

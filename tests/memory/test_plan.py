@@ -50,7 +50,6 @@ def test_recommends_even_micro_batches() -> None:
     )
     assert made.micro_batch is not None
     assert made.largest is not None
-    # Two ranks keep a second copy of the gradients, so a little less than 300 fits.
     assert 0.85 * 300 <= made.largest <= 300
     assert made.steps == -(-1024 // made.largest)
     assert made.micro_batch == -(-1024 // made.steps)
@@ -62,8 +61,9 @@ def test_recommends_even_micro_batches() -> None:
     assert by_size[made.largest].peak <= budget
     assert not max(made.points, key=lambda point: point.micro_batch).fits
     assert all(sum(point.by_category.values()) == point.peak for point in made.points)
-    gradients = by_size[made.micro_batch].by_category["gradients"]
-    assert by_size[made.micro_batch].by_category["communication"] == gradients
+    # Buckets go out as activations are let go: they are the peak where these are few.
+    smallest = by_size[1].by_category
+    assert smallest["communication"] == smallest["gradients"] > 0
 
 
 def test_shows_what_precision_and_checkpointing_would_change() -> None:
@@ -141,10 +141,21 @@ LLAMA = {
 }
 
 
-def test_command_reads_hugging_face_configurations(tmp_path: Path) -> None:
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
+CONFIGURATIONS = {
+    "llama": LLAMA,
+    "qwen2": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 1},
+    "mistral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64},
+    "bert": {**SMALL, "intermediate_size": 64, "max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_command_reads_hugging_face_configurations(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
+    path.write_text(json.dumps({"model_type": kind, **CONFIGURATIONS[kind]}))
     result = command(
         f"hf:{path}",
         "--seq",

@@ -22,10 +22,6 @@ from wholebatch.splitting.layout import Static
 
 __all__ = ["Plan", "Point", "Variant", "make_plan"]
 
-COMMUNICATION = "communication"
-"""The category of what data-parallel training needs besides: a second copy of the gradients, in
-the buckets that are reduced."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -91,27 +87,16 @@ class _Peaks:
         predict: Callable[[int], Prediction],
         device: torch.device,
         *,
-        ranks: int,
         budget: int,
     ) -> None:
         self._predict = predict
         self._device = device
-        self._ranks = ranks
         self._budget = budget
         self.made: dict[int, Prediction] = {}
 
     def at(self, size: int) -> Prediction:
         if size not in self.made:
-            found = self._predict(size)
-            if self._ranks > 1:
-                buckets = found.by_category["gradients"]
-                found = Prediction(
-                    found.peak + buckets,
-                    {**found.by_category, COMMUNICATION: buckets},
-                    found.seconds,
-                    found.largest,
-                )
-            self.made[size] = found
+            self.made[size] = self._predict(size)
         return self.made[size]
 
     def need(self, size: int) -> int:
@@ -155,9 +140,11 @@ def make_plan(
                 micro_batches=1 if size == most else 2,
                 device=target,
                 gradients=gradients,
+                # Data-parallel ranks send buckets of gradients while the last backward runs.
+                reduction="overlap" if ranks > 1 else None,
             )
 
-        return _Peaks(predict, target, ranks=ranks, budget=budget)
+        return _Peaks(predict, target, budget=budget)
 
     here = peaks(precision)
     chosen = largest_fitting(here.need, budget=budget, most=most)

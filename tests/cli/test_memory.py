@@ -1,0 +1,132 @@
+"""`wholebatch train --memory` and `--fit`: what is chosen, what is said, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import EXACT, assert_same_bits, metrics_of, newest_checkpoint
+from wholebatch.cli import main
+from wholebatch.cli.options import Given, resolve
+from wholebatch.errors import OptionError
+
+WIDE = EXACT.replace("nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)", "Net()").replace(
+    "def model():",
+    """class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 512), nn.Linear(512, 16)
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 16), *(Block() for _ in range(4)), nn.Linear(16, 3))
+
+def model():""",
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "wide.py"
+    path.write_text(WIDE, encoding="utf-8")
+    return str(path)
+
+
+def test_the_micro_batch_is_chosen_and_told_in_two_lines(
+    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the update is that of the recipe's own micro-batch."""
+    options = ["--steps", "2", "--memory"]
+    assert main(["train", recipe, "--out", str(tmp_path / "run"), *options, "2.3MiB"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("  memory "))
+    assert "the largest that fits; " in lines[place]
+    assert "(budget 2.30 MiB)" in lines[place]
+    assert lines[place + 1].lstrip().startswith("predicted peak 2.")
+    assert "in a trial step): " in lines[place + 1]
+    assert "× 1 rank = 10 samples an update" in lines[place - 1]
+    assert main(["train", recipe, "--out", str(tmp_path / "plain"), "--steps", "2"]) == 0
+    for ours, theirs in zip(
+        metrics_of(tmp_path / "run"), metrics_of(tmp_path / "plain"), strict=True
+    ):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
+        assert ours["micro_batches"] != theirs["micro_batches"]
+
+
+def test_a_chosen_micro_batch_is_kept_when_the_run_goes_on(recipe: str, tmp_path: Path) -> None:
+    straight, half = tmp_path / "straight", tmp_path / "half"
+    assert main(["train", recipe, "--out", str(straight), "--memory", "2.3MiB"]) == 0
+    assert main(["train", recipe, "--out", str(half), "--memory", "2.3MiB", "--steps", "2"]) == 0
+    assert main(["train", "--resume", "--out", str(half), "--steps", "4"]) == 0
+    one, other = newest_checkpoint(straight), newest_checkpoint(half)
+    for part in ("model", "optimizer", "data"):
+        assert_same_bits(one[part], other[part], part)
+
+
+def test_what_does_not_fit_is_refused_with_what_would_help(
+    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", recipe, "--out", str(out), "--memory", "1MiB"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: memory=1.00 MiB: a micro-batch of one sample needs 2.")
+    assert "sharding over" in said
+    assert not out.exists()
+
+
+def test_fit_applies_the_least_and_the_run_keeps_it(
+    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from wholebatch.memory.fit import ladder
+    from wholebatch.recipes import load_recipe
+
+    loaded = load_recipe(recipe)
+    model = loaded.build_model()
+    x, y = next(iter(loaded.build_data()))
+    rungs = ladder(
+        model,
+        loaded.loss,
+        [x[None], y[None]],
+        budget=1,
+        optimizer=loaded.build_optimizer(model, lr=None),
+    )
+    assert rungs[0].what == "as it is"
+    fitting = next(rung for rung in rungs if rung.checkpoints)
+    assert fitting.peak < rungs[0].peak
+    out = tmp_path / "run"
+    budget = f"{fitting.peak}B"
+    assert main(["train", recipe, "--out", str(out), "--memory", budget, "--fit"]) == 0
+    assert "--fit: applied checkpointing of 4 blocks: one sample needs" in capfd.readouterr().out
+    settings = json.loads((out / "config.json").read_text())["settings"]
+    assert settings["checkpointing"] is True
+    assert settings["precision"] == "full"
+    assert main(["train", "--resume", "--out", str(out), "--steps", "5"]) == 0
+    assert "computed again in the backward pass" in capfd.readouterr().out
+    assert main(["train", recipe, "--out", str(tmp_path / "no"), "--memory", "1MiB", "--fit"]) == 2
+    assert "error: --fit: memory=1.00 MiB: a micro-batch" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["much", "0", "-1GiB", "1.5", "20", ""])
+def test_budgets_that_mean_nothing(memory: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"--memory={memory}"]) == 2
+    assert "must be a size such as 20GiB" in capfd.readouterr().err
+
+
+def test_settings_say_what_is_chosen_by_whom() -> None:
+    defaults = {"micro_batch": 8}
+    assert resolve(Given(), defaults, stored=None).micro_batch == 8
+    chosen = resolve(Given(memory="0.5"), defaults, stored=None)
+    assert (chosen.micro_batch, chosen.budget) == ("auto", 0.5)
+    assert resolve(Given(memory="1GiB", micro_batch="4"), defaults, stored=None).micro_batch == 4
+    fitted = resolve(Given(fit=True), defaults, stored=None)
+    assert (fitted.micro_batch, fitted.memory) == ("auto", "free")
+    stored = {**vars(chosen), "micro_batch": 8}
+    del stored["memory"]  # a run from before there was the setting
+    assert resolve(Given(), {}, stored=stored).memory is None
+    assert resolve(Given(memory="2GiB"), {}, stored=stored).memory == "2GiB"
+    with pytest.raises(OptionError, match="--checkpointing True: the run that --resume continues"):
+        resolve(Given(checkpointing=True), {}, stored=stored)
