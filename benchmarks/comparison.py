@@ -77,19 +77,21 @@ def main() -> None:
     if unknown:
         parser.error(f"{unknown[0]}: must be one of {', '.join(LIBRARIES)}")
 
-    by_library: dict[str, list[dict[str, object]]] = {}
-    if options.libraries and RECORD.exists():
-        by_library = json.loads(RECORD.read_text(encoding="utf-8"))["libraries"]
-    day = date.today().isoformat()
+    found: dict[str, list[dict[str, object]]] = {}
     for name in options.libraries or LIBRARIES:
         rows = measured(name)
-        by_library[name] = [asdict(row) for row in rows]
+        found[name] = [asdict(row) for row in rows]
         for row in rows:
             print(
                 f"{row.library:24} {row.case:14} {row.precision}  {said(row.own):>8}  "
                 f"{said(row.ours):>8}",
                 flush=True,
             )
+    by_library: dict[str, list[dict[str, object]]] = {}
+    if options.libraries and RECORD.exists():
+        by_library = json.loads(RECORD.read_text(encoding="utf-8"))["libraries"]
+    by_library |= found
+    day = date.today().isoformat()
     everything = [
         Row(**row)  # type: ignore[arg-type]
         for name in LIBRARIES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.distributed.launch import reports
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples, summed
 from wholebatch.errors import EmptyWindowError, OptionError, UnsupportedError, WindowError
@@ -67,6 +69,17 @@ def test_the_pages_diff_on_two_processes(tmp_path: Path, monkeypatch: pytest.Mon
     AcceleratorState._reset_state(True)
     own = weights_here(plain_script(SCRIPT), tmp_path, monkeypatch)
     assert error(own, whole) > 1e-3
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install 'wholebatch[deepspeed]'")
+def test_deepspeed_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    found = reports(Path(__file__).with_name("deepspeed_worker.py"), 2, tmp_path)
+    floor = found.pop("one process in float32")  # DeepSpeed's parameters are float32
+    assert len(found) == 5
+    assert not {case: wrong for case, wrong in found.items() if wrong > floor + 1e-6}
 
 
 def prepared(model: nn.Module, steps: int = 3, **options: Any) -> tuple[Any, ...]:

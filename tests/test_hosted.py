@@ -1,0 +1,100 @@
+"""A window in a loop that is somebody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.launch import reports
+from tests.support import EXACT, Whole, mean, mlp, pieces, samples
+from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
+from wholebatch.hosted import Hosted, gradient_holders
+
+CPU = torch.device("cpu")
+
+
+def run(window: Hosted, model: nn.Module, micros: Any, divided_by: float = 1.0) -> None:
+    for micro in micros:
+        loss = mean(model, micro)
+        window.weigh(loss, len(micro["y"]), divided_by=divided_by)
+        (loss / divided_by).backward()
+
+
+@pytest.mark.parametrize("sizes", [[12], [6, 6], [1, 4, 7], [11, 1]])
+@pytest.mark.parametrize("divided_by", [1, 3, 7])
+def test_gradients_are_those_of_the_undivided_batch(sizes: list[int], divided_by: int) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window = Hosted([model], device=CPU)
+    whole = Whole(model)
+    for _ in range(2):  # the second begins with the seed of the first
+        run(window, model, pieces(samples(12), sizes), divided_by)
+        settled = window.settle(gradient_holders([model], [optimizer]))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = whole.step(samples(12))
+        assert settled is not None
+        assert settled.loss == pytest.approx(loss, rel=1e-12)
+        assert (settled.units, settled.micro_batches) == (12, len(sizes))
+    whole.assert_same(model)
+
+
+def test_a_window_goes_on_after_its_state_was_saved() -> None:
+    model, again = mlp(), mlp()
+    first = Hosted([model], device=CPU)
+    parts = pieces(samples(12), [5, 4, 3])
+    run(first, model, parts[:1])
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        mine.grad = theirs.grad
+    second = Hosted([again], device=CPU)
+    second.load_state_dict(first.state_dict())
+    run(second, again, parts[1:])
+    second.settle(again.parameters())
+    whole = Whole(mlp())
+    whole.step(samples(12))
+    torch.optim.SGD(again.parameters(), lr=0.1).step()
+    whole.assert_same(again)
+
+
+def test_sparse_gradients_are_settled_too() -> None:
+    table = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+    window = Hosted([table], device=CPU)
+    for rows in ([0, 0, 3], [0]):
+        loss = table(torch.tensor(rows)).sum(1).mean()
+        window.weigh(loss, units=len(rows))
+        loss.backward()
+    window.settle(table.parameters())
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [0.75, 0, 0, 0.25, 0]
+
+
+def test_what_does_not_fit_is_said() -> None:
+    model = mlp()
+    window = Hosted([model], device=CPU)
+    with pytest.raises(WindowError, match="no backward was weighed"):
+        window.settle(model.parameters())
+    with pytest.raises(LossError, match=r"of shape \(3,\)"):
+        window.weigh(torch.zeros(3, requires_grad=True) * 1, 3)
+    with pytest.raises(LossError, match="does not require a gradient"):
+        window.weigh(torch.zeros(()), 3)
+    window.weigh(mean(model, samples(2)), 0, divided_by=4)
+    with pytest.raises(WindowError, match="divided by 4, this one is by 2"):
+        window.weigh(mean(model, samples(2)), 2, divided_by=2)
+    with pytest.raises(EmptyWindowError, match="have zero units"):
+        window.settle(model.parameters())
+    with pytest.raises(StateError, match="not the state of a window"):
+        window.load_state_dict({})
+    with pytest.raises(OptionError, match="zero_units='maybe'"):
+        Hosted([model], device=CPU, zero_units="maybe")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_that_replicate_or_shard(tmp_path: Path) -> None:
+    found = reports(Path(__file__).with_name("hosted_worker.py"), 2, tmp_path)
+    assert set(found) == {"ddp", "fsdp2"}
+    assert max(found.values()) <= EXACT, found
