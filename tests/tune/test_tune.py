@@ -46,7 +46,15 @@ def batch(samples: int = 24) -> dict[str, torch.Tensor]:
 
 
 def test_what_is_found() -> None:
-    found = tune(make, loss=loss, batch=batch(), limits=QUICK, unit="rows", bandwidth=1e9)
+    found = tune(
+        make,
+        loss=loss,
+        batch=batch(),
+        micro_batches=[24, 12, 6],
+        limits=QUICK,
+        unit="rows",
+        bandwidth=1e9,
+    )
     best = found.best
     assert best.recommended
     assert [trial for trial in found.trials if trial.recommended] == [best]
@@ -119,7 +127,14 @@ def test_a_setting_that_fails_is_not_taken() -> None:
             raise torch.OutOfMemoryError("no more")
         return loss(model, micro)
 
-    found = tune(make, loss=fails, batch=batch(12), checkpointing=(False,), limits=QUICK)
+    found = tune(
+        make,
+        loss=fails,
+        batch=batch(12),
+        micro_batches=[12, 6, 3],
+        checkpointing=(False,),
+        limits=QUICK,
+    )
     assert found.trials[0].why == "ran out of memory"
     assert found.best.setting.micro_batch <= 6
     with pytest.raises(WindowError, match="no setting could be measured; micro-batch 12, full"):
