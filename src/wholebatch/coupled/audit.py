@@ -135,6 +135,7 @@ def audit(
     positions); a loss function will do. `batch_size` and `static` say how the batch is to be read,
     as in `WholeBatch`. Buffers and random generators are left as found.
 
+    >>> import torch
     >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))
     no layer couples the samples of a batch (by type and by changing one sample)
     """

@@ -122,7 +122,7 @@ def info_nce(
 ) -> Loss:
     """InfoNCE in one direction: query i is to find key i among all keys of the batch.
 
-    >>> info_nce(torch.randn(6, 4), torch.randn(6, 4)).units
+    >>> info_nce(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)).units
     6
     """
     return clip_loss(
