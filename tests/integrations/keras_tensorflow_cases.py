@@ -20,6 +20,7 @@ __all__ = ["float64"]  # the fixture of all these tests
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "keras.md"
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # quick tracing
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )

@@ -29,6 +29,7 @@ def test_cases_on(backend: str) -> None:
         "KERAS_BACKEND": backend,
         "JAX_ENABLE_X64": "1",
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time is compilation
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "-1",
