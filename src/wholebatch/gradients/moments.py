@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from wholebatch.close import Closed, CloseOptions, read_scalars
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.gradients.store import Store
+from wholebatch.gradients.sums import bucket_bytes
 from wholebatch.hooks import DeferredHooks
 from wholebatch.sync import Sync
 
@@ -58,6 +59,7 @@ class MomentsStore(Store):
         self._groups: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []
         self._waiting_bytes = 0
+        self._most = _FLUSH_BYTES
         self._opened: dict[int, nn.Parameter] = {}  # whose moments are decayed, and hold gradients
         self._nowhere: set[int] = set()
         self._spoiled: list[Tensor] = []
@@ -71,6 +73,7 @@ class MomentsStore(Store):
         self._refuse_spoiled(parameters)
         super().begin(parameters, known)
         self._counts = known is None or any(known.values())
+        self._most = bucket_bytes(parameters, _FLUSH_BYTES)
         self._groups = {
             id(parameter): (optimizer, group)
             for optimizer in self.target.optimizers
@@ -112,7 +115,7 @@ class MomentsStore(Store):
             return
         self._waiting.append((parameter, gradient.detach()))
         self._waiting_bytes += gradient.numel() * gradient.element_size()
-        if self._waiting_bytes > _FLUSH_BYTES:
+        if self._waiting_bytes > self._most:
             self._flush()
 
     def backward_made(self) -> None:
@@ -171,7 +174,7 @@ class MomentsStore(Store):
         if self.sync.ranks > 1:
             some = [p for p in self.parameters if id(p) not in self._nowhere]
             self._open(some)
-            for bucket in _in_buckets(some):
+            for bucket in _in_buckets(some, self._most):
                 self._reduce([m for parameter in bucket for m in self._moments_of(parameter)])
         moments = [m for p in self._opened.values() for m in self._moments_of(p)]
         norms = torch._foreach_norm([_real(moment) for moment in moments])
@@ -193,7 +196,7 @@ class MomentsStore(Store):
             if steps:
                 torch._foreach_add_(steps, 1.0)
             counts = dict(zip(map(id, mine), read_scalars(steps), strict=True))
-            for bucket in _in_buckets(mine):
+            for bucket in _in_buckets(mine, self._most):
                 self._step(optimizer, bucket, counts)
             optimizer.step()  # finds no gradient: only its hooks run, and schedulers see a step
         self._opened = {}
@@ -320,14 +323,14 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _in_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
     """Neighbours of one dtype and device together, up to a size."""
     buckets: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
         size = parameter.numel() * parameter.element_size()
         last = buckets[-1][-1] if buckets else None
-        fits = last is not None and filled + size <= _FLUSH_BYTES
+        fits = last is not None and filled + size <= most
         if (
             fits
             and last is not None

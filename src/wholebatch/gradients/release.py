@@ -25,6 +25,7 @@ from wholebatch.errors import OptionError, WindowError
 from wholebatch.gradients.ahead import Numbers
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.parts import only
+from wholebatch.gradients.sums import bucket_bytes
 from wholebatch.hooks import DeferredHooks
 from wholebatch.sync import Sync
 
@@ -297,13 +298,14 @@ def _layout(
         for p in group["params"]
     }
     buckets: list[_Bucket] = []
+    most = bucket_bytes(parameters, _BUCKET_BYTES)
     filling: dict[tuple[Any, ...], tuple[_Bucket, int]] = {}
     for parameter in reversed(parameters):
         optimizer = owners[id(parameter)]
         key = (id(optimizer), parameter.dtype, parameter.device)
         size = parameter.numel() * max(4, parameter.element_size())
         bucket, filled = filling.get(key, (None, 0))
-        if bucket is None or filled + size > _BUCKET_BYTES:
+        if bucket is None or filled + size > most:
             bucket, filled = _Bucket(optimizer, []), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Bucket", "Sums", "flat_of", "like"]
+__all__ = ["Bucket", "Sums", "bucket_bytes", "flat_of", "like"]
 
 _BUCKET_BYTES = 64 * 2**20
+_SMALLEST_BUCKET = 2**18
 _SLAB_BYTES = 2**28
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -63,6 +64,12 @@ class Sums:
         return like(parameter, self._of[id(parameter)])
 
 
+def bucket_bytes(parameters: Iterable[Tensor], most: int) -> int:
+    """How large a bucket is: a sixteenth of all gradients, so that a small model gains too."""
+    total = sum(p.numel() * max(4, p.element_size()) for p in parameters)
+    return min(most, max(_SMALLEST_BUCKET, total // 16))
+
+
 def like(parameter: Tensor, flat: Tensor) -> Tensor:
     """`flat` seen in the shape of the parameter, with its order of memory."""
     if parameter.is_contiguous() or not _is_dense(parameter):
@@ -95,13 +102,14 @@ def _dtype(bucket: Bucket) -> torch.dtype:
 def _layout(optimizers: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
     """Neighbours together, as long as they fit; one that does not fit has its own bucket."""
     buckets: list[Bucket] = []
+    most = bucket_bytes([p for parameters in optimizers for p in parameters], _BUCKET_BYTES)
     for index, parameters in enumerate(optimizers):
         filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
         for parameter in parameters:
             key = (parameter.dtype, parameter.device)
             size = parameter.numel() * max(4, parameter.element_size())
             bucket, filled = filling.get(key, (None, 0))
-            if bucket is None or filled + size > _BUCKET_BYTES:
+            if bucket is None or filled + size > most:
                 bucket, filled = Bucket(optimizer=index), 0
                 buckets.append(bucket)
             bucket.parameters.append(parameter)

@@ -114,7 +114,8 @@ def predict_peak(
             target=target_device(model, device),
             first=first,
             lock_step=lock_step,
-            reduction=reduction,
+            # What has left the device is reduced a bucket at a time, at the close.
+            reduction=reduction if gradients == "device" else None,
             gradients=gradients,
         )
 

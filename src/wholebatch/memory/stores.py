@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wholebatch.errors import OptionError
 from wholebatch.gradients.parts import only
 from wholebatch.gradients.pipe import ring_bytes
+from wholebatch.gradients.sums import bucket_bytes
 
 __all__ = ["Elsewhere", "check_gradients", "held_on_device"]
 
@@ -48,6 +49,7 @@ class Elsewhere:
         self._gradients = gradients
         self._optimizer = optimizer
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._most = bucket_bytes(self._parameters, _BUCKET_BYTES[gradients])
         self._ready: list[nn.Parameter] = []
         self._bytes = 0
 
@@ -70,7 +72,7 @@ class Elsewhere:
         assert isinstance(parameter, nn.Parameter)
         self._ready.append(parameter)
         self._bytes += parameter.numel() * parameter.element_size()
-        if self._bytes > _BUCKET_BYTES["release"]:
+        if self._bytes > self._most:
             self._flush()
 
     def _flush(self) -> None:
@@ -85,7 +87,7 @@ class Elsewhere:
         """The step on all parameters, in buckets whose gradients come and go."""
         if self._optimizer is None or self._gradients == "release":
             return
-        for bucket in _buckets(self._parameters, _BUCKET_BYTES[self._gradients]):
+        for bucket in _buckets(self._parameters, self._most):
             for parameter in bucket:
                 parameter.grad = torch.empty_like(parameter)
             with only(self._optimizer, bucket):
