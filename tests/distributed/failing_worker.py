@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from tests.support import sgd
 
 
 def main() -> None:
-    engine, how = sys.argv[1:]
+    engine, how, when = sys.argv[1:]
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = dist.get_rank()
@@ -23,6 +25,7 @@ def main() -> None:
     acc = wb.Accumulator(model, sgd(model), steps=2)
     for i, m in enumerate(acc.over([micro(10 * rank + i, 2) for i in range(6)])):
         if i == 3 and rank == int(how[-1]):
+            Path(when).write_text(repr(time.time()))  # from here on the other one waits
             if how.startswith("raises"):
                 raise ValueError("sample 17 is broken")
             if how.startswith("leaves"):
