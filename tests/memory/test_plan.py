@@ -61,9 +61,29 @@ def test_recommends_even_micro_batches() -> None:
     assert by_size[made.largest].peak <= budget
     assert not max(made.points, key=lambda point: point.micro_batch).fits
     assert all(sum(point.by_category.values()) == point.peak for point in made.points)
-    # Buckets go out as activations are let go: they are the peak where these are few.
-    smallest = by_size[1].by_category
-    assert smallest["communication"] == smallest["gradients"] > 0
+
+
+def test_data_parallel_ranks_need_their_buckets() -> None:
+    """They go out as activations are let go, and are the peak where these are few."""
+    model = mlp(256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    one, two = (
+        make_plan(
+            model,
+            loss,
+            vectors(2),
+            batch_size=2 * ranks,
+            budget=10**7,
+            ranks=ranks,
+            optimizer=optimizer,
+            variants=False,
+        )
+        for ranks in (1, 2)
+    )
+    alone, beside = one.points[0], two.points[0]
+    assert alone.by_category["communication"] == 0
+    assert beside.by_category["communication"] == beside.by_category["gradients"]
+    assert beside.peak > alone.peak
 
 
 def test_shows_what_precision_and_checkpointing_would_change() -> None:
