@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
     """And quick compilation: nothing here is about speed or memory."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     with jax.enable_x64(True):
         yield
