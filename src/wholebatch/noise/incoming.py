@@ -26,7 +26,6 @@ class Incoming:
 
     def __init__(self) -> None:
         self._nodes: list[Any] = []  # held: a node that nothing holds would be made anew
-        self._of: list[int] = []
         self._handles: list[Any] = []
         self._held: list[tuple[Tensor | None, ...]] = []
         self._bytes = 0
@@ -35,10 +34,7 @@ class Incoming:
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look at these parameters' gradients until `detach`."""
         self.detach()
-        layout = [id(parameter) for parameter in parameters]
-        if layout != self._of:
-            self._of = layout
-            self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         # A hook runs for every parameter of every micro-batch: where little waits, it only waits.
         see: Any = self._held.append if whole <= _HELD_BYTES else self._see
@@ -48,6 +44,7 @@ class Incoming:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._nodes = []  # made anew: one that had a hook calls Python for good
         self._held.clear()
         self._norms = []
         self._bytes = 0
