@@ -74,8 +74,7 @@ class HostStore(Store):
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
     ) -> None:
         super().begin(parameters, known)
-        # Also for what several uses of one parameter add up within a backward.
-        self.target.sixteen_bit.begin()
+        self.target.sixteen_bit.begin()  # hooks see what the plain window would add
         if self._sums is None or not self._sums.is_for(parameters):
             mine = {id(parameter) for parameter in parameters}
             self._sums = None  # first, so that two sets never exist at once
