@@ -213,7 +213,7 @@ def test_two_ranks_follow_the_schedule_together(
     lines = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     assert [line["units"] for line in lines[0]] == [line["units"] for line in lines[1]]
     assert [line["lr"] for line in lines[0]] == [line["lr"] for line in lines[1]]
-    waited = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
-    shares = [line["communication"] for line in waited]
+    text = (tmp_path / "two/metrics.jsonl").read_text(encoding="utf-8")
+    shares = [json.loads(line)["communication"] for line in text.splitlines()]
     assert all(0.0 <= share <= 1.0 for share in shares)
     assert max(shares) > 0.3

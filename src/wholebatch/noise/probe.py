@@ -28,7 +28,7 @@ Noise: TypeAlias = int | Literal["auto"] | None
 
 _log = logging.getLogger("wholebatch")
 _EVERY = 16
-"""With "auto": a window that is measured costs up to a sixth more, one in sixteen about 1%."""
+"""With "auto": a window that is measured costs up to a fifth more, one in sixteen about 1%."""
 
 
 def check_noise(noise: object) -> Noise:
