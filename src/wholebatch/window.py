@@ -378,9 +378,8 @@ class Window:
             which = f"micro-batch {culprit + 1} of {self.micro_batches}{on}"
             where = f"{which} has a loss that is not finite"
         elif not losses_finite:
-            where = (
-                f"{'another rank' if self.owners else 'the batch'} has a loss that is not finite"
-            )
+            where = "another rank" if self.owners else "the batch"
+            where += " has a loss that is not finite"
         else:
             where = "the losses are finite but the gradients are not"
         if self.options.nonfinite == "skip":
