@@ -26,14 +26,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from wholebatch import errors as errors
     from wholebatch.accumulator import Accumulator
-    from wholebatch.coupled import (
-        Coupled,
-        audit,
-        clip_loss,
-        info_nce,
-        siglip_loss,
-        supcon_loss,
-    )
+    from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
+    from wholebatch.coupled.audit import audit
     from wholebatch.driving import over
     from wholebatch.engine import WholeBatch
     from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
