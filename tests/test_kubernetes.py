@@ -74,6 +74,6 @@ def test_torchrun_and_the_command_take_their_arguments(
     command, *arguments = parsed.training_script_args
     train = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     options = train.make_context(command, arguments).params
-    assert options["batch_size"] == 4096
+    assert options["batch_size"] == "4096"
     assert options["auto_resume"]
     assert str(options["out"]).startswith(container["volumeMounts"][0]["mountPath"])

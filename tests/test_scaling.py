@@ -315,8 +315,8 @@ def test_the_betas_follow_while_the_optimizer_steps(
     optimizer = torch.optim.Adam([weight], betas=(0.9, 0.99))
     seen = []
     follow = Follow(optimizer, base_batch=8, betas=betas)
+    follow.set(32)  # hooks see what the step sees if they come after it
     optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["betas"]))
-    follow.set(32)
     stepped(optimizer, weight)
     assert seen == [pytest.approx(expected)]
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)

@@ -52,6 +52,7 @@ class Window:
         self.options = replace(options, clip_norm=sync.clip_norm) if clips else options
         self.sync = sync
         self.store = DeviceStore(target, self.options, sync) if store is None else store
+        self.store.options = self.options
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None

@@ -43,7 +43,8 @@ def test_the_page_is_the_record(comparison: Any) -> None:
 def test_every_recorded_error_keeps_the_promise(comparison: Any, name: str) -> None:
     for row in RECORD["libraries"][name]:
         assert row["ours"] <= comparison.LIMITS[row["precision"]], row
-    assert {row["case"] for row in RECORD["libraries"][name]} == set(CASES)
+    alone = {"two processes"} if name == "keras_torch" else set()  # Keras has none on torch
+    assert {row["case"] for row in RECORD["libraries"][name]} == set(CASES) - alone
 
 
 def test_the_recorded_cost_is_within_its_limit() -> None:
