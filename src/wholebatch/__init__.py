@@ -73,7 +73,7 @@ _HOMES = {
     "Pipeline": "runners.pipeline",
     "Step": "step",
     "WholeBatch": "engine",
-    "audit": "coupled",
+    "audit": "coupled.audit",
     "by_epoch": "steps",
     "causal_lm": "loss",
     "clip_loss": "coupled",
