@@ -77,23 +77,35 @@ class Elsewhere:
 
     def _flush(self) -> None:
         ready, self._ready, self._bytes = self._ready, [], 0
+        kept = [parameter.grad_dtype for parameter in ready]
+        for parameter in ready:
+            gradient = parameter.grad
+            if gradient is not None and gradient.dtype is not parameter.dtype:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = gradient.to(parameter.dtype)
+            del gradient
         if ready and self._optimizer is not None:
             with self._around_update(), only(self._optimizer, ready):
                 self._optimizer.step()
-        for parameter in ready:
+        for parameter, dtype in zip(ready, kept, strict=True):
             parameter.grad = None
+            parameter.grad_dtype = dtype
 
     def step(self) -> None:
         """The step on all parameters, in buckets whose gradients come and go."""
         if self._optimizer is None or self._gradients == "release":
             return
         for bucket in _buckets(self._parameters, self._most):
+            kept = [parameter.grad_dtype for parameter in bucket]
             for parameter in bucket:
+                parameter.grad_dtype = parameter.dtype  # a 16-bit sum reaches the step rounded
                 parameter.grad = torch.empty_like(parameter)
             with only(self._optimizer, bucket):
                 self._optimizer.step()
-            for parameter in bucket:
+            for parameter, dtype in zip(bucket, kept, strict=True):
                 parameter.grad = None
+                parameter.grad_dtype = dtype
 
 
 def _leave(parameter: Tensor) -> None:
