@@ -192,6 +192,16 @@ def test_command_reads_hugging_face_configurations(tmp_path: Path, kind: str) ->
     assert found["parameters"] > 2 * 128 * 32
 
 
+def test_sixteen_bit_weights_and_every_way_of_gradients(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "qwen2", "dtype": "bfloat16", **CONFIGURATIONS["qwen2"]})
+    )
+    result = command(f"hf:{path}", "--seq", "16", "--batch-size", "4", "--gpu-memory", "1GiB")
+    assert all(way in result.output for way in ("host", "release", "moments"))
+
+
 def test_command_refuses_what_is_no_configuration(tmp_path: Path) -> None:
     missing = refused(f"hf:{tmp_path / 'none.json'}")
     assert isinstance(missing, RecipeError)
