@@ -53,7 +53,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     )
     | frozenset({"memory.meter", "memory.ledger"}),
     frozenset({"loss", "step", "randomness", "memory.budget", "extras"}),
-    frozenset({"errors"}),
+    frozenset({"errors", "jsonable"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.loss import Loss, as_loss
+from wholebatch.execute.trace import totals_of
+from wholebatch.loss import as_loss
 
 __all__ = ["differs", "gradients_in_full", "is_as_near"]
 
@@ -56,9 +57,7 @@ def gradients_in_full(
 ) -> list[Tensor]:
     """The gradients of a micro-batch without autocast, in the parameters' own precision."""
     with torch.enable_grad():
-        result = as_loss(loss(model, micro))
-        terms = [result] if isinstance(result, Loss) else list(result.by_name.values())
-        totals = [term.total for term in terms]
+        totals = totals_of(as_loss(loss(model, micro)))
         found = torch.autograd.grad(
             totals,
             list(parameters),

@@ -243,7 +243,7 @@ class Executor:
         loss = self._eager(micro, self._loss)
         self.mode = "eager"
         form = Form.of(loss, self._single)
-        totals = totals_of(loss)
+        totals = [total.detach() for total in totals_of(loss)]
         del loss
         after = Snapshot(self._model)
         began = time.perf_counter()

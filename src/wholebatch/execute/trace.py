@@ -194,9 +194,8 @@ def _written_down(
 
 
 def totals_of(loss: Loss | Terms) -> list[Tensor]:
-    """The sums of a loss, by term, without their graphs."""
-    terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
-    return [term.total.detach() for term in terms]
+    """The sums of a loss, by term."""
+    return [term.total for term in _terms(loss, "").values()]
 
 
 def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:

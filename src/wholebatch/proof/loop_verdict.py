@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wholebatch.jsonable import finite
 from wholebatch.proof.mistakes import MISTAKES, RIGHT, Mistake
-from wholebatch.proof.verdict import _finite, said, table
+from wholebatch.proof.verdict import said, table
 
 __all__ = ["Fit", "LoopVerdict", "Trial"]
 
@@ -129,7 +130,7 @@ class LoopVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data; numbers that are not finite become None."""
-        data: dict[str, Any] = _finite(asdict(self))
+        data: dict[str, Any] = finite(asdict(self))
         data |= {"same": self.same, "mistakes": list(self.mistakes), "line": self.line}
         return data
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wholebatch.jsonable import finite
 from wholebatch.proof.compare import Comparison
 
 __all__ = ["Cause", "Verdict", "said", "table"]
@@ -97,7 +98,7 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data; numbers that are not finite become None."""
-        data: dict[str, Any] = _finite(asdict(self))
+        data: dict[str, Any] = finite(asdict(self))
         data["line"] = self.line
         return data
 
@@ -144,13 +145,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(name or "(the model itself)" for name in names[:4])
     return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wholebatch.errors import StateError
+from wholebatch.jsonable import finite
 from wholebatch.step import Step
 
 __all__ = ["TIMING", "MetricsFile", "Sink", "record_of", "scalars_of"]
@@ -138,7 +139,7 @@ class MetricsFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a line; it is with the operating system when this returns."""
-        self._file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
+        self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
         self._file.flush()
         self.first = self.first or dict(record)
         self.last = dict(record)
@@ -149,14 +150,3 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no inf and nan: null, so that every reader can read every line."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import OptionError
+from wholebatch.jsonable import finite
 from wholebatch.memory.budget import bytes_said
 from wholebatch.tune.bottleneck import Bottleneck
 from wholebatch.tune.settings import Trial
@@ -62,7 +62,7 @@ class Tuned:
             "memory": dict(self.memory),
             "ranks": None if self.ranks is None else dict(self.ranks),
         }
-        result: dict[str, Any] = _finite(data)
+        result: dict[str, Any] = finite(data)
         return result
 
     def write(self, path: Path) -> None:
@@ -110,13 +110,3 @@ def advice_of(best: Trial, trials: tuple[Trial, ...], *, budget: int, unit: str)
             f"batch in {way.precision}."
         )
     return tuple(said)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
