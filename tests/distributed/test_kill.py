@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -23,6 +23,7 @@ from wholebatch.shards import put_together
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RANKS = 2
+T = TypeVar("T")
 # Slow enough that a moment inside a window can be hit.
 SLOW = NOISY.replace("    global calls", "    global calls\n    import time; time.sleep(0.01)")
 
@@ -79,13 +80,21 @@ def windows_in(metrics: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def wait_for(running: subprocess.Popen[bytes], log: Path, ready: object) -> None:
-    assert callable(ready)
+def wait_for(running: subprocess.Popen[bytes], log: Path, ready: Callable[[], T]) -> T:
+    """What `ready` gives as soon as it is true. One reading: a second one may see less, because
+    the list of children in /proc leaves some out while others of them end."""
     deadline = time.monotonic() + 240
-    while not ready():
+    while not (found := ready()):
         assert running.poll() is None, log.read_text()[-4000:]
         assert time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.002)
+    return found
+
+
+def all_but(before: set[int], launcher: int) -> list[int]:
+    """The workers that are not among `before`, once every rank has one; none until then."""
+    workers = sorted(set(workers_of(launcher)) - before)
+    return workers if len(workers) == RANKS else []
 
 
 @pytest.mark.parametrize(("parallel", "kills", "steps"), [("ddp", 10, 60), ("fsdp2", 3, 21)])
@@ -105,12 +114,7 @@ def test_kills_lose_nothing(tmp_path: Path, parallel: str, kills: int, steps: in
         before: set[int] = set()
         for number in range(kills):
             # A fresh set of workers: none of those that the last kill ended.
-            wait_for(
-                running,
-                log,
-                lambda: len(set(workers_of(running.pid)) - before) == RANKS,  # noqa: B023
-            )
-            workers = sorted(set(workers_of(running.pid)) - before)
+            workers = wait_for(running, log, lambda: all_but(before, running.pid))  # noqa: B023
             before |= set(workers)
             if number % 5 == 0:  # while it starts: it imports, joins, or reads the checkpoint
                 time.sleep(chance.uniform(0.0, 3.0))
