@@ -243,7 +243,7 @@ class WholeBatch:
                 self._probe.begin(
                     first=first,
                     together=self._feeding.in_lock_step(parts),
-                    own=self._feeding.executor._plan.eager,
+                    own=self._feeding.executor.by_autograd,
                 )
                 self._run(parts, first, at, after_micro)
 

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.execute.notes import CannotTrace
 from wholebatch.execute.trace import totals_of
 from wholebatch.loss import as_loss
 
-__all__ = ["differs", "gradients_in_full", "is_as_near"]
+__all__ = ["differs", "gradients_in_full", "hold_against", "is_as_near"]
+
+
+def hold_against(
+    found: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    what: str,
+    *,
+    sixteen_bit: bool,
+    truth: Callable[[], Sequence[Tensor] | None] = lambda: None,
+) -> None:
+    """CannotTrace where `found` is not `wanted`, and no nearer to the truth where it is known."""
+    reason = differs(found, wanted, what, sixteen_bit=sixteen_bit)
+    if reason is None:
+        return
+    with contextlib.suppress(torch.OutOfMemoryError):
+        known = truth()
+        if known is not None and is_as_near(found, wanted, known):
+            return
+    raise CannotTrace(reason)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ the kind then runs on the same micro-batch, and must give the same gradients bef
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.execute.adding import Adding
 from wholebatch.execute.buffers import Casts, Gradients
-from wholebatch.execute.check import differs, gradients_in_full, is_as_near
+from wholebatch.execute.check import gradients_in_full, hold_against
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
 from wholebatch.execute.fingerprint import Fingerprint
@@ -69,7 +69,7 @@ class Executor:
         self._window = window
         self._precision = precision
         self._device = device
-        self._eager = eager
+        self._eager = Adding(self._model, window, precision, device, eager)
         self._single = single
         self._copies = Copies(device)
         self._plan = Plan.of(execute, device)
@@ -235,6 +235,16 @@ class Executor:
     def _compiled(self) -> int:
         return sum(step.joint.compiled for step in self._steps.values())
 
+    def _is_sixteen_bit(self) -> bool:
+        return self._precision.name in ("bf16", "fp16") or any(
+            parameter.dtype in _SIXTEEN_BIT for parameter in self._parameters
+        )
+
+    @property
+    def by_autograd(self) -> bool:
+        """Whether every gradient of a micro-batch passes through autograd's own addition."""
+        return self._plan.eager and not self._eager.possible
+
     # ---------------------------------------------------------------- prepare
 
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
@@ -293,17 +303,20 @@ class Executor:
             seeds = self._seeds(form)
             found = self._trial(joint, inputs, seeds)
             if not joint.random:
-                self._hold_against(found, totals, "loss")
+                sixteen_bit = self._is_sixteen_bit()
+                hold_against(found, totals, "loss", sixteen_bit=sixteen_bit)
                 if alone:
-                    wanted = [g for g in held if g is not None]
                     used = [parameters[index] for index in traced.used]
                     micro = inputs.around(inputs.tensors)
-                    self._hold_against(
+                    hold_against(
                         buffers,
-                        wanted,
+                        [g for g in held if g is not None],
                         "gradient",
-                        truth=lambda: gradients_in_full(
-                            self._model, self._loss, micro, used, seeds
+                        sixteen_bit=sixteen_bit,
+                        truth=lambda: (
+                            gradients_in_full(self._model, self._loss, micro, used, seeds)
+                            if self._precision.name in ("bf16", "fp16")
+                            else None
                         ),
                     )
             run = self._captured(joint, inputs, seeds) if self._plan.captures else joint
@@ -369,31 +382,13 @@ class Executor:
             self.notes.fell_back(self.execute, "compiled, launched one by one", reason)
             return joint
 
-    def _hold_against(
-        self,
-        found: list[Tensor],
-        wanted: list[Tensor],
-        what: str,
-        *,
-        truth: Callable[[], list[Tensor]] | None = None,
-    ) -> None:
-        sixteen_bit = self._precision.name in ("bf16", "fp16") or any(
-            parameter.dtype in _SIXTEEN_BIT for parameter in self._parameters
-        )
-        reason = differs(found, wanted, what, sixteen_bit=sixteen_bit)
-        if reason is None:
-            return
-        if truth is not None and self._precision.name in ("bf16", "fp16"):
-            with contextlib.suppress(torch.OutOfMemoryError):
-                if is_as_near(found, wanted, truth()):
-                    return
-        raise CannotTrace(reason)
-
     def _give_up(self, reason: str) -> None:
         """No graph of a whole micro-step. Who asked for one gets a compiled forward instead."""
         self._plan.eager = True
         self._reset()
         if self.execute in ("compile", "graph") and self._plan.compiles:
-            self._forward = CompiledForward(self._model, self._loss, self._window, self._eager)
+            self._forward = CompiledForward(
+                self._model, self._loss, self._window, self._eager.plain
+            )
         how = "eagerly" if self._forward is None else "with a compiled forward only"
         self.notes.fell_back(self.execute, how, reason)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from wholebatch.errors import OptionError
 
@@ -20,6 +21,10 @@ class Precision(ABC):
     @abstractmethod
     def forward(self) -> AbstractContextManager[object]:
         """The context in which a micro-batch's forward (and only that) runs."""
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight in this dtype, without a graph."""
+        return weight.detach().to(dtype)
 
     @abstractmethod
     def begin(self) -> None:
@@ -58,9 +63,19 @@ class Autocast(Precision):
         self._device_type = device_type
         self._dtype = dtype
         self._holding = False
+        self._copies: dict[tuple[int, torch.dtype], tuple[int, Tensor]] = {}
 
     def forward(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self._holding or weight.dtype is dtype:
+            return super().copy_of(weight, dtype)
+        version, copy = self._copies.get((id(weight), dtype), (-1, weight))
+        if version != weight._version:  # none yet, or of a weight that was changed since
+            copy = super().copy_of(weight, dtype)
+            self._copies[id(weight), dtype] = weight._version, copy
+        return copy
 
     def begin(self) -> None:
         if not self._holding:
@@ -68,6 +83,7 @@ class Autocast(Precision):
             self._holding = True
 
     def end(self) -> None:
+        self._copies.clear()
         if self._holding:
             self._holding = False
             if torch.autocast_decrement_nesting() == 0:
