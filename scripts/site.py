@@ -15,6 +15,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "How to": (
         "memory.md",
         "tune.md",
+        "bench.md",
         "scaling.md",
         "noise.md",
         "monitoring.md",

@@ -21,7 +21,7 @@ PACKAGE = "wholebatch"
 # the rest of it (the longest name wins).
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"integrations", "tune", "proof", "testing", "report", "lint", "recipes"}),
+    frozenset({"integrations", "bench", "tune", "proof", "testing", "report", "lint", "recipes"}),
     frozenset({"engine", "accumulator"}),
     frozenset(
         {

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from wholebatch import __version__
+from wholebatch.cli.bench import bench
 from wholebatch.cli.lint import lint
 from wholebatch.cli.plan import plan
 from wholebatch.cli.recipes import recipes
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(tune)
+app.command()(bench)
 app.command()(scale)
 app.command()(verify)
 app.command()(lint)

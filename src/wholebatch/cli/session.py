@@ -28,7 +28,7 @@ from wholebatch.errors import OptionError
 from wholebatch.recipes import Batches, Nothing, Position, Recipe, share_of
 from wholebatch.splitting import batch_size_of, split
 
-__all__ = ["Session", "about_here", "build", "choose_device"]
+__all__ = ["Session", "about_here", "build", "choose_device", "fitted_to"]
 
 
 @dataclass
@@ -123,7 +123,7 @@ def build(
         rank=crew.share,
         ranks=crew.shares,
     )
-    config = paced(_fitted(config, batches), recipe, batches)
+    config = paced(fitted_to(config, batches), recipe, batches)
     model = recipe.build_model()
     _check_last_batch(model, config, batches, crew)
     move(model, config, crew)
@@ -185,7 +185,7 @@ def about_here() -> dict[str, Any]:
     }
 
 
-def _fitted(config: Config, batches: Batches) -> Config:
+def fitted_to(config: Config, batches: Batches) -> Config:
     """The settings, with the batch size that the data really has."""
     if batches.kind == "loader":
         size = batches.loader_batch_size

@@ -176,12 +176,14 @@ def _tune(
 
     import torch
 
+    from wholebatch.cli.full import full_batches
     from wholebatch.cli.options import Given, resolve
     from wholebatch.cli.session import about_here
-    from wholebatch.recipes import Batches
     from wholebatch.tune import tune as tuned_by
 
-    config = resolve(Given(batch_size=batch_size), recipe.defaults, stored=None)
+    # The micro-batch is what is looked for: the recipe's own does not bind.
+    given = Given(batch_size=batch_size, micro_batch="auto")
+    config = resolve(given, recipe.defaults, stored=None)
     is_pure = config.precision == "bf16-pure"
     if precisions is None:
         more = ("bf16",) if where.type == "cuda" and not is_pure else ()
@@ -189,14 +191,7 @@ def _tune(
     elif "bf16-pure" in precisions:
         raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    batches = Batches(
-        recipe.build_data,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        collate=recipe.collate,
-        rank=rank,
-        ranks=world,
-    )
+    config, take = full_batches(recipe, config, rank=rank, ranks=world)
     inner: list[Any] = []
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -214,13 +209,6 @@ def _tune(
     def loss(model: Any, micro: Any) -> Any:
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
         return recipe.loss(inner[0] if hasattr(model, "module") else model, micro)
-
-    whole = None if batches.length is None else batches.length // config.batch_size
-
-    def take() -> Any:
-        if whole and batches.position.batch >= whole:
-            batches.take()  # the short last one of an epoch says nothing about the others
-        return batches.take()
 
     tuned = tuned_by(
         make,

@@ -1,0 +1,99 @@
+"""The gradient of the undivided batch, and how far from it a loop's first one is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.bench.job import Job
+from wholebatch.splitting import to_device
+
+__all__ = ["Reference"]
+
+_ALIKE = 1e-3
+"""Two gradients of one batch that differ by more were made with random numbers."""
+
+
+class Reference:
+    """What the undivided batch gives, by the names of the parameters and on the host."""
+
+    def __init__(self, job: Job) -> None:
+        self._gradients: dict[str, Tensor] = {}
+        self.why: str | None = None
+        """Why nothing can be compared; None where it can."""
+        try:
+            first, second = _whole(job, seed=0), _whole(job, seed=1)
+        except torch.OutOfMemoryError:
+            self.why = "the undivided batch does not fit in memory: updates are not compared"
+            return
+        if _distance(first, second) > _ALIKE:
+            self.why = "the model draws random numbers: updates are not compared"
+            return
+        self._gradients = first
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[float]]:
+        """A list that holds the distance of the gradient with which the first step is made."""
+        found: list[float] = []
+
+        def compare() -> None:
+            if not found and self._gradients:
+                found.append(_distance(_gradients_of(model), self._gradients))
+
+        def before_step(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            closure = given[1] if len(given) > 1 else named.get("closure")
+            if closure is None:
+                compare()
+                return None
+
+            def watched() -> Any:  # some frameworks make the last backward only in here
+                result = closure()
+                compare()
+                return result
+
+            if len(given) > 1:
+                return (given[0], watched, *given[2:]), named
+            return given, {**named, "closure": watched}
+
+        handle = optimizer.register_step_pre_hook(before_step)
+        try:
+            yield found
+        finally:
+            handle.remove()
+
+
+def _whole(job: Job, *, seed: int) -> dict[str, Tensor]:
+    model, _ = job.make()
+    torch.manual_seed(seed)
+    with job.autocast():
+        loss = job.mean(model, to_device(job.first, job.device))
+    loss.backward()
+    if job.clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+    return _gradients_of(model)
+
+
+def _gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.detach().to("cpu", torch.float32, copy=True)
+        if parameter.grad.dtype.itemsize < 4
+        else parameter.grad.detach().cpu().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not parameter.grad.is_sparse
+    }
+
+
+def _distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Relative, over all parameters together; a gradient that is missing is one of zero."""
+    off = norm = 0.0
+    for name in found.keys() | right.keys():
+        one, other = found.get(name), right.get(name)
+        difference = other if one is None else one if other is None else one - other
+        assert difference is not None
+        off += float(difference.double().square().sum())
+        norm += 0.0 if other is None else float(other.double().square().sum())
+    return float((off / norm) ** 0.5) if norm else float("nan")
