@@ -67,7 +67,7 @@ bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/tokens.py
-	$(BIN)/python benchmarks/gpu_speed.py --models gpt-cpu --name speed-cpu --seconds 3
+	$(BIN)/python benchmarks/gpu_speed.py --cpu
 	$(BIN)/wholebatch report docs/benchmarks/*.json --title 'wholebatch: benchmarks' --out build/benchmarks.html
 
 compare: $(VENV)/.dev ## hold every integration beside its library's own accumulation; writes docs/comparison.md

@@ -1,17 +1,19 @@
-"""Times wholebatch beside its peers on one CUDA device, on the same models and data, in one run.
+"""Times wholebatch beside its peers on one device, on the same models and data, in one run.
 
-    python benchmarks/gpu_speed.py                                  # everything (long)
-    python benchmarks/gpu_speed.py --models gpt-124m --micro 1 4    # a part of it
-    python benchmarks/gpu_speed.py --quick                          # one small table
-    python benchmarks/gpu_speed.py --main                           # the main rows in 8 minutes
-    python benchmarks/gpu_speed.py --models gpt-cpu --name speed-cpu   # a small one, on a CPU
-    python benchmarks/gpu_speed.py --tables                         # speed.md from speed.json again
+    python benchmarks/gpu_speed.py --main --budget 560    # on CUDA, as far as the time goes
+    python benchmarks/gpu_speed.py --main --merge docs/benchmarks/speed.json   # what is missing
+    python benchmarks/gpu_speed.py --main --plan          # the rows and their seconds, nothing runs
+    python benchmarks/gpu_speed.py --rows "gpt-124m/loop/4" "gpt-124m/whole batch, compiled/0"
+    python benchmarks/gpu_speed.py --variants             # what each choice of ours is worth
+    python benchmarks/gpu_speed.py --cpu                  # a small GPT, on two cores (make bench)
+    python benchmarks/gpu_speed.py --tables --merge FILE  # speed.md again, with another run's rows
 
-Every loop runs in a process of its own, so that device memory is its own. `--together N` lets N of
-them warm up (import, compile, record) side by side; each is timed while all others wait. Results
-are written as they come, to docs/benchmarks/speed.json and speed.md (and plots, where matplotlib is
-installed); a row that fails says why and does not stop the others. Rows of an earlier run with
-other models, modes or sizes are kept, rows of the same name are replaced.
+Every loop runs in a process of its own, so that device memory is its own. A few get ready (import,
+compile, record) side by side; while one is timed, all others are stopped. Rows come in the order of
+their importance; one that would not end within the budget is not begun. Results are written as they
+come, to docs/benchmarks/speed.json and speed.md (and plots, where matplotlib is installed); a row
+that fails says why and does not stop the others. `--merge` takes over the rows of other files
+first; those that have a time are not measured again.
 """
 
 from __future__ import annotations
@@ -23,19 +25,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {
-    "gpt-124m": [1, 4, 8],
-    "gpt-1.3b": [1, 4],
-    "resnet-50": [8, 32],
-    "encoder": [4, 16],
-    "gpt-cpu": [1, 4],
-}
-WHOLE = "whole batch, compiled"
 MODES = [
     "wholebatch graph",
     "loop",
     "loop + torch.compile",
-    WHOLE,
+    "whole batch, compiled",
     "HF Trainer",
     "Lightning",
     "Accelerate",
@@ -43,124 +37,142 @@ MODES = [
     "wholebatch compile",
     "wholebatch eager",
 ]
-PEERS = ["loop", "HF Trainer", "Lightning", "Accelerate"]
-MAIN: list[list[tuple[str, str, int]]] = [
-    [
-        *(("gpt-124m", "wholebatch graph", size) for size in (8, 4, 1)),
-        ("gpt-124m", "loop + torch.compile", 4),
-        ("gpt-1.3b", "wholebatch graph", 4),
-        *(("resnet-50", "wholebatch graph", size) for size in (32, 8)),
-        *(("encoder", "wholebatch graph", size) for size in (16, 4)),
-    ],
-    [
-        ("gpt-124m", WHOLE, 0),
-        ("gpt-1.3b", "wholebatch graph", 1),
-        *(("gpt-124m", mode, 4) for mode in PEERS),
-        *(("gpt-124m", mode, 1) for mode in PEERS),
-    ],
-    [("gpt-1.3b", WHOLE, 0), ("gpt-1.3b", "loop + torch.compile", 4)],
-    [("gpt-1.3b", mode, size) for size in (4, 1) for mode in ("loop", "Lightning")],
-    [
-        ("gpt-1.3b", "HF Trainer", 4),
-        *(("resnet-50", mode, size) for size in (32, 8) for mode in PEERS),
-        ("resnet-50", "loop + torch.compile", 32),
-        *(("encoder", mode, size) for size in (16, 4) for mode in PEERS),
-        ("encoder", "loop + torch.compile", 16),
-    ],
+CPU_MODES = [
+    "wholebatch eager",
+    "loop",
+    "Accelerate",
+    "Lightning",
+    "HF Trainer",
 ]
-"""Batches of rows; the rows of a batch are in device memory at the same time (139 GiB)."""
+CPU_COMPILED = ["wholebatch compile", "loop + torch.compile"]
 
 
 def child(options: argparse.Namespace) -> None:
     """One row, in this process."""
-    from speed.measure import matmul_peak, row
+    from speed.measure import row
 
-    if options.child == "peak":
-        print(f"PEAK {matmul_peak()}", flush=True)
-    else:
-        row(
-            options.models[0],
-            options.child,
-            options.micro[0],
-            options.windows,
-            options.seconds,
-            profiled=options.profile and options.child in ("wholebatch graph", "loop", WHOLE),
-        )
+    row(
+        options.models[0],
+        options.child,
+        options.micro[0],
+        options.windows,
+        options.seconds,
+        profiled=options.profile
+        and options.child.startswith(("wholebatch graph", "loop", "whole")),
+    )
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    what = parser.add_argument_group("which rows")
+    what.add_argument("--main", action="store_true", help="those of the documentation (CUDA)")
+    what.add_argument("--cpu", action="store_true", help="a small GPT in fp32, taking turns")
+    what.add_argument("--variants", action="store_true", help="our own choices, one by one (CUDA)")
+    what.add_argument("--rows", nargs="+", help="model/mode/size each; size 0: the whole batch")
+    what.add_argument("--models", nargs="+", help="all modes and sizes of these models")
+    what.add_argument("--modes", nargs="+", default=MODES)
+    what.add_argument("--micro", nargs="+", type=int)
+    how = parser.add_argument_group("how")
+    how.add_argument("--windows", type=int, default=24, help="timed of a row, at most (in a turn)")
+    how.add_argument("--seconds", type=float, default=3.0, help="of timed windows, at most")
+    how.add_argument("--rounds", type=int, default=1, help="turns that all rows take")
+    how.add_argument("--together", type=int, default=4, help="rows that get ready side by side")
+    how.add_argument("--warm-up", type=float, default=200.0, help="seconds to get ready, at most")
+    how.add_argument("--budget", type=float, default=560.0, help="seconds in all")
+    how.add_argument("--profile", action="store_true", help="and profile one window (ours, loops)")
+    how.add_argument("--plan", action="store_true", help="only say what would be measured")
+    how.add_argument("--tables", action="store_true", help="only write the page from the results")
+    how.add_argument("--merge", nargs="+", type=Path, default=[], help="results to begin from")
+    how.add_argument("--name", default="speed", help="of the files that are written")
+    how.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
+    how.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.cpu:
+        options.name = "speed-cpu" if options.name == "speed" else options.name
+        options.rounds, options.together, options.seconds = max(options.rounds, 9), 2, 0.0
+        options.budget = min(options.budget, 560.0)
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """The rows that were asked for, the most important first."""
+    from speed.plan import MAIN, SIZES, VARIANTS, WHOLE
+
+    if options.rows:
+        parts = [row.rsplit("/", 1) for row in options.rows]
+        named = [(*name.split("/", 1), int(size)) for name, size in parts]
+        return [(model, mode, size) for model, mode, size in named]
+    if options.cpu:
+        model = "gpt-cpu"
+        return [
+            *((model, mode, size) for size in SIZES[model] for mode in CPU_MODES),
+            *((model, mode, SIZES[model][-1]) for mode in CPU_COMPILED),
+            (model, "whole batch", 0),
+            (model, WHOLE, 0),
+        ]
+    if options.variants:
+        return VARIANTS
+    if options.main or not options.models:
+        return MAIN
+    return [
+        (model, mode, size)
+        for model in options.models
+        for mode in options.modes
+        for size in ([0] if mode == WHOLE else options.micro or SIZES[model])
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", nargs="+", default=list(SIZES)[:4])
-    parser.add_argument("--modes", nargs="+", default=MODES)
-    parser.add_argument("--micro", nargs="+", type=int)
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timed windows, at most")
-    parser.add_argument("--warm-up", type=float, default=240.0, help="seconds for a batch of rows")
-    parser.add_argument("--budget", type=float, default=7200.0, help="seconds in all")
-    parser.add_argument("--together", type=int, default=1, help="rows that warm up side by side")
-    parser.add_argument("--quick", action="store_true", help="gpt-124m at 4, ours and two loops")
-    parser.add_argument("--main", action="store_true", help="the main rows, warmed up together")
-    parser.add_argument("--batches", nargs="+", type=int, help="only these batches of --main")
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="and profile one window of ours, the loop and the whole batch",
-    )
-    parser.add_argument("--tables", action="store_true", help="only write speed.md from speed.json")
-    parser.add_argument("--name", default="speed", help="of the files that are written")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = read_options()
     if options.child:
         child(options)
         return 0
 
+    from speed.plan import expected
+
+    specs = chosen(options)
+    if options.plan:
+        for spec in specs:
+            what = expected(spec, options.seconds)
+            print(f"{what.seconds:5.0f} s {what.gib:5.0f} GiB  {'/'.join(map(str, spec))}")
+        alone = sum(expected(spec, options.seconds).seconds for spec in specs)
+        timed = len(specs) * (options.seconds + 2.0)
+        print(f"{alone:.0f} s one after the other; with {options.together} together about")
+        print(f"{timed + (alone - timed) / options.together:.0f} s")
+        return 0
+
     from speed.measure import matmul_peak
     from speed.table import Results
-    from speed.together import Spec, run_together
+    from speed.together import Child, run_rows
 
-    if options.tables:
-        Results(options.out, name=options.name, measuring=False).write()
-        return 0
     began = time.monotonic()
-    batches: list[list[Spec]] = [list(batch) for batch in MAIN]
-    if options.quick:
-        options.models, options.micro, options.modes = ["gpt-124m"], [4], MODES[:3]
-    if options.rows:
-        parts = [row.split("/") for row in options.rows]
-        batches = [[(model, mode, int(size)) for model, mode, size in parts]]
-    if options.batches:
-        batches = [batches[index] for index in options.batches]
-    if not options.main and not options.rows:
-        specs: list[Spec] = []
-        for model in options.models:
-            for mode in options.modes:
-                sizes = [0] if mode == WHOLE else options.micro or SIZES[model]
-                specs += [(model, mode, size) for size in sizes]
-        step = options.together
-        batches = [specs[start : start + step] for start in range(0, len(specs), step)]
-
-    results = Results(options.out, name=options.name)
+    results = Results(
+        options.out, name=options.name, measuring=not options.tables, merged=options.merge
+    )
+    if options.tables:
+        results.write()
+        return 0
     results.peak(matmul_peak())
+    specs = [spec for spec in specs if not (options.merge and results.has(spec))]
     paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    for batch in batches:
-        if time.monotonic() - began > options.budget - 20:
-            print(f"no time left for {batch}", flush=True)
-            continue
-        run_together(
-            Path(__file__).resolve(),
-            batch,
-            [
-                *("--windows", str(options.windows), "--seconds", str(options.seconds)),
-                *(["--profile"] if options.profile else []),
-            ],
-            os.pathsep.join(paths),
-            until=began + options.budget,
-            warm_up=options.warm_up,
-            report=results.add,
-        )
-        print(f"after {time.monotonic() - began:.0f} s", flush=True)
+    of_children = [
+        *("--windows", str(options.windows), "--seconds", str(options.seconds)),
+        *(["--profile"] if options.profile else []),
+    ]
+    run_rows(
+        specs,
+        lambda spec, gib: Child(
+            Path(__file__).resolve(), spec, of_children, os.pathsep.join(paths), gib
+        ),
+        lambda spec: expected(spec, options.seconds),
+        until=began + options.budget,
+        together=options.together,
+        warm_up=options.warm_up,
+        rounds=options.rounds,
+        report=results.add,
+    )
     print(results.markdown())
+    print(f"{time.monotonic() - began:.0f} s")
     return 0
 
 

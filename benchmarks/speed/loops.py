@@ -45,9 +45,18 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _wholebatch(execute: Any, *, fused: bool = True) -> Loop:
+def _wholebatch(
+    execute: Any,
+    *,
+    fused: bool = True,
+    recomputes: bool = True,
+    adding: bool = True,
+    inductor: dict[str, Any] | None = None,
+) -> Loop:
     def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
         JointStep.fuses_products = fused
+        JointStep.recomputes = recomputes
+        JointStep.inductor = inductor or {}
         logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
         train = wb.WholeBatch(
             model,
@@ -57,6 +66,7 @@ def _wholebatch(execute: Any, *, fused: bool = True) -> Loop:
             precision="bf16" if AMP else "full",
             execute=execute,
         )
+        train._feeding.executor._eager.allowed = adding
         for batch in train.over(_loader(case, case.window), ahead=True):
             yield train.step(batch).loss
 
@@ -284,12 +294,21 @@ def _quiet(loop: Loop) -> Loop:
 LOOPS: dict[str, Loop] = {
     "wholebatch graph": _wholebatch("graph" if DEVICE == "cuda" else "compile"),
     "wholebatch graph, gradients added apart": _wholebatch("graph", fused=False),
+    "wholebatch graph, activations held": _wholebatch("graph", recomputes=False),
+    "wholebatch graph, softmax in three passes": _wholebatch(
+        "graph", inductor={"online_softmax": False}
+    ),
+    "wholebatch graph, small kernels combined": _wholebatch(
+        "graph", inductor={"combo_kernels": True}
+    ),
+    "wholebatch eager, gradients by autograd": _wholebatch("eager", adding=False),
     "wholebatch compile": _wholebatch("compile"),
     "wholebatch auto": _wholebatch("auto"),
     "wholebatch eager": _wholebatch("eager"),
     "loop": _manual(compiled=False),
     "loop + torch.compile": _manual(compiled=True),
     "whole batch, compiled": _manual(compiled=True),
+    "whole batch": _manual(compiled=False),
     "Accelerate": _quiet(_accelerate),
     "Lightning": _quiet(_lightning),
     "Fabric": _quiet(_fabric),

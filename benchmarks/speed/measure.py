@@ -1,8 +1,8 @@
 """One row: times one loop on one model, in a process of its own.
 
 The process warms up (it compiles, records, and lets the allocator settle), says READY, and waits
-for a line on its input before it times anything: so several may warm up at once, and one at a time
-is timed while all others wait.
+for a line on its input before it times anything: "go" times some windows, after which it is READY
+again; "end" makes it print its row. So several may get ready at once, and one at a time is timed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,12 +79,14 @@ def _row(
         sys.stderr.write(f"window {len(losses)} after {time.perf_counter() - began:.1f} s\n")
     warm = time.perf_counter() - began
     peak_of_warm_up = torch.cuda.max_memory_allocated() / GIB
-    print("READY", flush=True)
-    sys.stdin.readline()
-    losses.append(next(updates))  # the device's clocks come up again
-    timed = _timed(case, updates, losses, windows, seconds)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    turns: list[Turn] = []
+    while _told() == "go":
+        losses.append(next(updates))  # the device's clocks come up again
+        turns.append(_timed(updates, losses, windows, seconds))
     return {
-        **timed,
+        **_summed_up(case, turns),
         **(_profile(updates) if profiled else {}),
         "warm_up_gib": peak_of_warm_up,
         "warm_up_s": warm,
@@ -90,35 +94,55 @@ def _row(
     }
 
 
-def _timed(
-    case: Case, updates: Iterator[float], losses: list[float], windows: int, seconds: float
-) -> dict[str, Any]:
-    """Windows back to back; the time of each, and the mean over all of them together."""
+def _told() -> str:
+    """Say that this process is ready, and wait for a word."""
+    print("READY", flush=True)
+    return sys.stdin.readline().strip()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Windows that were timed back to back: the seconds of each, of all, and joules of one."""
+
+    times: list[float]
+    mean: float
+    joules: float | None
+
+
+def _timed(updates: Iterator[float], losses: list[float], windows: int, seconds: float) -> Turn:
     synchronize()
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
     joules = _joules()
     begin = last = time.perf_counter()
-    while len(times) < windows and (len(times) < 3 or last - begin < seconds):
+    while len(times) < windows and (not times or last - begin < seconds):
         losses.append(next(updates))
         now = time.perf_counter()
         times.append(now - last)
         last = now
     synchronize()
-    each = (time.perf_counter() - begin) / len(times)
+    mean = (time.perf_counter() - begin) / len(times)
     used = _joules()
+    return Turn(
+        times, mean, None if used is None or joules is None else (used - joules) / len(times)
+    )
+
+
+def _summed_up(case: Case, turns: list[Turn]) -> dict[str, Any]:
+    """The median window; the mean over all that ran back to back says whether it is typical."""
+    times = sorted(seconds for turn in turns for seconds in turn.times)
+    median = statistics.median(times)
+    joules = [turn.joules for turn in turns if turn.joules is not None]
     units = case.window * case.units_per_sample
     return {
-        "ms": 1e3 * each,
-        "fastest_ms": 1e3 * min(times),
-        "slowest_ms": 1e3 * max(times),
+        "ms": 1e3 * median,
+        "mean_ms": 1e3 * statistics.fmean(turn.mean for turn in turns),
+        "fastest_ms": 1e3 * times[0],
+        "slowest_ms": 1e3 * times[-1],
         "windows": len(times),
-        "median_ms": 1e3 * sorted(times)[len(times) // 2],
-        "joules": None if used is None or joules is None else (used - joules) / len(times),
-        "units_per_s": units / each,
+        "joules": statistics.median(joules) if joules else None,
+        "units_per_s": units / median,
         "units": case.units,
-        "tflops": case.flops_per_unit * units / each / 1e12,
+        "tflops": case.flops_per_unit * units / median / 1e12,
         "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.memory_reserved() / GIB,
     }

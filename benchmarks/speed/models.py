@@ -209,12 +209,12 @@ CASES: dict[str, Case] = {
     "gpt-124m": _gpt(12, 768, 12, window=64),
     "gpt-1.3b": _gpt(24, 2048, 16, window=32),
     "gpt-cpu": Case(
-        build=lambda: GPT(4, 128, 4, 1024, 128),
+        build=lambda: GPT(2, 128, 4, 1024, 128),
         sample=lambda index: _tokens(index, 128, 1024),
         window=16,
         units="tokens",
         units_per_sample=128,
-        flops_per_unit=6.0 * (12 * 4 * 128**2 + 1024 * 128),
+        flops_per_unit=6.0 * (12 * 2 * 128**2 + 1024 * 128),
     ),
     "gpt-tiny": Case(
         build=lambda: GPT(2, 64, 2, 512, 64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -14,23 +15,28 @@ import torch
 __all__ = ["Results"]
 
 PACKAGES = ["torch", "accelerate", "pytorch-lightning", "lightning", "transformers"]
-WHOLE = "whole batch, compiled"
+WHOLE = ("whole batch, compiled", "whole batch")
 
 
 class Results:
     """All rows so far, by model, mode and micro-batch size."""
 
-    def __init__(self, folder: Path, *, name: str = "speed", measuring: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "speed",
+        measuring: bool = True,
+        merged: Sequence[Path] = (),
+    ) -> None:
         self._folder = folder
         self._name = name
         self._file = folder / f"{name}.json"
         self._rows: dict[tuple[str, str, int], dict[str, Any]] = {}
         self._about: dict[str, Any] = {}
-        if self._file.exists():
-            saved = json.loads(self._file.read_text())
-            self._about = saved["about"]
-            for row in saved["rows"]:
-                self._rows[row["model"], row["mode"], row["micro"]] = row
+        for file in (self._file, *merged):
+            if file.exists():
+                self._take_over(json.loads(file.read_text()))
         if not measuring:
             return
         self._about.update(
@@ -40,6 +46,18 @@ class Results:
             python=platform.python_version(),
             packages=_versions(),
         )
+
+    def _take_over(self, saved: dict[str, Any]) -> None:
+        """The rows of another run; what has a time is not replaced by what has none."""
+        self._about = saved["about"]
+        for row in saved["rows"]:
+            key = (row["model"], row["mode"], row["micro"])
+            if "ms" in row or key not in self._rows:
+                self._rows[key] = row
+
+    def has(self, spec: tuple[str, str, int]) -> bool:
+        """Whether this row has been timed."""
+        return "ms" in self._rows.get(spec, {})
 
     def peak(self, tflops: float) -> None:
         """What a bf16 matrix product of 8192³ reached in this run."""
@@ -81,21 +99,22 @@ class Results:
             f"{self._about['device']}, Python {self._about['python']}, {versions}."
             + (f" A bf16 matrix product of 8192³ reached {peak:.0f} TFLOP/s." if peak else ""),
             "",
-            "One update from a whole window, fused AdamW, without clipping: milliseconds per "
-            "window. Every loop has a process of its own and is timed while all others wait.",
+            "One update from a whole window, fused AdamW, without clipping: milliseconds of the "
+            "median window. Every loop has a process of its own and is timed while all others are "
+            "stopped.",
             "",
             *(_ON_CUDA if peak else _ON_CPU),
             *(f"\n{note}" for note in self._about.get("notes", [])),
         ]
         for model in dict.fromkeys(key[0] for key in sorted(self._rows)):
             lines += ["", f"## {model}", "", *self._table(model), ""]
-            lines += [f"![ms per window and GiB over micro-batch size]({self._name}-{model}.png)"]
+            lines += [f"![Time and memory over the micro-batch]({self._name}-{model}.png)"]
             lines += self._profiles(model)
         return "\n".join(lines) + "\n"
 
     def _table(self, model: str) -> list[str]:
         mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
-        sizes = sorted({size for mode, size in mine if mode != WHOLE})
+        sizes = sorted({size for mode, size in mine if mode not in WHOLE})
         modes = sorted(dict.fromkeys(mode for mode, _ in mine), key=lambda mode: _order(mine, mode))
         best = {
             size: min(
@@ -113,7 +132,7 @@ class Results:
         for mode in modes:
             cells = []
             for size in sizes:
-                row = mine.get((mode, size)) or (mine.get((mode, 0)) if mode == WHOLE else None)
+                row = mine.get((mode, size)) or (mine.get((mode, 0)) if mode in WHOLE else None)
                 cells.append(self._cell(row, best[size], ours=mode.startswith("wholebatch")))
             head.append(f"| {mode} | " + " | ".join(cells) + " |")
         return head
@@ -157,21 +176,36 @@ class Results:
         from matplotlib import pyplot
 
         for model in dict.fromkeys(key[0] for key in self._rows):
-            figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), squeeze=True)
-            mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
-            for mode in dict.fromkeys(mode for mode, _ in mine):
-                rows = [mine[key] for key in sorted(mine) if key[0] == mode and "ms" in mine[key]]
-                if not rows:
-                    continue
-                sizes = [row["micro"] for row in rows]
-                for axis, what in zip(axes, ("ms", "reserved_gib"), strict=True):
+            mine = {
+                key[1:]: row
+                for key, row in sorted(self._rows.items())
+                if key[0] == model and "ms" in row
+            }
+            shown = {"ms": "ms per window"}
+            if any(row["reserved_gib"] for row in mine.values()):
+                shown["reserved_gib"] = "GiB"
+            figure, grid = pyplot.subplots(
+                1, len(shown), figsize=(1 + 5 * len(shown), 4), squeeze=False
+            )
+            for axis, (what, label) in zip(grid[0], shown.items(), strict=True):
+                for mode in dict.fromkeys(mode for mode, _ in mine):
+                    rows = [row for (its, _), row in mine.items() if its == mode]
+                    if mode in WHOLE:  # has no micro-batch: a line across all of them
+                        axis.axhline(rows[0][what], ls="--", c="0.4" if mode == WHOLE[0] else "0.7")
+                        axis.annotate(
+                            mode,
+                            (0.02, rows[0][what]),
+                            xycoords=("axes fraction", "data"),
+                            fontsize=7,
+                        )
+                        continue
+                    sizes = [row["micro"] for row in rows]
                     axis.plot(sizes, [row[what] for row in rows], "o-", label=mode)
-            for axis, label in zip(axes, ("ms per window", "GiB"), strict=True):
                 axis.set(xlabel="micro-batch", ylabel=label, xscale="log", ylim=(0, None))
                 axis.set_xticks(sorted({size for _, size in mine if size}))
                 axis.xaxis.set_major_formatter("{x:.0f}")
                 axis.xaxis.set_minor_formatter("")
-            axes[1].legend(fontsize=7)
+            grid[0][-1].legend(fontsize=7)
             figure.suptitle(model)
             figure.tight_layout()
             figure.savefig(self._folder / f"{self._name}-{model}.png", dpi=110)
@@ -188,8 +222,10 @@ _ON_CUDA = [
     "micro-batch, by wholebatch to a budget of as many tokens.",
 ]
 _ON_CPU = [
-    "fp32 on a CPU. The best peer is the fastest of the hand-written loop and the trainers; "
-    "torch.compile in that loop is a row of its own. Memory was not measured.",
+    "fp32 on a CPU; all loops take turns, window by window, so that what else the machine does "
+    "disturbs them alike. Windows of 16 sequences of 128 tokens. The best peer is the fastest of "
+    "the hand-written loop and the trainers; torch.compile in that loop is a row of its own. "
+    "Memory was not measured.",
 ]
 _PEERS = ("loop", "HF Trainer", "Lightning", "Accelerate", "Fabric")
 _KINDS = {

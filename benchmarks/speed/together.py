@@ -1,4 +1,9 @@
-"""Rows as child processes: they warm up side by side, and are timed one at a time."""
+"""Rows as child processes: they get ready side by side, and are timed one at a time.
+
+While one is timed, all others are stopped with everything that they have started (a compiler's
+workers too), so nothing runs beside it. What is prepared together must fit into the device's
+memory together; a row that does not fit beside others waits until it can be alone.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +16,36 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Spec", "run_together"]
+from speed.plan import Expected, Spec
 
-Spec = tuple[str, str, int]
-"""Model, mode, micro-batch size (0: the whole batch)."""
+__all__ = ["Child", "run_rows"]
+
+DEVICE_GIB = 125.0
 
 
 class Child:
     """One process, and the lines that it printed."""
 
-    def __init__(self, script: Path, spec: Spec, options: Sequence[str], paths: str) -> None:
+    def __init__(
+        self, script: Path, spec: Spec, options: Sequence[str], paths: str, gib: float
+    ) -> None:
         self.spec = spec
+        self.gib = gib
         self.row: dict[str, Any] | None = None
-        self.ready = threading.Event()
-        self.done = threading.Event()
+        self.settled = threading.Event()  # it waits for a word, or has ended
+        self.began = time.monotonic()
+        self.stopped = 0.0  # seconds that it was made to wait
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the child)
         environment = {
             **os.environ,
             "PYTHONPATH": paths,
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "TORCHINDUCTOR_COMPILE_THREADS": "4",
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(4, (os.cpu_count() or 1) // 4))),
         }
         model, mode, micro = spec
         child = ["--child", mode, "--models", model, "--micro", str(micro), *options]
@@ -46,36 +56,45 @@ class Child:
             stderr=self._errors,
             text=True,
             env=environment,
+            start_new_session=True,  # a group of its own, to be stopped as one
         )
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("READY"):
-                self.ready.set()
-            elif line.startswith("ROW "):
+            if line.startswith("ROW "):
                 self.row = json.loads(line[4:])
-                self.done.set()
-        self.done.set()  # it ended, with or without a row
+            if line.startswith(("READY", "ROW ")):
+                self.settled.set()
+        self.settled.set()  # it ended, with or without a row
 
-    def say(self) -> None:
+    def say(self, word: str) -> None:
+        """Tell it to go on ("go": time some windows, "end": that was all)."""
         assert self.process.stdin is not None
+        self.settled.clear()
         try:
-            self.process.stdin.write("go\n")
+            self.process.stdin.write(f"{word}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            self.done.set()
+            self.settled.set()
 
-    def named(self) -> dict[str, Any]:
-        """The beginning of its row."""
-        return dict(zip(("model", "mode", "micro"), self.spec, strict=True))
+    def named(self, error: str) -> dict[str, Any]:
+        """A row that says why there is none."""
+        return {**dict(zip(("model", "mode", "micro"), self.spec, strict=True)), "error": error}
 
     def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        """To the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        self.signal(signal.SIGKILL)
+        self.process.wait()
 
     def errors(self) -> str:
+        """The end of what it wrote to its standard error."""
         self._errors.seek(0)
         return "\n".join(self._errors.read().splitlines()[-15:])
 
@@ -97,60 +116,128 @@ class Child:
         return None
 
 
-def run_together(
-    script: Path,
+def run_rows(
     specs: Sequence[Spec],
-    options: Sequence[str],
-    paths: str,
+    start: Callable[[Spec, float], Child],
+    expect: Callable[[Spec], Expected],
     *,
     until: float,
+    together: int,
     warm_up: float,
+    rounds: int,
     report: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Report a row for every spec. `until` is by time.monotonic(); `warm_up` in seconds."""
-    children = [Child(script, spec, options, paths) for spec in specs]
+    """Report a row for every spec, in their order as far as they get ready in it.
+
+    `until` is by time.monotonic(); `warm_up`, in seconds, is what one row may take to get ready.
+    With more than one of `rounds`, all rows are made ready first and take turns: what disturbs the
+    machine for a while disturbs them all.
+    """
+    pending, active, ready = list(specs), list[Child](), list[Child]()
     try:
-        waiting = _wait(children, min(time.monotonic() + warm_up, until))
-        late = [child for child in children if child not in waiting]
-        for child in late:
-            child.signal(signal.SIGSTOP)  # it would disturb those that are timed
-        for child in waiting:
-            report(_timed(child, until))
-        for child in late:
-            child.signal(signal.SIGCONT)
-        while late and time.monotonic() < until - 5:
-            ready = _wait(late, min(time.monotonic() + warm_up / 2, until - 5))
-            if not ready:
+        while pending or active:
+            pending = _start(pending, active, start, expect, until, together, ready)
+            if not active:
                 break
-            late = [child for child in late if child not in ready]
+            child = _next(active, until, warm_up)
+            active.remove(child)
+            if not child.settled.is_set() or child.row is not None or not _alive(child):
+                _over(child, report)
+            elif rounds > 1:
+                child.signal(signal.SIGSTOP)
+                ready.append(child)
+            else:
+                with _stopped(active):
+                    _turn(child, until)
+                    _over(child, report, wait=until)
+        for _ in range(rounds if ready else 0):
             for child in ready:
-                report(_timed(child, until))
-        for child in late:
-            report({**child.named(), "error": "was not ready in time"})
-            print(child.errors(), flush=True)
+                child.signal(signal.SIGCONT)
+                _turn(child, until)
+                child.signal(signal.SIGSTOP)
+        for child in list(ready):
+            child.signal(signal.SIGCONT)
+            _over(child, report, wait=until)
+        for spec in pending:
+            print(f"no time left for {'/'.join(map(str, spec))}", flush=True)
+    finally:
+        for child in (*active, *ready):
+            child.end()
+
+
+def _start(
+    pending: list[Spec],
+    active: list[Child],
+    start: Callable[[Spec, float], Child],
+    expect: Callable[[Spec], Expected],
+    until: float,
+    together: int,
+    ready: Sequence[Child],
+) -> list[Spec]:
+    """Begin what may be prepared now, beside what is; returns what is left."""
+    left = []
+    for spec in pending:
+        wanted = expect(spec)
+        if time.monotonic() + wanted.seconds > until and not ready:
+            left.append(spec)
+            continue
+        held = sum(child.gib for child in active)
+        if len(active) < together and (not active or held + wanted.gib <= DEVICE_GIB):
+            active.append(start(spec, wanted.gib))
+        else:
+            left.append(spec)
+    return left
+
+
+def _next(active: Sequence[Child], until: float, warm_up: float) -> Child:
+    """The first that is ready, has failed, or has taken too long."""
+    while True:
+        for child in active:
+            if child.settled.is_set():
+                return child
+        now = time.monotonic()
+        for child in active:
+            if now > until - 3 or now - child.began - child.stopped > warm_up:
+                return child
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _stopped(children: Sequence[Child]) -> Iterator[None]:
+    began = time.monotonic()
+    for child in children:
+        child.signal(signal.SIGSTOP)
+    try:
+        yield
     finally:
         for child in children:
-            child.signal(signal.SIGKILL)
+            child.stopped += time.monotonic() - began
+            child.signal(signal.SIGCONT)
 
 
-def _wait(children: Sequence[Child], deadline: float) -> list[Child]:
-    """Those that are ready (or have failed) when all are, or when the time is over."""
-
-    def settled() -> list[Child]:
-        return [child for child in children if child.ready.is_set() or child.done.is_set()]
-
-    while time.monotonic() < deadline and len(settled()) < len(children):
-        time.sleep(0.1)
-    return settled()
+def _turn(child: Child, until: float) -> None:
+    """Time some windows of it."""
+    child.say("go")
+    child.settled.wait(timeout=max(1.0, min(90.0, until - time.monotonic())))
 
 
-def _timed(child: Child, until: float) -> dict[str, Any]:
-    child.say()
-    child.done.wait(timeout=max(0.0, min(60.0, until - time.monotonic())))
-    row = child.row or {**child.named(), "error": "did not end in time"}
+def _over(
+    child: Child, report: Callable[[dict[str, Any]], None], *, wait: float | None = None
+) -> None:
+    """Take its row, and let it end."""
+    if wait is not None and child.row is None and child.settled.is_set():
+        child.say("end")
+        child.settled.wait(timeout=max(1.0, min(60.0, wait - time.monotonic())))
+    row = child.row or child.named(
+        "did not end in time" if _alive(child) else "ended without a result"
+    )
     if "error" in row:
         print(child.errors(), flush=True)
     else:
         row["driver_gib"] = child.driver_gib()
-    child.signal(signal.SIGKILL)
-    return row
+    child.end()
+    report(row)
+
+
+def _alive(child: Child) -> bool:
+    return child.process.poll() is None

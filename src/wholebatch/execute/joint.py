@@ -7,8 +7,8 @@ the seeds; its outputs are the totals and units, which stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ class JointStep:
 
     recomputes = True
     """Whether a compiled step makes cheap activations again instead of holding them."""
+
+    inductor: ClassVar[dict[str, Any]] = {}
+    """More options of the compiler, to measure what they are worth."""
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class JointStep:
         self._run: Callable[..., Any] = rewritten.graph
         if compiled:
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
-            self._run = _inductor(rewritten.graph, self._arguments(example, seeds))
+            self._run = _inductor(rewritten.graph, self._arguments(example, seeds), self.inductor)
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
         with torch.no_grad():
@@ -101,14 +104,14 @@ class Prepared:
         return f"graph of {how}" if self.captured else how
 
 
-def _inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
+def _inductor(graph: Any, arguments: list[Any], more: Mapping[str, Any]) -> Callable[..., Any]:
     import torch._inductor  # only who compiles pays for its import
     from torch._inductor import config
 
     # It would put the gradients of a layer norm's weights, as partial sums, into the kernel of its
     # input's gradient: on an H200 that made a window of a GPT (64 sequences in micro-batches of 8)
     # longer, by 2 ms of 132.
-    options = {"triton.mix_order_reduction": False}
+    options = {"triton.mix_order_reduction": False, **more}
     known = {name: value for name, value in options.items() if _has(config, name)}
     with torch.no_grad(), config.patch(known):
         compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
