@@ -75,7 +75,7 @@ compare: $(VENV)/.dev ## hold every integration beside its library's own accumul
 
 # The GPU targets install nothing: they run with the torch that the machine has.
 gpu-test: ## run the tests that need CUDA, with the machine's own torch (PYTHON=python3)
-	PYTHONPATH=src $(GPU_PYTHON) scripts/gpu.py test
+	PYTHONPATH=src $(GPU_PYTHON) scripts/gpu.py test --jobs 8
 
 gpu-bench: ## run the benchmarks that need CUDA, with the machine's own torch
 	PYTHONPATH=src $(GPU_PYTHON) scripts/gpu.py bench

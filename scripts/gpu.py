@@ -1,7 +1,9 @@
 """Runs what needs CUDA, on a machine whose torch is already there and nothing can be installed.
 
-    python scripts/gpu.py test     # tests/gpu, and a table of the results
-    python scripts/gpu.py bench    # every benchmarks/gpu_*.py
+    python scripts/gpu.py test              # tests/gpu, and a table of the results
+    python scripts/gpu.py test --jobs 8     # its files side by side, each in a process of its own
+    python scripts/gpu.py bench             # every benchmarks/gpu_*.py
+    python scripts/gpu.py bench speed tune  # some of them
 
 GPU tests are plain functions `test_*()` without arguments, in files that do not import pytest: with
 pytest installed it runs them, without it this script does. A test that cannot run on this device
@@ -13,14 +15,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import unittest
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from types import ModuleType
@@ -72,8 +76,8 @@ def run_with_pytest(folder: Path) -> list[Result]:
 def run_without_pytest(folder: Path) -> list[Result]:
     """The results of every `test_*` function in `folder`, each called by this script."""
     results = []
-    for path in sorted(folder.rglob("test_*.py")):
-        name = path.relative_to(folder).as_posix()
+    for path in sorted(folder.rglob("test_*.py")) if folder.is_dir() else [folder]:
+        name = path.name if path == folder else path.relative_to(folder).as_posix()
         try:
             module = _load(path)
         except Exception as problem:
@@ -85,6 +89,29 @@ def run_without_pytest(folder: Path) -> list[Result]:
                 results.append(_call(f"{name}::{test}", function))
                 print(f"{results[-1].outcome:8} {results[-1].name}", flush=True)
     return results
+
+
+def run_side_by_side(folder: Path, jobs: int) -> list[Result]:
+    """The results of every file in `folder`, each in a process of its own, `jobs` at a time.
+
+    What a test does to its process (a limit of memory, a graph, a process group) stays there; how
+    long tests take then says nothing.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    files = sorted(folder.rglob("test_*.py"))
+    with tempfile.TemporaryDirectory() as kept, ThreadPoolExecutor(jobs) as pool:
+        places = [Path(kept) / f"{number}.json" for number in range(len(files))]
+        return [one for found in pool.map(_in_a_process, files, places) for one in found]
+
+
+def _in_a_process(path: Path, place: Path) -> list[Result]:
+    command = [sys.executable, str(Path(__file__)), "one", str(path), "--out", str(place)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(f"== {path.name}", done.stdout, done.stderr, sep="\n", flush=True)
+    if not place.exists():
+        return [Result(path.name, "failed", 0.0, f"the process ended with {done.returncode}")]
+    return [Result(**result) for result in json.loads(place.read_text(encoding="utf-8"))]
 
 
 def _load(path: Path) -> ModuleType:
@@ -148,7 +175,7 @@ def table(results: list[Result], *, machine: str, runner: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test(out: Path) -> int:
+def test(out: Path, jobs: int) -> int:
     """Run tests/gpu, write the table, and say whether all is well."""
     import torch
 
@@ -157,7 +184,12 @@ def test(out: Path) -> int:
         return 2
     folder = ROOT / "tests" / "gpu"
     with_pytest = importlib.util.find_spec("pytest") is not None
-    results = (run_with_pytest if with_pytest else run_without_pytest)(folder)
+    runner = "pytest" if with_pytest else "scripts/gpu.py"
+    if jobs > 1:
+        results = run_side_by_side(folder, jobs)
+        runner = f"scripts/gpu.py, {jobs} files side by side"
+    else:
+        results = (run_with_pytest if with_pytest else run_without_pytest)(folder)
     if not results:
         print(f"gpu.py: no GPU test was found in {folder}", file=sys.stderr)
         return 2
@@ -165,7 +197,7 @@ def test(out: Path) -> int:
     page = table(
         results,
         machine=f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {python}",
-        runner="pytest" if with_pytest else "scripts/gpu.py",
+        runner=runner,
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu-tests.md").write_text(page, encoding="utf-8")
@@ -173,12 +205,16 @@ def test(out: Path) -> int:
     return int(any(result.outcome == "failed" for result in results))
 
 
-def bench() -> int:
-    """Run every GPU benchmark, each in a process of its own; they write their own pages."""
-    scripts = sorted((ROOT / "benchmarks").glob("gpu_*.py"))
-    if not scripts:
-        print("gpu.py: there is no benchmarks/gpu_*.py", file=sys.stderr)
-        return 2
+def bench(names: list[str]) -> int:
+    """Run the GPU benchmarks, each in a process of its own; they write their own pages."""
+    known = {
+        path.stem.removeprefix("gpu_"): path for path in (ROOT / "benchmarks").glob("gpu_*.py")
+    }
+    for name in names:
+        if name not in known:
+            print(f"gpu.py: bench {name}: must be of {', '.join(sorted(known))}", file=sys.stderr)
+            return 2
+    scripts = [known[name] for name in names or sorted(known)]
     failed = []
     for script in scripts:
         print(f"== {script.name}", flush=True)
@@ -192,11 +228,19 @@ def bench() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["test", "bench"])
+    parser.add_argument("what", choices=["test", "bench", "one"])
+    parser.add_argument("names", nargs="*", help="bench: only these; one: the file of tests")
+    parser.add_argument("--jobs", type=int, default=1, help="test: files side by side")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "src"))
-    return test(options.out) if options.what == "test" else bench()
+    if options.what == "test":
+        return test(options.out, options.jobs)
+    if options.what == "bench":
+        return bench(options.names)
+    results = run_without_pytest(Path(options.names[0]))
+    options.out.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -68,6 +68,17 @@ def test_without_pytest(gpu: ModuleType, tmp_path: Path) -> None:
     assert "GPU tests take none" in results["test_fixture.py::test_x"].reason
 
 
+def test_side_by_side(gpu: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(GOOD_AND_BAD, encoding="utf-8")
+    (tmp_path / "test_ends.py").write_text("import os\nos._exit(3)\n", encoding="utf-8")
+    results = gpu.run_side_by_side(tmp_path, 2)
+    alone = gpu.run_without_pytest(tmp_path / "test_some.py")
+    ended, *others = results
+    assert (ended.name, ended.outcome) == ("test_ends.py", "failed")
+    assert ended.reason == "the process ended with 3"
+    assert [(r.name, r.outcome) for r in others] == [(r.name, r.outcome) for r in alone]
+
+
 def test_with_pytest_gives_the_same_outcomes(tmp_path: Path) -> None:
     """In a process of its own: a pytest inside this one would share its plugins."""
     marked = "import pytest\npytestmark = pytest.mark.gpu\n" + GOOD_AND_BAD

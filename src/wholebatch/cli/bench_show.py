@@ -71,12 +71,12 @@ def show(console: Console, measured: Bench, *, out: Path, page: Path | None) -> 
         title_justify="left",
         header_style="dim",
         box=None,
-        padding=(0, 3, 0, 0),
+        padding=(0, 2, 0, 0),
     )
     table.add_column("", no_wrap=True)
     table.add_column("ms a window", justify="right")
-    table.add_column("× the first", justify="right")
-    table.add_column("peak memory", justify="right")
+    table.add_column("× first", justify="right")
+    table.add_column("memory", justify="right")
     table.add_column("gradient off by", justify="right")
     first = measured.rows[0].window
     fastest = min((row.window for row in measured.rows if row.window), default=None)
