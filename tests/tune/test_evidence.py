@@ -114,6 +114,30 @@ def test_the_bottleneck_is_named_with_evidence(
     assert any("of the speed of a large matrix product" in line for line in found.evidence)
 
 
+def test_a_slow_close_is_the_bytes_it_moves_or_its_many_operations() -> None:
+    """58% of the window is the optimizer: of large parameters, then of small ones."""
+    slow = {"forward": 2.0, "backward": 2.0, "optimizer": 6.0}
+    for moved, kind in ((2 * 10**9, "memory"), (10**6, "launch")):
+        one = trial(1, **slow).with_(update_bytes=moved)
+        found = name_bottleneck(one, fixed=None, used=0.6, bandwidth=1e9)
+        assert found.kind == kind
+        assert any(line.startswith("an update reads and writes") for line in found.evidence)
+
+
+def test_reading_the_parameters_is_not_launching() -> None:
+    """What a micro-step costs whatever its size may be its parameters' bytes."""
+    one = trial(4, forward=3.0, backward=6.0, optimizer=1.0)
+    for moving, kind in ((0.0, "launch"), (0.9, "memory")):
+        found = name_bottleneck(one, fixed=Fixed(1.0, 6.0, 3, moving), used=0.1)
+        assert found.kind == kind
+
+
+def test_arithmetic_that_takes_more_than_launches_is_compute() -> None:
+    one = trial(1, forward=3.0, backward=6.0, optimizer=1.0)
+    assert name_bottleneck(one, fixed=Fixed(3.0, 7.0, 3), used=0.7).kind == "compute"
+    assert name_bottleneck(one, fixed=Fixed(3.0, 7.0, 3), used=0.2).kind == "launch"
+
+
 def test_the_cost_of_a_micro_step_needs_two_sizes() -> None:
     assert fixed_cost([trial(forward=1.0)]) is None
     falling = [trial(steps, forward=1.0 - 0.01 * steps) for steps in (1, 2, 4)]

@@ -12,6 +12,8 @@ __all__ = ["Bottleneck", "Fixed", "accumulation", "fixed_cost", "name_bottleneck
 
 MUCH = 0.25
 """Of a window: a part that takes so much is what to look at first."""
+SMALL = 0.05
+"""Of the update's time: an optimizer passes over its bytes up to ten times, but not twenty."""
 USED = 0.35
 """Of a large matrix product's speed: above it, arithmetic is what the time goes into."""
 
@@ -23,6 +25,13 @@ class Fixed:
     per_step: float
     rest: float
     points: int
+    moving: float = 0.0
+    """Of `per_step`: reading the parameters twice, writing their gradients, as fast as a copy."""
+
+    @property
+    def launching(self) -> float:
+        """Seconds of a micro-step that are neither its samples nor its parameters."""
+        return max(0.0, self.per_step - self.moving)
 
 
 @dataclass(frozen=True)
@@ -33,18 +42,19 @@ class Bottleneck:
     evidence: tuple[str, ...]
 
 
-def fixed_cost(trials: Sequence[Trial]) -> Fixed | None:
+def fixed_cost(trials: Sequence[Trial], *, moving: float = 0.0) -> Fixed | None:
     """The line through the windows of one way over their number of steps.
 
     Every window counts by its relative error, and no micro-step costs more by itself than the
-    smallest that was measured takes with its samples.
+    smallest that was measured takes with its samples, nor more than forward and backward take.
+    `moving`: the seconds of it in which parameters and gradients are read and written.
 
     >>> from wholebatch.tune.settings import Setting, Way
     >>> way = Way("full", False, "eager", "auto")
     >>> def made(micro, steps, seconds):
     ...     return Trial(Setting(micro, way), steps, "measured", "", seconds=seconds)
     >>> fixed_cost([made(8, 8, 1.8), made(16, 4, 1.4), made(32, 2, 1.2)])
-    Fixed(per_step=0.1..., rest=1.0..., points=3)
+    Fixed(per_step=0.1..., rest=1.0..., points=3, moving=0.0)
     """
     points = [(trial.steps, trial.seconds) for trial in trials if trial.seconds is not None]
     if len({steps for steps, _ in points}) < 2:
@@ -55,14 +65,27 @@ def fixed_cost(trials: Sequence[Trial]) -> Fixed | None:
     mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
     spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
     common = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    slope = min(max(0.0, common / spread), min(y / x for x, y in points))
-    return Fixed(slope, mean_y - slope * mean_x, len(points))
+    most = [y / x for x, y in points]
+    most += [_computing(trial) / trial.steps for trial in trials if _computing(trial)]
+    slope = min(max(0.0, common / spread), *most)
+    return Fixed(slope, mean_y - slope * mean_x, len(points), min(moving, slope))
 
 
-def name_bottleneck(trial: Trial, *, fixed: Fixed | None, used: float | None) -> Bottleneck:
+def _computing(trial: Trial) -> float:
+    """Seconds of a window in which micro-batches are computed."""
+    return sum(
+        trial.split.get(part, 0.0)
+        for part in ("forward", "backward", "micro-step", "addition", "idle")
+    )
+
+
+def name_bottleneck(
+    trial: Trial, *, fixed: Fixed | None, used: float | None, bandwidth: float | None = None
+) -> Bottleneck:
     """From the split of the recommended setting, the cost of a micro-step, and the arithmetic.
 
-    `used` is the share of a large matrix product's speed that forward and backward reach.
+    `used` is the share of a large matrix product's speed that forward and backward reach,
+    `bandwidth` the bytes per second of a large copy.
     """
     split, window = trial.split, sum(trial.split.values()) or 1.0
     evidence = []
@@ -71,24 +94,45 @@ def name_bottleneck(trial: Trial, *, fixed: Fixed | None, used: float | None) ->
     if split:
         parts = ", ".join(f"{shares[name]:.0%} is {name}" for name in largest if shares[name])
         evidence.append(f"of a window, {parts}")
-    launching = 0.0
+    launching = shares.get("idle", 0.0)
     if fixed is not None and trial.seconds:
-        launching = fixed.per_step * trial.steps / trial.seconds
+        launching = max(launching, fixed.launching * trial.steps / trial.seconds)
         steps = f"{trial.steps} step{'' if trial.steps == 1 else 's'}"
+        moved = (
+            f"; {fixed.moving / fixed.per_step:.0%} of it is what reading and writing the "
+            "parameters' bytes takes"
+            if fixed.moving > 0.1 * fixed.per_step > 0
+            else ""
+        )
         evidence.append(
             f"a micro-step costs {1000 * fixed.per_step:.2f} ms whatever its size, "
-            f"{launching:.0%} of the window at {steps} (a line through {fixed.points} sizes)"
+            f"{fixed.per_step * trial.steps / trial.seconds:.0%} of the window at {steps} "
+            f"(a line through {fixed.points} sizes{moved})"
         )
     if used is not None:
         evidence.append(
             f"forward and backward reach {used:.0%} of the speed of a large matrix product here"
         )
-    if shares.get("data", 0.0) > MUCH:
+    closing, moving = shares.get("optimizer", 0.0), 1.0
+    if bandwidth and trial.update_bytes and closing > MUCH:
+        moving = trial.update_bytes / bandwidth / split["optimizer"]
+        evidence.append(
+            f"an update reads and writes {bytes_said(trial.update_bytes)} of parameters, gradients "
+            f"and optimizer state; once, at a copy's {bandwidth / 1e9:.3g} GB/s, that is "
+            f"{min(1.0, moving):.0%} of its time"
+        )
+    arithmetic = (used or 0.0) * _computing(trial) / window
+    data = shares.get("data", 0.0)
+    if data > MUCH and data >= launching:
         kind = "data"
     elif shares.get("communication", 0.0) > MUCH:
         kind = "network"
-    elif launching > MUCH or shares.get("idle", 0.0) > MUCH:
+    elif launching > max(MUCH, arithmetic):
         kind = "launch"
+    elif closing > max(MUCH, arithmetic):
+        kind = "memory" if moving > SMALL else "launch"
+        if kind == "launch":
+            evidence.append("the update is many small operations: not the bytes that they move")
     elif used is None or used >= USED:
         kind = "compute"
     else:

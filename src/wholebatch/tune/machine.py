@@ -1,4 +1,4 @@
-"""What this machine can do, measured: matrix products, and reductions between ranks."""
+"""What this machine can do, measured: matrix products, copies, reductions between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wholebatch.loss import Loss, as_loss
 from wholebatch.precision import choose as choose_precision
 from wholebatch.tune.clock import Clock
 
-__all__ = ["best_flops", "flops_of", "reduce_bandwidth"]
+__all__ = ["best_flops", "copy_bandwidth", "flops_of", "reduce_bandwidth"]
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,6 +31,20 @@ def best_flops(device: torch.device, precision: str, dtype: torch.dtype) -> floa
         torch.mm(one, one)
         taken.append(clock.between(began, clock.now()))
     return 2.0 * width**3 / min(taken)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large copy reads and writes here, beyond any cache."""
+    numbers = 2**26 if device.type == "cuda" else 2**24
+    source, target = (torch.zeros(numbers, device=device) for _ in range(2))
+    clock = Clock(device)
+    taken = []
+    target.copy_(source)
+    for _ in range(3):
+        began = clock.now()
+        target.copy_(source)
+        taken.append(clock.between(began, clock.now()))
+    return 2.0 * source.nbytes / min(taken)
 
 
 def flops_of(

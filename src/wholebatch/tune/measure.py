@@ -38,6 +38,12 @@ class Subject:
     clock: Callable[[], float] = time.perf_counter
     """What windows are timed by."""
 
+    def fetch(self) -> tuple[Any, float]:
+        """The next batch, and the seconds that it took."""
+        began = self.clock()
+        batch = self.batches()
+        return batch, self.clock() - began
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -135,10 +141,14 @@ class Running:
 
     def window(self) -> tuple[float, Step]:
         """One window, with the fetching of its batch: its seconds, the slowest rank's."""
+        return self.window_of(*self._subject.fetch())
+
+    def window_of(self, batch: Any, fetched: float) -> tuple[float, Step]:
+        """The window of this batch, which took `fetched` seconds to come; with them."""
         began = self._subject.clock()
-        step = self.train.step(self._subject.batches())
+        step = self.train.step(batch)
         self._wait()
-        return self.agreed(self._subject.clock() - began), step
+        return self.agreed(fetched + self._subject.clock() - began), step
 
     def warm_up(self, *, most: float, patience: float | None = None) -> None:
         """Until windows take what they take: caches are warm, graphs are made and recorded.
@@ -208,6 +218,18 @@ class Running:
             finally:
                 self._meter = None
         return meter.peak
+
+    def update_bytes(self) -> int:
+        """What an update reads and writes: parameters, gradients, the optimizer's state."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = [
+            value
+            for p in parameters
+            for value in self.optimizer.state.get(p, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        trained = sum(int(p.nbytes) for p in parameters)
+        return 3 * trained + 2 * sum(int(value.nbytes) for value in state)
 
     def split(self, *, windows: int = 2) -> dict[str, float]:
         """Seconds of a window by part, the mean of a few."""

@@ -62,12 +62,14 @@ class Trial:
     status: str
     why: str
     seconds: float | None = None
-    """Of a window, its data included: the median of the faster half of those measured."""
+    """Of a window, its data included."""
     windows: int = 0
     units_per_second: float | None = None
     peak: int | None = None
     predicted: int | None = None
     split: dict[str, float] = field(default_factory=dict)
+    update_bytes: int = 0
+    """What the close of a window reads and writes: parameters, gradients, optimizer state."""
     recommended: bool = False
 
     @property

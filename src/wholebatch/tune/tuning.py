@@ -12,10 +12,10 @@ from torch import nn
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.memory.batches import resize_batch
-from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.memory.budget import Memory, parse_memory, sharing_processes
 from wholebatch.splitting import batch_size_of, to_device
 from wholebatch.tune.bottleneck import accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.machine import best_flops, flops_of, reduce_bandwidth
+from wholebatch.tune.machine import best_flops, copy_bandwidth, flops_of, reduce_bandwidth
 from wholebatch.tune.measure import Agreed, Make, Subject
 from wholebatch.tune.ranks import RanksModel
 from wholebatch.tune.search import Limits, Search, Watch
@@ -97,7 +97,11 @@ def tune(
     inner = getattr(model, "module", model)
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     # Of the rank that has the least: all of them try the same.
-    budget = -int(Agreed(device)(-float(parse_memory(memory, device=device, held=held))))
+    dist = torch.distributed
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    sharing = sharing_processes(device, world)
+    free = parse_memory(memory, device=device, held=held, processes=sharing)
+    budget = -int(Agreed(device)(-float(free)))
     ways = ways_of(
         inner,
         precisions=tuple(precisions),
@@ -126,7 +130,9 @@ def tune(
     search.trials[best.setting] = best
     trials = tuple(search.trials.values())
     alike = [t for t in trials if t.setting.way == best.setting.way and t.seconds]
-    fixed = fixed_cost(alike)
+    copies = copy_bandwidth(device)
+    # A micro-step reads the parameters forwards and backwards, and writes their gradients.
+    fixed = fixed_cost(alike, moving=3 * gradient_bytes / copies)
     used = share_of_arithmetic(subject, best, first, device=device, dtype=dtype)
     smaller = max(
         (t for t in trials if t.setting.way == best.setting.way and t.steps > best.steps),
@@ -152,7 +158,7 @@ def tune(
             "execute": way.execute,
         },
         advice=advice_of(best, trials, budget=budget, unit=unit),
-        bottleneck=name_bottleneck(best, fixed=fixed, used=used),
+        bottleneck=name_bottleneck(best, fixed=fixed, used=used, bandwidth=copies),
         accumulation=accumulation(best, fixed=fixed, smaller=smaller),
         batch_size=samples,
         unit=unit,
