@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -75,54 +75,33 @@ def trained(case: str, make: Any, **options: Any) -> dict[str, float]:
 
 
 def accumulated_moments(case: str, dtype: torch.dtype) -> dict[str, float]:
-    """Adam accumulation over the ranks beside the same sums by hand, in one process."""
-    mine = windows_of(case, dist.get_rank())
-    by_hand = fresh().to(dtype)
-    moments = {p: [torch.zeros_like(p), torch.zeros_like(p)] for p in by_hand.parameters()}
-    reference = adamw(by_hand)
-    group = reference.param_groups[0]
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    steps = dict.fromkeys(by_hand.parameters(), 0)
-    for window in everyones(mine):
-        units = count(window)
-        parameters = list(by_hand.parameters())
-        sums: dict[nn.Parameter, list[Tensor]] = {}
-        for m in window:
-            total = loss(by_hand, m).total / units
-            for p, g in zip(
-                parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True
-            ):
-                if g is not None:
-                    sums.setdefault(p, []).append(g)
-        with torch.no_grad():
-            for p, parts in sums.items():
-                steps[p] += 1
-                first, second = moments[p]
-                first.mul_(beta1).add_(sum(parts), alpha=1 - beta1)
-                second.mul_(beta2).add_(sum(g**2 for g in parts), alpha=1 - beta2)
-                p.mul_(1 - lr * group["weight_decay"])
-                v = second / (1 - beta2 ** steps[p])
-                p.sub_(lr * (first / (1 - beta1 ** steps[p])) / (v.sqrt() + group["eps"]))
+    """Adam accumulation over the ranks beside the undivided batch, for two windows.
+
+    After the first nothing is rounded yet, so that the second first moment is exact too.
+    """
+    mine = windows_of(case, dist.get_rank())[:2]
+    whole = undivided(everyones(mine), None, adamw)
     model = DistributedDataParallel(fresh().to(dtype))
     optimizer = adamw(model)
     train = wb.WholeBatch(
-        model,
-        optimizer,
-        loss=loss,
-        micro_batch=1,
-        units=count,
-        gradients="moments",
-        audit=False,
+        model, optimizer, loss=loss, micro_batch=1, units=count, gradients="moments", audit=False
     )
     train._fitting.split = list  # type: ignore[method-assign, assignment]
     for batch in train.over(mine):
         train.step(batch)
-    pairs = list(zip(model.parameters(), by_hand.parameters(), strict=True))
-    found = {"update": distance(model.parameters(), by_hand.parameters())}
-    for index, name in enumerate(("exp_avg", "exp_avg_sq")):
+    pairs = list(zip(model.parameters(), whole.model.parameters(), strict=True))
+    update = [
+        p.detach() - q for p, q in zip(model.parameters(), whole.start.parameters(), strict=True)
+    ]
+    found = {"rounded update": distance(update, whole.updates())}
+    for name in ("exp_avg", "exp_avg_sq"):
         ours = [optimizer.state[p].get(name, torch.zeros_like(p)) for p, _ in pairs]
-        found[name] = distance(ours, [moments[q][index] for _, q in pairs])
-    return found
+        right = [whole.optimizer.state[q].get(name, torch.zeros_like(q)) for _, q in pairs]
+        found[name if name == "exp_avg" else "rounded second"] = distance(ours, right)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [p.detach() for p in model.parameters()])
+    same = all(all(map(torch.equal, everyone[0], other)) for other in everyone)
+    return {**found, "ranks differ": float(not same)}
 
 
 def resumed() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Adam accumulation: an exact first moment, a stated second one, and nothing else kept."""
+"""Adam accumulation: an exact first moment, a second one to half its bits, no gradient kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd
@@ -20,7 +19,6 @@ from wholebatch.errors import (
     OptionError,
     StateError,
     UnsupportedError,
-    WindowError,
 )
 
 SPLITS = [[10], [4, 4, 2], [1, 6, 3]]
@@ -55,81 +53,55 @@ def decaying(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, **options)
 
 
-class ByHand:
-    """The same update, written down for one parameter after the other."""
+# What is kept of the old moments in a window: float32 of float64, and 11 bits of float32.
+ROUNDED = {torch.float64: 1e-6, torch.float32: 5e-3}
 
-    def __init__(self, model: nn.Module, make: Any) -> None:
-        self.model = copy.deepcopy(model)
-        self.optimizer = make(self.model)
-        self.moments: dict[Tensor, list[Tensor]] = {}
-        self.updates = 0
 
-    def step(self, micros: list[Micro]) -> None:
-        units = sum(count(micro) for micro in micros)
-        parameters = list(self.model.parameters())
-        for parameter in parameters:
-            if parameter not in self.moments:
-                self.moments[parameter] = [torch.zeros_like(parameter) for _ in range(2)]
-        gradients = []
-        for micro in micros:
-            total = functional.cross_entropy(self.model(micro["x"]), micro["y"], reduction="sum")
-            gradients.append(torch.autograd.grad(total / units, parameters))
-        self.updates += 1
-        by_parameter = dict(zip(parameters, zip(*gradients, strict=True), strict=True))
-        with torch.no_grad():
-            for group in self.optimizer.param_groups:
-                beta1, beta2 = group["betas"]
-                for parameter in group["params"]:
-                    first, second = self.moments[parameter]
-                    parts = by_parameter[parameter]
-                    first.mul_(beta1).add_(sum(parts), alpha=1 - beta1)
-                    second.mul_(beta2).add_(sum(part**2 for part in parts), alpha=1 - beta2)
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    m = first / (1 - beta1**self.updates)
-                    v = second / (1 - beta2**self.updates)
-                    parameter.sub_(group["lr"] * m / (v.sqrt() + group["eps"]))
+def batches(dtype: torch.dtype = torch.float64) -> list[Micro]:
+    """Some with units that are not samples, all with other gradients."""
+    made_of = []
+    for number in range(4):
+        batch = samples(10, dtype=dtype)
+        batch["x"] = batch["x"].roll(number, 0) * (1 + number)
+        batch["y"][number] = -100
+        made_of.append(batch)
+    return made_of
 
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
-def test_update_is_what_it_says(sizes: list[int], options: dict[str, Any]) -> None:
-    model = mlp()
-    by_hand = ByHand(model, decaying)
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_first_moment_is_exact_and_the_second_is_rounded(
+    sizes: list[int], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    whole = Whole(mlp(dtype=dtype), lambda m: decaying(m, **options))
+    model = mlp(dtype=dtype)
     train = made(model, lambda m: decaying(m, **options), sizes=sizes)
-    for number in range(3):
-        batch = samples(10)
-        batch["y"][number] = -100  # units that are not samples
-        by_hand.step(pieces(batch, sizes))
-        step = train.step(batch)
-        assert math.isnan(step.grad_norm)
-    assert distance(model.parameters(), by_hand.model.parameters()) <= EXACT
     optimizer = train._window.target.optimizers[0]
-    for index, name in enumerate(("exp_avg", "exp_avg_sq")):
-        ours = [optimizer.state[p][name] for p in model.parameters()]
-        right = [by_hand.moments[p][index] for p in by_hand.model.parameters()]
-        assert distance(ours, right) <= EXACT
-    assert all(int(optimizer.state[p]["step"]) == 3 for p in model.parameters())
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("sizes", SPLITS, ids=str)
-def test_first_moment_is_exact_and_the_second_lies_between(sizes: list[int]) -> None:
-    whole, model = Whole(mlp(), adamw), mlp()
-    whole.step(samples(10))
-    train = made(model, sizes=sizes)
-    train.step(samples(10))
-    ours, right = train._window.target.optimizers[0].state, whole.optimizer.state
     pairs = list(zip(model.parameters(), whole.model.parameters(), strict=True))
-    first = [(ours[a]["exp_avg"], right[b]["exp_avg"]) for a, b in pairs]
-    assert distance(*zip(*first, strict=True)) <= EXACT
-    for a, b in pairs:  # (Σg)² ≤ K Σg², for any gradients
-        whole_v, our_v = right[b]["exp_avg_sq"], ours[a]["exp_avg_sq"]
-        assert bool((whole_v <= len(sizes) * our_v * (1 + 1e-9) + 1e-30).all())
-    if len(sizes) == 1:
-        whole.assert_same(model, at_most=10 * EXACT)
-    else:
-        second = [(ours[a]["exp_avg_sq"], right[b]["exp_avg_sq"]) for a, b in pairs]
-        assert distance(*zip(*second, strict=True)) > 0.01
+    exact = EXACT if dtype is torch.float64 else 1e-5
+
+    def off(name: str) -> float:
+        return distance(
+            [optimizer.state[a][name] for a, _ in pairs],
+            [whole.optimizer.state[b][name] for _, b in pairs],
+        )
+
+    for number, batch in enumerate(batches(dtype)):
+        whole.step(batch)
+        assert math.isnan(train.step(batch).grad_norm)
+        if number == 0:  # moments that are zero have nothing to round
+            assert off("exp_avg_sq") <= exact
+            assert distance(model.parameters(), whole.model.parameters()) <= exact
+        assert off("exp_avg") <= exact
+        assert off("exp_avg_sq") <= ROUNDED[dtype]
+        with torch.no_grad():  # what follows is of the next update alone
+            for a, b in pairs:
+                assert float((a - b).norm() / b.norm()) <= ROUNDED[dtype]
+                a.copy_(b)
+                optimizer.state[a]["exp_avg_sq"].copy_(whole.optimizer.state[b]["exp_avg_sq"])
+    assert all(int(optimizer.state[p]["step"]) == 4 for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_gradients_do_not_add_up_in_memory() -> None:
@@ -207,37 +179,50 @@ def test_resume_in_the_middle_of_a_window() -> None:
         made(mlp()).load_state_dict(halfway)
 
 
-def test_a_window_that_fails_after_the_first_gradient_cannot_go_on() -> None:
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_window_that_fails_leaves_rounded_moments(policy: str) -> None:
     model = mlp()
-    train = made(model)
+    train = made(model, nonfinite=policy)
     optimizer = train._window.target.optimizers[0]
     train.step(samples(10))
-    checkpoint = copy.deepcopy(optimizer.state_dict())
-    before = [p.detach().clone() for p in model.parameters()]
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    parameters = [p.detach().clone() for p in model.parameters()]
     bad = samples(10)
     bad["x"][7] = float("nan")
-    with pytest.raises(NonFiniteError, match="the optimizer's moments hold its gradients"):
-        train.step(bad)
-    assert all(map(torch.equal, before, model.parameters()))
-    with pytest.raises(WindowError, match=r"load_state_dict"):
-        train.step(samples(10))
-    optimizer.load_state_dict(checkpoint)
+    if policy == "skip":
+        assert "micro-batch 2 of 3" in str(train.step(bad).skipped)
+    else:
+        with pytest.raises(NonFiniteError, match="the optimizer's moments too, but rounded"):
+            train.step(bad)
+    assert all(map(torch.equal, parameters, model.parameters()))
+    after = optimizer.state_dict()["state"]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert (
+            distance([s[name] for s in after.values()], [s[name] for s in before.values()]) <= 1e-7
+        )
+    assert [s["step"] for s in after.values()] == [s["step"] for s in before.values()]
     train.step(samples(10))
 
 
-def test_out_of_memory_before_the_first_gradient_begins_again() -> None:
+@pytest.mark.parametrize("sizes", [[8, 2], [2, 8]], ids=str)
+def test_out_of_memory_begins_again(sizes: list[int]) -> None:
+    """Before the first gradient is in the moments, and after."""
     model, reference = mlp(), mlp()
 
     def large_fails(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if len(inputs[0]) > 4:
             raise torch.OutOfMemoryError("too large")
 
+    train = made(model, sizes=[4, 4, 2])
+    other = made(reference, sizes=[4, 4, 2])
+    for one in (train, other):
+        one.step(samples(10))
     model.register_forward_pre_hook(large_fails)
-    train = made(model, sizes=[8, 2])
+    train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     train.step(samples(10))
     assert train.recoveries == 1
-    made(reference, sizes=[4, 4, 2]).step(samples(10))
-    assert all(map(torch.equal, reference.parameters(), model.parameters()))
+    other.step(samples(10))
+    assert distance(model.parameters(), reference.parameters()) <= 1e-7
 
 
 def test_a_window_without_units_changes_nothing() -> None:
@@ -260,8 +245,7 @@ def test_a_window_without_units_changes_nothing() -> None:
         ({"clip_norm": 1.0}, "clipping needs the whole gradient"),
         ({"clip_value": 1.0}, "clipping needs the whole gradient"),
         ({"units": None}, "cannot be divided again"),
-        ({"nonfinite": "skip"}, "taken out of the moments again"),
-        ({"precision": "fp16"}, "taken out of the moments again"),
+        ({"precision": "fp16"}, "with a loss scale"),
     ],
 )
 def test_options_that_need_the_whole_gradient_are_refused(

@@ -6,25 +6,32 @@ of Adam from the undivided batch is
     m ← β₁ m + (1 − β₁) Σ gₖ        v ← β₂ v + (1 − β₂) (Σ gₖ)²
 
 The first sum can be made in m itself, one term after the other: it is exact. The square of a sum
-cannot; v gets Σ gₖ² in its place (arXiv 2305.19982). For gradients that agree, that is K times too
-small; for gradients that are noise, it is right on average. So the update differs, by up to √K in
-the size of a step, and this is the one store whose update is not that of the undivided batch.
+cannot be made term by term, and Adam accumulation as it was proposed (arXiv 2305.19982) puts Σ gₖ²
+in its place. Here the old moments are kept too, in half the bits, in the memory of v (`packed`), so
+that the close finds the whole gradient again, and v from it:
 
-Decay, bias correction and weight decay are made once per update. Over R ranks the moments are
-added up once per window: each rank begins with β/R of them, so that the sum has all of the old.
+    G = (m − β₁ m_old) / (1 − β₁)        v ← β₂ v_old + (1 − β₂) G²
+
+v then differs from that of the undivided batch by the rounding of m_old and v_old alone, whatever
+the gradients are. This is the one store whose update is not that of the undivided batch.
+
+Decay, bias correction and weight decay are made once per update. Over R ranks m is added up once
+per window: each rank begins with β₁/R of it, so that the sum has all of the old. v is made of the
+same numbers on every rank, and does not travel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, read_scalars
-from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.errors import OptionError, StateError, UnsupportedError
+from wholebatch.gradients.packed import pack, unpack
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.sums import bucket_bytes
 from wholebatch.hooks import DeferredHooks
@@ -46,12 +53,12 @@ class MomentsStore(Store):
     only_eager = 'with gradients="moments" they leave by hooks that only eager code calls'
     counts_first = True
     approximate = (
-        "Adam's second moment gets the sum of the micro-batches' squared gradients instead of the "
-        "square of their sum"
+        "Adam's second moment is made of old moments that were kept in half their bits while the "
+        "gradients were added up"
     )
     after_failure = (
-        "the parameters are as before this window, but the optimizer's moments hold its gradients: "
-        "load the optimizer's state from the last checkpoint"
+        "the parameters are as before this window, and the optimizer's moments too, but rounded to "
+        "half their bits"
     )
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
@@ -60,9 +67,9 @@ class MomentsStore(Store):
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []
         self._waiting_bytes = 0
         self._most = _FLUSH_BYTES
-        self._opened: dict[int, nn.Parameter] = {}  # whose moments are decayed, and hold gradients
+        self._opened: dict[int, nn.Parameter] = {}  # whose moments hold gradients
+        self._keys: dict[int, Tensor] = {}  # what brings their old moments back
         self._nowhere: set[int] = set()
-        self._spoiled: list[Tensor] = []
         self._counts = True
 
     # ----------------------------------------------------------------- window
@@ -70,7 +77,6 @@ class MomentsStore(Store):
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
     ) -> None:
-        self._refuse_spoiled(parameters)
         super().begin(parameters, known)
         self._counts = known is None or any(known.values())
         self._most = bucket_bytes(parameters, _FLUSH_BYTES)
@@ -87,23 +93,6 @@ class MomentsStore(Store):
                     'gradients="moments" there is never a whole gradient for it to see; remove it'
                 )
         self.hook(self._leave)
-
-    def _refuse_spoiled(self, parameters: Sequence[nn.Parameter]) -> None:
-        there = {id(moment) for p in parameters for moment in self._moments_of(p)}
-        if any(id(moment) in there for moment in self._spoiled):
-            raise WindowError(
-                "an earlier window failed after gradients of it had gone into the optimizer's "
-                "moments, and they cannot be taken out again: load the optimizer's state from the "
-                "last checkpoint (optimizer.load_state_dict) before going on"
-            )
-        self._spoiled = []
-
-    def _moments_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        for optimizer in self.target.optimizers:
-            state = optimizer.state.get(parameter)
-            if state:
-                return [state["exp_avg"], state["exp_avg_sq"]]
-        return []
 
     def _leave(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -133,30 +122,33 @@ class MomentsStore(Store):
             )
         for pairs in by_group.values():
             optimizer, group = self._groups[id(pairs[0][0])]
-            beta1, beta2 = group["betas"]
+            beta1, _ = group["betas"]
             states = [optimizer.state[parameter] for parameter, _ in pairs]
             gradients = [_real(gradient) for _, gradient in pairs]
             sign = -1.0 if group["maximize"] else 1.0
             torch._foreach_add_(
                 [_real(s["exp_avg"]) for s in states], gradients, alpha=sign * (1.0 - beta1)
             )
-            torch._foreach_addcmul_(
-                [_real(s["exp_avg_sq"]) for s in states], gradients, gradients, value=1.0 - beta2
-            )
 
     def _open(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Decay the moments of parameters that this window has not touched yet, once."""
-        fresh = {id(p): p for p in parameters if id(p) not in self._opened}
-        by_group: dict[int, list[nn.Parameter]] = {}
-        for parameter in fresh.values():
-            by_group.setdefault(id(self._groups[id(parameter)][1]), []).append(parameter)
-        for some in by_group.values():
-            optimizer, group = self._groups[id(some[0])]
-            beta1, beta2 = group["betas"]
-            states = [_state_of(optimizer, group, parameter) for parameter in some]
-            torch._foreach_mul_([_real(s["exp_avg"]) for s in states], beta1 / self.sync.ranks)
-            torch._foreach_mul_([_real(s["exp_avg_sq"]) for s in states], beta2 / self.sync.ranks)
-        self._opened.update(fresh)
+        """Pack and decay the moments of parameters that this window has not touched yet, once."""
+        for parameter in parameters:
+            if id(parameter) in self._opened:
+                continue
+            optimizer, group = self._groups[id(parameter)]
+            state = _state_of(optimizer, group, parameter)
+            first, second = _real(state["exp_avg"]), _real(state["exp_avg_sq"])
+            self._keys[id(parameter)] = pack(first, second, state["step"])
+            self._opened[id(parameter)] = parameter
+            first.mul_(group["betas"][0] / self.sync.ranks)
+
+    def _moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        state = self._groups[id(parameter)][0].state[parameter]
+        return _real(state["exp_avg"]), _real(state["exp_avg_sq"])
+
+    def _old(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The first moment as it is, the old one, and the old second in its place; by pieces."""
+        return unpack(*self._moments(parameter), self._keys[id(parameter)])
 
     # ------------------------------------------------------------------ close
 
@@ -175,23 +167,24 @@ class MomentsStore(Store):
             some = [p for p in self.parameters if id(p) not in self._nowhere]
             self._open(some)
             for bucket in _in_buckets(some, self._most):
-                self._reduce([m for parameter in bucket for m in self._moments_of(parameter)])
-        moments = [m for p in self._opened.values() for m in self._moments_of(p)]
-        norms = torch._foreach_norm([_real(moment) for moment in moments])
+                self._reduce([self._moments(parameter)[0] for parameter in bucket])
+        norms = torch._foreach_norm([self._moments(p)[0] for p in self._opened.values()])
         finite = all(map(math.isfinite, read_scalars(norms)))
         # The whole gradient was never there, so it has no norm to report.
         return Closed(norm=math.nan, clip=1.0, finite=finite)
 
     def _reduce(self, moments: list[Tensor]) -> None:
-        flat = self.sync.sum_tensor(torch.cat([_real(moment).reshape(-1) for moment in moments]))
-        sizes = [_real(moment).numel() for moment in moments]
+        flat = self.sync.sum_tensor(torch.cat([moment.reshape(-1) for moment in moments]))
+        sizes = [moment.numel() for moment in moments]
         for moment, piece in zip(moments, flat.split(sizes), strict=True):
-            _real(moment).copy_(piece.view_as(_real(moment)))
+            moment.copy_(piece.view_as(moment))
 
     @torch.no_grad()
     def step(self, remaining: float) -> None:
         for optimizer in self.target.optimizers:
             mine = [p for p in self._opened.values() if self._groups[id(p)][0] is optimizer]
+            for parameter in mine:
+                self._make_second(parameter)
             steps = [optimizer.state[parameter]["step"] for parameter in mine]
             if steps:
                 torch._foreach_add_(steps, 1.0)
@@ -199,7 +192,15 @@ class MomentsStore(Store):
             for bucket in _in_buckets(mine, self._most):
                 self._step(optimizer, bucket, counts)
             optimizer.step()  # finds no gradient: only its hooks run, and schedulers see a step
-        self._opened = {}
+        self._opened, self._keys = {}, {}
+
+    def _make_second(self, parameter: nn.Parameter) -> None:
+        """The second moment, from the whole gradient that is in the first."""
+        beta1, beta2 = self._groups[id(parameter)][1]["betas"]
+        for first, old, second in self._old(parameter):
+            gradient = old.mul_(-beta1).add_(first).div_(1.0 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        del self._opened[id(parameter)], self._keys[id(parameter)]
 
     def _step(
         self, optimizer: torch.optim.Optimizer, some: list[nn.Parameter], counts: dict[int, float]
@@ -227,9 +228,10 @@ class MomentsStore(Store):
 
     # ------------------------------------------------------------------ state
 
-    def saved(self) -> dict[str, list[bool]]:
-        """Whose moments are this window's already; they themselves are the optimizer's state."""
-        return {"moments": [id(parameter) in self._opened for parameter in self.parameters]}
+    def saved(self) -> dict[str, list[Tensor | None]]:
+        """What brings the old moments back; they themselves are in the optimizer's state."""
+        keys = [self._keys.get(id(parameter)) for parameter in self.parameters]
+        return {"moments": [None if key is None else key.cpu() for key in keys]}
 
     def check(self, saved: Any) -> None:
         if not isinstance(saved, dict) or "moments" not in saved:
@@ -239,16 +241,18 @@ class MomentsStore(Store):
             )
 
     def load(self, saved: Any) -> None:
-        self._opened = {
-            id(p): p
-            for p, is_open in zip(self.parameters, saved["moments"], strict=True)
-            if is_open
-        }
+        for parameter, key in zip(self.parameters, saved["moments"], strict=True):
+            if key is not None:
+                self._opened[id(parameter)] = parameter
+                self._keys[id(parameter)] = key.to(parameter.device)
 
+    @torch.no_grad()
     def discard(self) -> None:
         self._waiting, self._waiting_bytes = [], 0
-        self._spoiled += [m for p in self._opened.values() for m in self._moments_of(p)]
-        self._opened, self._nowhere = {}, set()
+        for parameter in self._opened.values():  # of a window that has made no update
+            for first, old, _ in self._old(parameter):
+                first.copy_(old)
+        self._opened, self._keys, self._nowhere = {}, {}, set()
         super().discard()
 
 
@@ -266,11 +270,10 @@ def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) 
             "the total is known at last; count it before, with units=, a function of the "
             "micro-batch"
         )
-    if options.nonfinite == "skip" or target.scale is not None:
+    if target.scale is not None:
         raise OptionError(
-            f"{option} with nonfinite='skip' or a loss scale: to skip an update, its gradients "
-            'would have to be taken out of the moments again; use nonfinite="raise" in "bf16" or '
-            "full precision"
+            f"{option} with a loss scale: what has gone into a moment cannot be divided by it at "
+            'the close; use precision="bf16" or full precision'
         )
     for optimizer in target.optimizers:
         name = type(optimizer).__name__
