@@ -34,6 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "joining",
             "shards",
             "hosted",
+            "untouched",
         }
     ),
     frozenset({"window", "execute", "coupled"}),
@@ -53,7 +54,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     )
     | frozenset({"memory.meter", "memory.ledger"}),
     frozenset({"loss", "step", "randomness", "memory.budget", "extras"}),
-    frozenset({"errors", "jsonable"}),
+    frozenset({"errors", "jsonable", "sliced"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(

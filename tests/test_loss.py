@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 import wholebatch as wb
+from tests.support import EXACT, mlp, samples, sgd, summed
 from wholebatch.errors import LossError
-from wholebatch.loss import Terms, as_loss
+from wholebatch.loss import Terms, as_loss, check_units
 
 
 def scalar(value: float = 1.0) -> torch.Tensor:
@@ -77,14 +78,62 @@ def test_mean_loss_turns_a_mean_into_its_sum(units: Any) -> None:
     assert wb.mean_loss(scalar(0.5), units).total.item() == 3.0
 
 
+@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("units", [0, torch.tensor(0)])
-def test_a_mean_over_nothing_contributes_nothing(units: Any) -> None:
+def test_a_mean_over_nothing_contributes_nothing(units: Any, divided: bool) -> None:
     logits = torch.randn(4, 3, requires_grad=True)
     mean = functional.cross_entropy(logits, torch.full((4,), -100))
+    if divided:  # a mean of one's own, whose backward is 0/0 too
+        mask = torch.zeros(4)
+        mean = 0.5 * (logits.square().sum(1) * mask).sum() / mask.sum()
     assert torch.isnan(mean)
     wb.mean_loss(mean, units).total.backward()
     assert logits.grad is not None
     assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("units", [1001, torch.tensor(1001)])
+def test_a_mean_of_16_bits_is_multiplied_in_32(units: Any) -> None:
+    assert wb.mean_loss(scalar(1.0).bfloat16(), units).total.item() == 1001.0
+    assert wb.mean_loss(scalar(100.0).half(), units).total.item() == 100100.0
+
+
+def test_probabilities_as_labels() -> None:
+    logits = torch.randn(4, 6, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.rand(4, 6, 5, dtype=torch.float64).softmax(-1)
+    weight = torch.rand(5, dtype=torch.float64)
+    loss = wb.cross_entropy(logits, labels, weight=weight, label_smoothing=0.1)
+    mean = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(0, 1), weight=weight, label_smoothing=0.1
+    )
+    assert loss.units == 24
+    assert abs(loss.total.item() / 24 - mean.item()) <= EXACT
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert check_units(numpy.int64(3)) == 3
+    assert check_units(numpy.float32(0.5)) == 0.5
+    wb.Loss.terms({"a": (scalar(), numpy.int64(3), numpy.float32(0.5))})
+    model = mlp()
+    wb.Accumulator(model, sgd(model), steps=numpy.int64(2), clip_norm=numpy.float32(1.0))
+    wb.Accumulator(model, sgd(model), steps={numpy.int64(0): numpy.int64(2)})
+    train = wb.WholeBatch(model, sgd(model), loss=summed, micro_batch=numpy.int64(4))
+    assert train.micro_batch_size == 4
+
+
+@pytest.mark.parametrize("units", [-3.0, float("nan"), float("inf")])
+def test_units_on_a_device_are_checked_at_the_close(units: float) -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc.backward(summed(model, samples(4)), units=torch.tensor(4))
+    with pytest.raises(LossError, match=r"of the window's backward 2: must be finite and not"):
+        acc.backward(summed(model, samples(4)), units=torch.tensor(units))
+
+
+def test_a_complex_total_is_refused() -> None:
+    with pytest.raises(LossError, match="complex64: must be real"):
+        wb.Loss(scalar().to(torch.complex64), 1)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
 import subprocess
 import sys
@@ -172,6 +173,15 @@ def test_a_loader_that_keeps_its_own_position() -> None:
 def _trained(acc: wb.Accumulator, model: nn.Module, micro: Any) -> bool:
     acc.backward(summed(model, micro), units=1)
     return True
+
+
+def test_a_state_can_be_pickled() -> None:
+    numpy = pytest.importorskip("numpy")
+    model = mlp()
+    state = pickle.loads(pickle.dumps(wb.Accumulator(model, sgd(model), steps=2).state_dict()))
+    expected = numpy.random.rand()
+    wb.Accumulator(model, sgd(model), steps=2).load_state_dict(state)
+    assert numpy.random.rand() == expected
 
 
 def test_states_that_do_not_belong_are_refused() -> None:

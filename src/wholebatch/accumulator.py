@@ -22,6 +22,7 @@ from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
+from wholebatch.untouched import Untouched
 from wholebatch.window import Window
 
 __all__ = ["Accumulator"]
@@ -89,6 +90,7 @@ class Accumulator:
             gradients, optimizer_on=optimizer_on, target=target, options=options, sync=engine
         )
         self._window = Window(target, options, engine, store)
+        self._untouched = Untouched(self._window)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
         self.epoch = 0
         self.last_step: Step | None = None
@@ -159,7 +161,9 @@ class Accumulator:
             )
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         self._window.closing = is_last and not more
+        self._untouched.check()
         self._window.add(total, units)
+        self._untouched.remember()
         if more:
             return None
         if not self._window.weightless:
@@ -182,11 +186,14 @@ class Accumulator:
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
         self._window.discard()
+        self._untouched.forget()
         self._places = 0
         for policy in self._batchnorms:
             policy.discard_window()
 
     def _close(self) -> Step:
+        self._untouched.check()
+        self._untouched.forget()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
@@ -279,6 +286,7 @@ class Accumulator:
         if self._driver is not None:
             raise WindowError("load_state_dict() inside over(): leave the loop first")
         state.load_progress("Accumulator", self._window, saved)
+        self._untouched.forget()
         self.epoch = saved["epoch"]
         self._places = saved["places"]
         self._size = saved["size"]

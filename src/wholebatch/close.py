@@ -19,7 +19,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, cast
+from numbers import Real
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ __all__ = [
     "first_nonfinite",
     "power_of_two_near",
     "read_scalars",
+    "read_units",
     "stepping",
     "takes_grad_scale",
 ]
@@ -59,6 +61,12 @@ class CloseOptions:
     nonfinite: Policy = "raise"
     zero_units: Policy = "raise"
 
+    def __post_init__(self) -> None:
+        clip = self.clip_norm
+        plain = [_plain(one) for one in clip] if isinstance(clip, list | tuple) else _plain(clip)
+        object.__setattr__(self, "clip_norm", plain)
+        object.__setattr__(self, "clip_value", _plain(self.clip_value))
+
     def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse what is impossible with these optimizers."""
         if self.clip_norm is not None and self.clip_value is not None:
@@ -80,6 +88,12 @@ class CloseOptions:
         for name in ("nonfinite", "zero_units"):
             if getattr(self, name) not in ("raise", "skip"):
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be 'raise' or 'skip'")
+
+
+def _plain(value: Any) -> Any:
+    """A number of Python's: one of NumPy's would make what it is divided by as coarse as itself."""
+    odd = isinstance(value, Real) and not isinstance(value, int | float)
+    return float(value) if odd else value
 
 
 def _check_positive(name: str, value: object) -> None:
@@ -200,6 +214,18 @@ def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]
         if not math.isfinite(total)
     ]
     return min(bad, default=None)
+
+
+def read_units(units: Sequence[Tensor | float]) -> float:
+    """The sum of a window's units; those that were on a device could not be checked before."""
+    counts = read_scalars(units)
+    for index, count in enumerate(counts):
+        if not 0 <= count < math.inf:
+            raise LossError(
+                f"units={count:g} of the window's backward {index + 1}: must be finite and not "
+                "negative, what the loss is a sum over (samples, tokens, weights)"
+            )
+    return math.fsum(counts)
 
 
 def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> None:

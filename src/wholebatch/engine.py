@@ -32,6 +32,7 @@ from wholebatch.runners.lockstep import Hold
 from wholebatch.runners.replay import find_nonfinite
 from wholebatch.splitting import Tokens
 from wholebatch.splitting.budget import check_micro_batch
+from wholebatch.splitting.layout import check_layout
 from wholebatch.step import Step
 from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
@@ -111,8 +112,9 @@ class WholeBatch:
         allow_untested_device: bool = False,
     ) -> None:
         check_functions(loss, units)
-        check_micro_batch(micro_batch)
+        micro_batch = check_micro_batch(micro_batch)
         check_noise(noise)
+        check_layout(batch_size, static)
         options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
         root, models = modules_of(model)
         engine = choose_sync(models, sync=sync)

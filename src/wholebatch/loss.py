@@ -18,13 +18,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from wholebatch import sliced
 from wholebatch.errors import LossError
 
 __all__ = [
@@ -58,6 +59,8 @@ def check_total(total: object) -> Tensor:
             f"total of shape {tuple(total.shape)}: must be a 0-dim tensor, the sum of the losses; "
             "call .sum() on per-unit losses"
         )
+    if total.is_complex():
+        raise LossError(f"total of dtype {total.dtype}: must be real, or it has no smallest value")
     if not total.requires_grad:
         raise LossError(
             "total does not require a gradient: it is detached from the model, was computed under "
@@ -77,14 +80,15 @@ def check_units(units: object) -> Units:
         if units.is_complex():
             raise LossError(f"units of dtype {units.dtype}: must be real")
         return units.detach()
-    if isinstance(units, bool) or not isinstance(units, int | float):
+    if isinstance(units, bool) or not isinstance(units, Real):
         raise LossError(
             f"units={units!r}: must be a number or a 0-dim tensor, what the loss is a sum over "
             "(samples, tokens, weights)"
         )
-    if not 0 <= units < float("inf"):
+    number = units if isinstance(units, int | float) else float(units)  # NumPy's own, for one
+    if not 0 <= number < float("inf"):
         raise LossError(f"units={units!r}: must be finite and not negative")
-    return units
+    return number
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class Loss:
                     f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight)"
                 )
             weight = term[2] if len(term) == 3 else 1.0
-            if isinstance(weight, bool) or not isinstance(weight, int | float):
+            if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
             parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight))
         return Terms(parsed)
@@ -161,13 +165,51 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     """A loss that was computed as a mean over `units`, as the contract wants it.
 
     A micro-batch without any unit (all its tokens masked) has the mean 0/0; it contributes
-    nothing here instead of a nan.
+    nothing here instead of a nan. Units on a GPU are not waited for: a mean of your own that may
+    have none there, `total / count`, must be written `total / count.clamp(min=1)`, or its
+    backward makes 0/0 again.
     """
+    check_total(mean)
     units = check_units(units)
+    if mean.dtype in (torch.float16, torch.bfloat16):
+        mean = mean.float()  # times 5000 is beyond fp16, and 1001 is 1000 in bf16
+    if _is_known_to_be_zero(units):
+        return Loss(_nothing(mean), units)
     if isinstance(units, Tensor):
         total = torch.where(units == 0, mean.new_zeros(()), mean * units.to(mean.dtype))
         return Loss(total, units)
-    return Loss(mean * units if units else mean.nan_to_num() * 0.0, units)
+    return Loss(mean * units, units)
+
+
+def _is_known_to_be_zero(units: Units) -> bool:
+    """Whether there is no unit, as far as that can be read without waiting for a device."""
+    if not isinstance(units, Tensor):
+        return units == 0
+    if units.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    try:
+        return not bool(units)
+    except Exception:  # a tensor that is being traced, or one without numbers: it has no value yet
+        return False
+
+
+def _nothing(mean: Tensor) -> Tensor:
+    """Zero, with gradients of zero.
+
+    A mean over nothing was divided by zero, and so would a gradient of zero be on its way back.
+    The division is among the last operations: what those give back is zero here, whatever they
+    compute.
+    """
+    nodes = [mean.grad_fn]
+    for node in nodes:  # grows on the way
+        if node is not None:
+            node.register_hook(_zeros)
+            nodes += [n for n, _ in node.next_functions if len(nodes) < 64 and n not in nodes]
+    return mean.nan_to_num() * 0.0
+
+
+def _zeros(inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in inputs)
 
 
 def cross_entropy(
@@ -182,14 +224,20 @@ def cross_entropy(
 
     Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
     second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, the last is taken.
-    The sum is made in float32 or better.
+    Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
+    as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
+    better.
     """
-    if logits.shape[:-1] == labels.shape:
+    of_rows = labels.is_floating_point() and logits.shape == labels.shape and logits.dim() > 1
+    if of_rows:
+        logits, labels = logits.flatten(0, -2), labels.flatten(0, -2)
+    elif logits.shape[:-1] == labels.shape:
         logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     elif logits.dim() < 2 or logits.shape[:1] + logits.shape[2:] != labels.shape:
         raise LossError(
             f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}: "
-            "must be [..., classes] and [...], or [n, classes, ...] and [n, ...]"
+            "must be [..., classes] and [...], or [n, classes, ...] and [n, ...]; or both "
+            "[..., classes], with probabilities as labels"
         )
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()  # a sum over thousands of tokens overflows fp16 and rounds in bf16
@@ -201,6 +249,8 @@ def cross_entropy(
         reduction="sum",
         label_smoothing=label_smoothing,
     )
+    if of_rows:
+        return Loss(total, len(labels))
     counted = labels != ignore_index
     if weight is None:
         return Loss(total, counted.sum())
@@ -245,16 +295,17 @@ def causal_lm(model: Any, micro: Any) -> Loss:
 def _next_token(
     model: Any,
     call: Callable[[Any], Any],
-    tiny: Callable[[], tuple[Tensor, ...] | dict[str, Tensor]],
+    tiny: sliced.Tiny,
     labels: Tensor,
     shift: int,
 ) -> Loss:
     """Cross-entropy of `call(model)` with the labels `shift` places on; in slices if large."""
-    head = _output_layer(model, tiny) if labels.numel() > 1024 else None
-    if head is not None and labels.numel() > _rows_at_once(head.weight.shape[0]):
+    head = sliced.output_layer(model, tiny, _logits) if labels.numel() > 1024 else None
+    if head is not None and labels.numel() > sliced.rows_at_once(head.weight.shape[0]):
         hidden = getattr(out := call(model.base_model), "last_hidden_state", out)
         hidden = hidden[:, : hidden.shape[1] - shift].flatten(0, 1)
-        return _sliced_cross_entropy(hidden, head, labels[:, shift:].flatten())
+        targets = labels[:, shift:].flatten()
+        return Loss(sliced.sliced_cross_entropy(hidden, head, targets), (targets != -100).sum())
     logits = _logits(call(model))
     return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:])
 
@@ -277,121 +328,3 @@ def _takes_keywords(model: Any) -> bool:
     return "input_ids" in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
-
-
-# ------------------------------------------------- logits that are never there as a whole
-
-_LOGITS_AT_ONCE = 1 << 26
-_OUTPUT_LAYERS: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
-
-
-def _rows_at_once(vocabulary: int) -> int:
-    """Tokens whose logits are made at once: enough to fill a matrix product, 256 MiB at most."""
-    return max(1024, _LOGITS_AT_ONCE // vocabulary // 128 * 128)
-
-
-def _output_layer(
-    model: Any, tiny: Callable[[], tuple[Tensor, ...] | dict[str, Tensor]]
-) -> nn.Linear | None:
-    """The linear layer from `base_model`'s hidden states to the logits, if that is all there is.
-
-    Some models scale or bend their logits afterwards. So it is looked at, once for each model and
-    on a few tokens: the layer's input must be what `base_model` gave, its output the logits.
-    """
-    if not isinstance(model, nn.Module) or not hasattr(model, "base_model"):
-        return None
-    if model not in _OUTPUT_LAYERS:
-        _OUTPUT_LAYERS[model] = _find_output_layer(model, tiny)
-    return _OUTPUT_LAYERS[model]
-
-
-def _find_output_layer(
-    model: Any, tiny: Callable[[], tuple[Tensor, ...] | dict[str, Tensor]]
-) -> nn.Linear | None:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    base = model.base_model
-    hooked = model._forward_hooks or model._forward_pre_hooks  # engines that shard live in these
-    if not isinstance(head, nn.Linear) or base is model or hooked or hasattr(model, "module"):
-        return None
-    seen: dict[str, Any] = {}
-    handles = [
-        head.register_forward_hook(lambda _, given, out: seen.update(given=given[0], out=out)),
-        base.register_forward_hook(
-            lambda _, __, out: seen.update(base=getattr(out, "last_hidden_state", out))
-        ),
-    ]
-    devices = [head.weight.device] if head.weight.device.type == "cuda" else []
-    try:
-        few = tiny()
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            logits = _logits(model(**few) if isinstance(few, dict) else model(*few))
-        same = logits is seen["out"] and seen["given"].data_ptr() == seen["base"].data_ptr()
-        return head if same and seen["given"].shape == seen["base"].shape else None
-    except Exception:  # a model that cannot be asked keeps the plain way
-        return None
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _sliced_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Loss:
-    weight: Tensor = head.weight
-    bias: Tensor | None = head.bias
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    apply: Callable[..., Tensor] = _SlicedCrossEntropy.apply
-    total = apply(hidden, weight, bias, labels)
-    return Loss(total, (labels != -100).sum())
-
-
-class _SlicedCrossEntropy(torch.autograd.Function):
-    """sum of cross_entropy(hidden @ weightᵀ + bias, labels), with the gradients made on the way.
-
-    For a slice of tokens, d(logits) = softmax − one-hot is at hand as soon as its logits are. So
-    the gradients of all inputs are added up in the forward, and nothing is computed twice; the
-    backward multiplies by what comes from above. fp16 would lose them before they are scaled, so
-    they are kept in fp32 there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        narrow = wide if hidden.dtype is torch.float16 else hidden.dtype
-        total = hidden.new_zeros((), dtype=wide)
-        d_hidden = torch.empty_like(hidden, dtype=narrow)
-        d_weight = torch.zeros_like(weight, dtype=wide)
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        rows = _rows_at_once(weight.shape[0])
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(labels), rows):
-                h, y = hidden[start : start + rows], labels[start : start + rows, None]
-                logits = functional.linear(h, weight, bias).to(wide)
-                counted = y != -100
-                y = y.where(counted, 0)
-                log_sum = logits.logsumexp(-1, keepdim=True)
-                total += ((log_sum - logits.gather(1, y)) * counted).sum()
-                slope = logits.sub_(log_sum).exp_()  # the softmax, in the memory of the logits
-                slope.scatter_add_(1, y, torch.full_like(y, -1, dtype=wide)).mul_(counted)
-                if d_bias is not None:
-                    d_bias += slope.sum(0)
-                slope = slope.to(narrow)
-                d_hidden[start : start + rows] = slope @ weight.to(narrow)
-                d_weight += slope.t() @ h.to(narrow)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        of_hidden, of_weight = ctx.dtypes
-        return (
-            (d_hidden * above).to(of_hidden),
-            (d_weight * above).to(of_weight),
-            None if d_bias is None else (d_bias * above).to(of_weight),
-            None,
-        )

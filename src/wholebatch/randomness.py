@@ -23,7 +23,8 @@ def capture(*, every: bool = True) -> dict[str, Any]:
         numpy = sys.modules.get("numpy")  # only if the program uses it already
         if numpy is not None:
             name, keys, *rest = numpy.random.get_state()
-            state["numpy"] = (name, torch.from_numpy(keys.copy()), *rest)
+            # Not as uint32: torch.save takes that dtype, plain pickle does not.
+            state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
@@ -45,4 +46,6 @@ def restore(state: dict[str, Any]) -> None:
         import numpy
 
         name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, keys.cpu().numpy(), position, has_gauss, cached))
+        numpy.random.set_state(
+            (name, keys.cpu().numpy().astype("uint32"), position, has_gauss, cached)
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 from wholebatch.errors import OptionError
 
@@ -30,12 +31,12 @@ class Steps:
             return steps
         if isinstance(steps, Mapping):
             return _schedule(steps, per_epoch=False)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
             raise OptionError(
                 f"steps={steps!r}: must be a positive number of micro-batches, a schedule by "
                 "update such as {0: 4, 800: 8}, or wb.by_epoch({0: 4, 8: 8})"
             )
-        return Steps(((0, steps),))
+        return Steps(((0, int(steps)),))
 
     def at(self, *, update: int, epoch: int) -> int:
         """The steps of the window that begins after `update` updates, in `epoch`."""
@@ -54,9 +55,10 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
         raise OptionError(f"steps={dict(schedule)!r}: must say how many from {what} 0 on")
     for start, steps in schedule.items():
         for number, least in ((start, 0), (steps, 1)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
                 raise OptionError(
                     f"steps={dict(schedule)!r}: {start!r}: {steps!r} must be an {what} (0 or "
                     "more) and a positive number of micro-batches"
                 )
-    return Steps(tuple(sorted(schedule.items())), per_epoch)
+    changes = sorted((int(start), int(steps)) for start, steps in schedule.items())
+    return Steps(tuple(changes), per_epoch)

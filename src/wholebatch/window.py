@@ -25,6 +25,7 @@ from wholebatch.close import (
     first_nonfinite,
     power_of_two_near,
     read_scalars,
+    read_units,
 )
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
 from wholebatch.gradients import DeviceStore, Store, refuse_stray
@@ -266,14 +267,15 @@ class Window:
             check_counts(self.known, units_of)
             normalise = 1.0
         closed = ahead or self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
+        if closed.norm == 0.0:
+            self.store.refuse_nothing()
         finite = closed.finite and all(map(math.isfinite, sum_of.values()))
         skipped = None if finite else self._nonfinite(totals, sum_of)
         if finite:
             self._update(closed, loss)
         if self.target.scale is not None:
             self.target.scale.update(finite=finite)
-        if skipped is not None:
-            self.skipped += 1
+        self.skipped += skipped is not None
         self.sync.after_update()
         self.next_seed = power_of_two_near(1.0 / units)
         self._last_weights = weights
@@ -300,7 +302,7 @@ class Window:
         """
         names = list(totals)
         values = [math.fsum(totals[name]) for name in names]
-        values += [math.fsum(read_scalars(self.units.get(name, ()))) for name in names]
+        values += [read_units(self.units.get(name, ())) for name in names]
         if self.sync.ranks == 1:
             self.ranks_with_more = int(self.has_more)
         else:
@@ -313,10 +315,8 @@ class Window:
             for parameter, count in zip(shared, counts, strict=True):
                 if count == 0:
                     self.store.drop(parameter)
-        return (
-            dict(zip(names, values, strict=False)),
-            dict(zip(names, values[len(names) :], strict=False)),
-        )
+        sums, units = values[: len(names)], values[len(names) : 2 * len(names)]
+        return dict(zip(names, sums, strict=True)), dict(zip(names, units, strict=True))
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks without a micro-batch of one's own."""
@@ -374,13 +374,12 @@ class Window:
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
             return f"gradients not finite at loss scale {self.loss_scale:g}"
+        bad = "a loss that is not finite"
         if culprit is not None:
             on = f" on rank {self.sync.rank}" if self.sync.ranks > 1 else ""
-            which = f"micro-batch {culprit + 1} of {self.micro_batches}{on}"
-            where = f"{which} has a loss that is not finite"
+            where = f"micro-batch {culprit + 1} of {self.micro_batches}{on} has {bad}"
         elif not losses_finite:
-            where = "another rank" if self.owners else "the batch"
-            where += " has a loss that is not finite"
+            where = f"{'another rank' if self.owners else 'the batch'} has {bad}"
         else:
             where = "the losses are finite but the gradients are not"
         if self.options.nonfinite == "skip":

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wholebatch.close import Closed, close_gradients, stepping
+from wholebatch.errors import WindowError
 from wholebatch.gradients.ahead import Ahead, Sums, can_close_ahead, close_ahead
 from wholebatch.gradients.store import Store
 from wholebatch.hooks import DeferredHooks
@@ -57,6 +58,18 @@ class DeviceStore(Store):
             total_norm=self.sync.total_norm,
             in_place=bool(self.target.sixteen_bit),
         )
+
+    def refuse_nothing(self) -> None:
+        if (
+            self.sync.ranks == 1
+            and not self.sync.grows_own_graph
+            and all(p.grad is None for p in self.parameters)
+        ):
+            raise WindowError(
+                "the losses of this window lead to none of the optimizer's parameters, so there is "
+                "nothing to update: was the optimizer made for another model, or before its layers "
+                "were replaced or copied?"
+            )
 
     def step(self, remaining: float) -> None:
         self.target.sixteen_bit.round_once()

@@ -236,6 +236,9 @@ class ReleaseStore(DeviceStore):
     def drop(self, parameter: nn.Parameter) -> None:
         return
 
+    def refuse_nothing(self) -> None:
+        return  # what the last backward made is used up and gone
+
     def close(
         self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
     ) -> Closed:

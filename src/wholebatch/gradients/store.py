@@ -106,6 +106,10 @@ class Store(ABC):
         """No rank has made a gradient for it: it is to have none."""
         parameter.grad = None
 
+    def refuse_nothing(self) -> None:
+        """Refuse a window that has made no gradient at all, where that can be told."""
+        return
+
     def close_ahead(
         self,
         groups: Sequence[Sequence[nn.Parameter]],

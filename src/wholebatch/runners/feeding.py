@@ -380,7 +380,8 @@ def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:
     """One module that holds everything, and the models one by one."""
     if isinstance(model, nn.Module):
         return model, [model]
-    models = list(model.values() if isinstance(model, Mapping) else model)
+    several = isinstance(model, Mapping | Sequence)
+    models = list(model.values() if isinstance(model, Mapping) else model) if several else []
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise OptionError(
             f"model={type(model).__name__}: must be an nn.Module, or a list or dict of them"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Number
+from typing import Any, Literal
 
 from wholebatch.errors import OptionError
 from wholebatch.splitting.layout import is_positive
@@ -108,15 +109,18 @@ def tokens(
     )
 
 
-def check_micro_batch(micro_batch: object) -> None:
-    """Refuse what is neither a number of samples, nor "auto", nor a budget."""
-    if micro_batch == "auto" or isinstance(micro_batch, Tokens):
-        return
-    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
+def check_micro_batch(micro_batch: Any) -> int | Tokens | Literal["auto"]:
+    """The micro-batch; refused is what is neither a number of samples, nor "auto", nor a budget."""
+    if isinstance(micro_batch, Tokens):
+        return micro_batch
+    if isinstance(micro_batch, str) and micro_batch == "auto":
+        return "auto"
+    if not is_positive(micro_batch):
         raise OptionError(
             f'micro_batch={micro_batch!r}: must be a positive number of samples, "auto", or '
             "wb.tokens(4096)"
         )
+    return int(micro_batch)
 
 
 def _checked_trim(trim: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

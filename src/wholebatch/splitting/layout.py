@@ -41,6 +41,7 @@ __all__ = [
     "Rows",
     "Static",
     "batch_size_of",
+    "check_layout",
     "is_positive",
     "layout_of",
     "take",
@@ -54,6 +55,8 @@ Rows = slice | list[int]
 # So many arrays of one dtype and number of dimensions, and nothing beside them, are more likely
 # samples that nobody collated than the parts of a batch, if they are images or differ in length.
 _MANY = 4
+
+_BATCH_SIZE = "must be a positive number of samples, or a function of the batch that returns it"
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,13 @@ def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) 
     return Layout(size, tuple(leaves), batched, structure)
 
 
+def check_layout(batch_size: object, static: object) -> None:
+    """Refuse what can say nothing about any batch, before there is one."""
+    if batch_size is not None and not callable(batch_size) and not is_positive(batch_size):
+        raise OptionError(f"batch_size={batch_size!r}: {_BATCH_SIZE}")
+    _names(static)
+
+
 def take(value: Any, rows: Rows) -> Any:
     """The samples `rows` of one leaf that has a batch dimension."""
     if isinstance(value, Tensor):
@@ -145,11 +155,7 @@ class _Fixed:
 
     @classmethod
     def of(cls, static: Static, batch: Any) -> _Fixed:
-        names = (static,) if isinstance(static, str) else tuple(static)
-        if not all(isinstance(name, str) and name for name in names):
-            raise OptionError(
-                f"static={static!r}: must be names of leaves, such as 'class_weights'"
-            )
+        names = _names(static)
         known = dict(_nodes("", batch)) if names else {}
         for name in names:
             if name not in known:
@@ -161,6 +167,13 @@ class _Fixed:
         return any(not name or fixed.startswith(f"{name}.") for fixed in self.names)
 
 
+def _names(static: object) -> tuple[str, ...]:
+    names = (static,) if isinstance(static, str) or not isinstance(static, Iterable) else (*static,)
+    if not all(isinstance(name, str) and name for name in names):
+        raise OptionError(f"static={static!r}: must be names of leaves, such as 'class_weights'")
+    return names
+
+
 def _nodes(name: str, node: Any) -> Iterator[tuple[str, Any]]:
     yield name, node
     for key, value in children(node) or ():
@@ -170,10 +183,7 @@ def _nodes(name: str, node: Any) -> Iterator[tuple[str, Any]]:
 def _declared(batch: Any, batch_size: int | Callable[[Any], int]) -> int:
     size = batch_size(batch) if callable(batch_size) else batch_size
     if not is_positive(size):
-        raise OptionError(
-            f"batch_size={size!r}: must be a positive number of samples, or a function of the "
-            "batch that returns it"
-        )
+        raise OptionError(f"batch_size={size!r}: {_BATCH_SIZE}")
     return int(size)
 
 

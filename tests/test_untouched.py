@@ -1,0 +1,71 @@
+"""Lines that a loop of one's own keeps by mistake: found, not trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.support import Whole, mean, mlp, pieces, samples, sgd, summed
+from wholebatch.errors import WindowError
+
+MICROS = pieces(samples(12), [5, 3, 4])
+
+
+def _freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    next(model.parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("meddle", "message"),
+    [
+        (lambda m, o: o.zero_grad(), "remove zero_grad"),
+        (lambda m, o: o.zero_grad(set_to_none=False), "remove zero_grad"),
+        (lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), 1e-3), "clip_norm= clips"),
+        (lambda m, o: mean(m, samples(4)).backward(), r"loss.backward\(\)"),
+        (lambda m, o: o.step(), r"4.bias has changed .* remove optimizer.step\(\)"),
+        (_freeze, "0.weight was frozen"),
+    ],
+    ids=["zero_grad", "zeroed", "clip", "backward", "step", "freeze"],
+)
+@pytest.mark.parametrize("at_flush", [False, True])
+def test_a_line_of_the_old_loop_is_found(
+    meddle: Callable[[nn.Module, torch.optim.Optimizer], None], message: str, at_flush: bool
+) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    acc = wb.Accumulator(model, optimizer, steps=3)
+    acc.backward(summed(model, MICROS[0]), units=5)
+    meddle(model, optimizer)
+    with pytest.raises(WindowError, match=f"{message}.*discard.. drops the 1 micro-batches"):
+        acc.flush() if at_flush else acc.backward(summed(model, MICROS[1]), units=3)
+    acc.discard()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_may_be_done_in_a_window() -> None:
+    model = mlp()
+    whole = Whole(model)
+    whole.step(samples(12))
+    acc = wb.Accumulator(model, sgd(model), steps=3)
+    for micro in acc.over(MICROS):
+        acc.backward(summed(model, micro), units=len(micro["y"]))
+        with torch.no_grad():  # another's weights for an evaluation, and back again
+            kept = [parameter.clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            model(micro["x"])
+            for parameter, value in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(value)
+        torch.autograd.grad(mean(model, micro), list(model.parameters()))
+    whole.assert_same(model)
+
+
+def test_losses_that_lead_to_no_parameter_of_the_optimizer() -> None:
+    model, another = mlp(), mlp()
+    acc = wb.Accumulator(model, sgd(another), steps=1)
+    with pytest.raises(WindowError, match="lead to none of the optimizer's parameters"):
+        acc.backward(summed(model, MICROS[0]), units=5)
