@@ -25,6 +25,7 @@ from wholebatch.memory.budget import bytes_said, parse_memory
 from wholebatch.splitting import batch_size_of
 from wholebatch.tune import Limits, Setting, Trial, Way
 from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
+from wholebatch.tune.machine import copy_bandwidth
 from wholebatch.tune.measure import Subject
 from wholebatch.tune.search import Search
 from wholebatch.tune.space import Predicted
@@ -187,7 +188,10 @@ def check(name: str, made: tuple[Subject, int], seconds: float) -> dict[str, Any
     share = (best.units_per_second or 0.0) / (fastest.units_per_second or 1.0)
     alike = [t for t in search.trials.values() if t.setting.way == best.setting.way and t.seconds]
     used = share_of_arithmetic(subject, best, subject.batches(), device=device, dtype=dtype)
-    named = name_bottleneck(best, fixed=fixed_cost(alike), used=used)
+    copies = copy_bandwidth(device)
+    held = sum(p.nbytes for p in subject.make()[0].parameters())
+    fixed = fixed_cost(alike, moving=3 * held / copies)
+    named = name_bottleneck(best, fixed=fixed, used=used, bandwidth=copies)
     row = {
         "model": name,
         "recommended": best.setting.said(),

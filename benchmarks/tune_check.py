@@ -1,17 +1,19 @@
 """Is what `tune` recommends as fast as the fastest setting there is? On CPU recipes.
 
-    python benchmarks/tune_check.py [RECIPE ...] [--json PATH] [--markdown PATH]
+    python benchmarks/tune_check.py [RECIPE ...] [--rounds N] [--json PATH] [--markdown PATH]
 
-`tune` searches; then everything that fits is measured, and its recommendation is held beside the
-fastest, those two once more in turn in one process. Windows are timed by the processor time of
-this process, which has one thread, so that it does not matter who else uses the machine. Rows of
-recipes that are not named stay as they were in the files.
+`tune` searches. Then, without it, every setting there is (each size of micro-batches, with and
+without checkpointing) makes windows in turn in one process, by the clock on the wall: one round of
+all, then of those that were not far behind. The recommendation is held beside the fastest of them
+within the same rounds, so that what else the machine does comes over both alike. One thread. Rows
+of recipes that are not named stay as they were in the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import time
 from pathlib import Path
@@ -20,8 +22,10 @@ from typing import Any
 import torch
 
 from wholebatch.recipes import Batches, Recipe, load_recipe
-from wholebatch.tune import Limits, Setting, Tuned, tune
-from wholebatch.tune.measure import Running, Subject, Timing
+from wholebatch.tune import Limits, Setting, tune
+from wholebatch.tune.measure import Running, Subject
+from wholebatch.tune.space import sizes_of, ways_of
+from wholebatch.tune.turns import Turns
 
 HERE = Path(__file__).parent
 RECIPES = {
@@ -30,76 +34,104 @@ RECIPES = {
     "wide-mlp": str(HERE / "recipes" / "wide_mlp.py"),
 }
 NEEDED = 0.95
+FAR = 1.25
+"""Times the fastest of a round: a setting that was always slower is left out of the next ones."""
 HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-ROUNDS = 15
+# Without hardware for it, bf16 takes a hundred times as long: minutes for a window.
+PRECISIONS = ("full", "bf16") if HAS_BF16 else ("full",)
 
 
-def subject_of(recipe: Recipe) -> tuple[Subject, dict[str, Any]]:
+def subject_of(recipe: Recipe) -> tuple[Subject, int]:
+    """The recipe's batches as they come, with their fetching, as `wholebatch tune` has them."""
     batch_size = recipe.defaults.get("batch_size", 32)
     batches = Batches(recipe.build_data, batch_size=batch_size, seed=0, collate=recipe.collate)
-    batch = batches.peek()
     options = {"units": recipe.units, "clip_norm": recipe.defaults.get("clip_norm")}
+    whole = None if batches.length is None else batches.length // batch_size
+
+    def take() -> Any:
+        if whole and batches.position.batch >= whole:
+            batches.take()  # the short last one of an epoch
+        return batches.take()
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = recipe.build_model()
         return model, recipe.build_optimizer(model, lr=None)
 
-    subject = Subject(make, recipe.loss, lambda: batch, options, time.process_time)
-    return subject, {"batch": batch, **options}
+    return Subject(make, recipe.loss, take, options), batch_size
 
 
-def found_by(subject: Subject, options: dict[str, Any], *, exhaustive: bool) -> Tuned:
-    return tune(
+def every_setting(subject: Subject, samples: int) -> list[Setting]:
+    """All there are, whatever a search would think of them."""
+    ways = ways_of(
+        subject.make()[0],
+        precisions=PRECISIONS,
+        executes=("eager",),
+        syncs=("auto",),
+        checkpointing=(False, True),
+    )
+    return [Setting(size, way) for way in ways for size in sizes_of(samples)]
+
+
+def compared(subject: Subject, settings: list[Setting], keep: Setting, rounds: int) -> Turns:
+    """All settings in turn; after a round those that were far behind in every one are left out.
+
+    The rounds that are given back are of those that stayed: `keep` is one of them.
+    """
+    made = [Running(subject, setting) for setting in settings]
+    behind = dict.fromkeys(settings, math.inf)
+    for at in range(3):
+        turns = Turns(subject, made)
+        turns.round()
+        if at == 0:
+            turns.round()  # the first windows of all have something to do that others have not
+        fastest = min(turns.rounds[-1])
+        for running, seconds in zip(made, turns.rounds[-1], strict=True):
+            behind[running.setting] = min(behind[running.setting], seconds / fastest)
+        stays = [r for r in made if behind[r.setting] < FAR or r.setting == keep]
+        for running in made:
+            if running not in stays:
+                running.close()
+        made = stays
+        if len(made) == 1:
+            break
+    turns = Turns(subject, made)
+    for _ in range(rounds):
+        turns.round()
+    return turns
+
+
+def check(name: str, path: str, rounds: int) -> dict[str, Any]:
+    """One recipe: the search, then all settings in turn."""
+    recipe = load_recipe(path)
+    subject, samples = subject_of(recipe)
+    began = time.perf_counter()
+    found = tune(
         subject.make,
         loss=subject.loss,
-        # Without hardware for it, bf16 takes a hundred times as long: minutes for a window.
-        precisions=("full", "bf16") if HAS_BF16 else ("full",),
-        limits=Limits(total=1e9, seconds=0.5, least=2 if exhaustive else 3, most=10),
-        exhaustive=exhaustive,
-        clock=subject.clock,
-        **options,
+        batches=subject.batches,
+        precisions=PRECISIONS,
+        limits=Limits(total=1e9),
+        **subject.options,
     )
-
-
-def in_turn(subject: Subject, settings: list[Setting]) -> list[float]:
-    """Units per second of each, one window after the other in turn."""
-    made = [Running(subject, setting) for setting in settings]
-    timings = [Timing() for _ in made]
-    for running in made:
-        running.window()
-    for _ in range(ROUNDS):
-        for timing, running in zip(timings, made, strict=True):
-            seconds, step = running.window()
-            timing.add(seconds, step.units)
-    return [timing.rate for timing in timings]
-
-
-def check(name: str, path: str) -> dict[str, Any]:
-    """One recipe: the search, all settings, and the two against each other."""
-    recipe = load_recipe(path)
-    subject, options = subject_of(recipe)
-    began = time.perf_counter()
-    found = found_by(subject, options, exhaustive=False)
-    searched = time.perf_counter() - began
-    every = found_by(subject, options, exhaustive=True)
-    fastest = max(
-        (trial for trial in every.trials if trial.is_measured),
-        key=lambda trial: trial.units_per_second or 0.0,
-    )
-    settings = [found.best.setting, fastest.setting]
-    ours, theirs = in_turn(subject, settings) if settings[0] != settings[1] else (1.0, 1.0)
+    searched = time.perf_counter()
+    settings = every_setting(subject, samples)
+    turns = compared(subject, settings, found.best.setting, rounds)
+    left = [running.setting for running in turns.made if isinstance(running, Running)]
+    ours = left.index(found.best.setting)
+    fastest = max(range(len(left)), key=lambda at: turns.ratio(at, ours).median)
+    share = turns.ratio(ours, fastest)
     return {
         "recipe": name,
         "recommended": found.best.setting.said(),
-        "fastest": fastest.setting.said(),
-        "share": min(1.0, ours / theirs),
+        "fastest": left[fastest].said(),
+        "share": share.median,
+        "interval": [share.low, share.high],
         "bottleneck": found.bottleneck.kind,
-        "settings": len(every.trials),
         "measured_by_search": sum(trial.windows > 0 for trial in found.trials),
-        "measured_in_all": sum(trial.windows > 0 for trial in every.trials),
-        "search_seconds": round(searched, 1),
-        "all_seconds": round(every.seconds, 1),
+        "measured_in_all": len(settings),
+        "search_seconds": round(searched - began, 1),
+        "all_seconds": round(time.perf_counter() - searched, 1),
     }
 
 
@@ -108,27 +140,36 @@ def markdown(data: dict[str, Any]) -> str:
         "# Is `tune` right?",
         "",
         f"Written by `benchmarks/tune_check.py` on {data['date']}: {data['machine']}, torch "
-        f"{data['torch']}, {data['threads']} thread(s).",
+        f"{data['torch']}, {data['threads']} thread(s), by the clock on the wall.",
         "",
-        f"`tune` searches; then every setting that fits is measured (micro-batch × "
-        f"{'precision × ' if HAS_BF16 else ''}checkpointing, eager), and the recommendation is run "
-        "in turn with the fastest of them. Timed by the processor time of one thread.",
+        "`tune` searches; then every setting there is (micro-batch × "
+        f"{'precision × ' if HAS_BF16 else ''}checkpointing, eager) makes windows in turn, and the "
+        "recommendation is held beside the fastest of them: the median over the rounds, with its "
+        "95% interval.",
         "",
         "| recipe | recommended | fastest of all | reaches | measured | search | all |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
     for row in data["rows"]:
         lines.append(
-            f"| {row['recipe']} | {row['recommended']} | {row['fastest']} | {row['share']:.1%} | "
+            f"| {row['recipe']} | {row['recommended']} | {row['fastest']} | {_share(row)} | "
             f"{row['measured_by_search']} of {row['measured_in_all']} | "
             f"{row['search_seconds']} s | {row['all_seconds']} s |"
         )
     return "\n".join(lines) + "\n"
 
 
+def _share(row: dict[str, Any]) -> str:
+    if row["recommended"] == row["fastest"]:
+        return "it is the fastest"
+    low, high = row["interval"]
+    return f"{row['share']:.1%} ({low:.1%} to {high:.1%})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("recipes", nargs="*", help=f"of {', '.join(RECIPES)}; default: all")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, default=Path("docs/benchmarks/tune.json"))
     parser.add_argument("--markdown", type=Path, default=Path("docs/benchmarks/tune.md"))
     given = parser.parse_args()
@@ -137,7 +178,7 @@ def main() -> int:
     if given.json.exists():
         rows = {row["recipe"]: row for row in json.loads(given.json.read_text())["rows"]}
     for name in given.recipes or RECIPES:
-        rows[name] = check(name, RECIPES[name])
+        rows[name] = check(name, RECIPES[name], given.rounds)
         print(json.dumps(rows[name]), flush=True)
     data: dict[str, Any] = {
         "torch": torch.__version__,
