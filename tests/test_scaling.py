@@ -135,12 +135,17 @@ def test_goyal_2017_linear(batch: int, rate: float) -> None:
 
 @pytest.mark.parametrize("power", range(7))
 def test_you_2019_square_root_and_warmup_in_updates(power: int) -> None:
-    """arXiv:1904.00962, LAMB for BERT: 512 to 32K, 5/(2^(3 − p/2) · 10³), warm-up 2^p/320."""
+    """arXiv:1904.00962, LAMB for BERT: √k from 512 to 32K, warm-up over epochs in proportion.
+
+    5/(2^(3 − p/2) · 10³) and 2^p/320 are quoted from its table; 15,625 updates at 32,768 are known.
+    """
     batch, updates = 512 * 2**power, 1_000_000 / 2**power
     rate = scale_lr(5 / (2**3 * 1000), base_batch=512, batch=batch, rule="sqrt")
     assert rate == pytest.approx(5 / (2 ** (3 - power / 2) * 1000))
     warmup = scale_warmup(1_000_000 / 320, base_batch=512, batch=batch, keep="updates")
     assert warmup / updates == pytest.approx(2**power / 320)
+    if power == 6:
+        assert (batch, updates) == (32_768, 15_625)
 
 
 def test_krizhevsky_2014_square_root() -> None:
@@ -219,10 +224,18 @@ def test_amounts(text: str, number: int, by: str) -> None:
     assert parse_amount(str(amount)) == amount
 
 
-@pytest.mark.parametrize("text", ["", "ep", "-1", "1.5", "1.5ep", "2 Mtok", "2Mx", "1e-3tok"])
+@pytest.mark.parametrize(
+    "text", ["", "ep", "-1", "1.5", "1.5ep", "2 Mtok", "2Mx", "1e-3tok", "1e400"]
+)
 def test_what_is_no_amount_is_refused(text: str) -> None:
     with pytest.raises(OptionError):
         parse_amount(text)
+
+
+@given(thousandths=st.integers(0, 10**9), prefix=st.sampled_from("kMBT"))
+def test_what_is_whole_after_its_prefix_is_an_amount(thousandths: int, prefix: str) -> None:
+    amount = parse_amount(f"{thousandths // 1000}.{thousandths % 1000:03}{prefix}tok")
+    assert amount.number == thousandths * {"k": 1, "M": 10**3, "B": 10**6, "T": 10**9}[prefix]
 
 
 starts = st.lists(st.integers(1, 10**6), max_size=6, unique=True).map(sorted)

@@ -6,9 +6,9 @@ the recipe's loss is a mean over: tokens, or whatever it calls them), with k, M,
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -20,6 +20,7 @@ By: TypeAlias = Literal["updates", "epochs", "tokens"]
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)([kKMBGT]?)(ep|epochs?|tok|tokens?)?")
 _THOUSANDS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_MOST = 10**18
 _SUFFIX = {"updates": "", "epochs": "ep", "tokens": "tok"}
 
 
@@ -46,10 +47,12 @@ def parse_amount(text: str, label: str = "") -> Amount:
             f"{label or text}: {text.strip()!r} must be a number of updates (1000), epochs (2ep) "
             "or tokens (2Mtok; k, M, B, T)"
         )
-    number = float(match[1]) * _THOUSANDS[match[2]]
+    number = Decimal(match[1]) * _THOUSANDS[match[2]]  # not a float: 8.2 million is a whole number
     kind = match[3] or ""
     by: By = "epochs" if kind.startswith("ep") else "tokens" if kind else "updates"
-    if number != math.floor(number):
+    if number > _MOST:
+        raise OptionError(f"{label or text}: {text.strip()!r} is more {by} than a run can have")
+    if number != int(number):
         raise OptionError(f"{label or text}: {text.strip()!r} must be a whole number of {by}")
     return Amount(int(number), by)
 
