@@ -62,7 +62,8 @@ class Results:
     def peak(self, tflops: float) -> None:
         """What a bf16 matrix product of 8192³ reached in this run."""
         self._about["peak_tflops"] = tflops
-        print(f"bf16 matrix product: {tflops:.0f} TFLOP/s", flush=True)
+        if tflops:
+            print(f"bf16 matrix product: {tflops:.0f} TFLOP/s", flush=True)
 
     def add(self, row: dict[str, Any]) -> None:
         """One row, printed at once."""

@@ -101,7 +101,7 @@ class Adding:
             self._layers = [
                 (module, MethodType(self._forward_of(module), module))
                 for module in self._model.modules()
-                if type(module).forward in _FORWARDS
+                if getattr(type(module), "forward", None) in _FORWARDS
             ]
         if self._window.micro_batches == 0 or not self._own:
             self._own = {id(p) for group in self._window.target.groups() for p in group}
@@ -252,6 +252,8 @@ class _Linear(torch.autograd.Function):
 def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
     """Add left @ right to the weight's `.grad`; False where autograd does it as well."""
     buffer = weight.grad
+    if not left.numel() or not right.numel():  # an expert without tokens
+        return False
     if left.dtype not in _SIXTEEN_BIT:
         if buffer is None or buffer.dtype is not left.dtype:
             return False

@@ -13,26 +13,35 @@ from wholebatch.execute.notes import CannotTrace
 from wholebatch.execute.trace import totals_of
 from wholebatch.loss import as_loss
 
-__all__ = ["differs", "gradients_in_full", "hold_against", "is_as_near"]
+__all__ = ["Check", "differs", "gradients_in_full", "is_as_near"]
 
 
-def hold_against(
-    found: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    what: str,
-    *,
-    sixteen_bit: bool,
-    truth: Callable[[], Sequence[Tensor] | None] = lambda: None,
-) -> None:
-    """CannotTrace where `found` is not `wanted`, and no nearer to the truth where it is known."""
-    reason = differs(found, wanted, what, sixteen_bit=sixteen_bit)
-    if reason is None:
-        return
-    with contextlib.suppress(torch.OutOfMemoryError):
-        known = truth()
-        if known is not None and is_as_near(found, wanted, known):
+class Check:
+    """Holds what a graph gives against what eager code gave, in this precision."""
+
+    def __init__(self, precision: str, parameters: Sequence[nn.Parameter]) -> None:
+        self._autocasts = precision in ("bf16", "fp16")
+        self._sixteen_bit = self._autocasts or any(
+            parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters
+        )
+
+    def hold_against(
+        self,
+        found: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        what: str,
+        *,
+        truth: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        """CannotTrace where they differ, and `found` is not as near to the truth either."""
+        reason = differs(found, wanted, what, sixteen_bit=self._sixteen_bit)
+        if reason is None:
             return
-    raise CannotTrace(reason)
+        if truth is not None and self._autocasts:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                if is_as_near(found, wanted, truth()):
+                    return
+        raise CannotTrace(reason)
 
 
 @torch.no_grad()

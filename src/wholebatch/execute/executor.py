@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.execute.adding import Adding
 from wholebatch.execute.buffers import Casts, Gradients
-from wholebatch.execute.check import gradients_in_full, hold_against
+from wholebatch.execute.check import Check, gradients_in_full
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
 from wholebatch.execute.fingerprint import Fingerprint
@@ -199,7 +199,9 @@ class Executor:
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
-        if not same or self._fingerprint is None or not self._fingerprint.holds():
+        changed = None if self._fingerprint is None else self._fingerprint.changed()
+        self._plan.look_at(changed, made=len(self._steps))
+        if not same or self._fingerprint is None or changed is not None:
             self._reset()
             self._fingerprint = Fingerprint(self._model, self._loss)
             self._parameters = list(window.inputs)
@@ -235,11 +237,6 @@ class Executor:
     def _compiled(self) -> int:
         return sum(step.joint.compiled for step in self._steps.values())
 
-    def _is_sixteen_bit(self) -> bool:
-        return self._precision.name in ("bf16", "fp16") or any(
-            parameter.dtype in _SIXTEEN_BIT for parameter in self._parameters
-        )
-
     @property
     def by_autograd(self) -> bool:
         """Whether every gradient of a micro-batch passes through autograd's own addition."""
@@ -250,6 +247,7 @@ class Executor:
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
         """Run this micro-batch eagerly; make its graph; hold the two against each other."""
         alone = not self._window.owners
+        before = Snapshot(self._model)
         loss = self._eager(micro, self._loss)
         self.mode = "eager"
         form = Form.of(loss, self._single)
@@ -258,7 +256,7 @@ class Executor:
         after = Snapshot(self._model)
         began = time.perf_counter()
         try:
-            step = self._made(inputs, form, totals, compiled=compiled, alone=alone)
+            step = self._made(inputs, form, totals, before, compiled=compiled, alone=alone)
             self._steps[inputs.key] = step
         except CannotTrace as reason:
             self._give_up(str(reason))
@@ -275,7 +273,14 @@ class Executor:
         )
 
     def _made(
-        self, inputs: Inputs, form: Form, totals: list[Tensor], *, compiled: bool, alone: bool
+        self,
+        inputs: Inputs,
+        form: Form,
+        totals: list[Tensor],
+        before: Snapshot,
+        *,
+        compiled: bool,
+        alone: bool,
     ) -> Prepared:
         if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
@@ -283,6 +288,8 @@ class Executor:
             torch.cuda.empty_cache()  # what is made from here on stays: not in the gaps of the rest
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+            raise CannotTrace("it has sparse gradients, and a graph adds dense ones")
         if not self._gradients.parameters:
             self._make_buffers(state)
         if inputs.key not in self._traced:
@@ -297,28 +304,24 @@ class Executor:
             gradient.clone() if gradient is not None and gradient is buffer else gradient
             for gradient, buffer in zip(held, buffers, strict=True)
         ]
+
+        def in_full() -> list[Tensor]:
+            before.restore()
+            used = [parameters[index] for index in traced.used]
+            micro = inputs.around(inputs.tensors)
+            return gradients_in_full(self._model, self._loss, micro, used, seeds)
+
         try:
             joint = self._joint(traced, state, inputs, compiled=compiled)
             self._casts.refresh()
             seeds = self._seeds(form)
-            found = self._trial(joint, inputs, seeds)
+            found = self._trial(joint, inputs, seeds, before)
             if not joint.random:
-                sixteen_bit = self._is_sixteen_bit()
-                hold_against(found, totals, "loss", sixteen_bit=sixteen_bit)
+                check = Check(self._precision.name, self._parameters)
+                check.hold_against(found, totals, "loss")
                 if alone:
-                    used = [parameters[index] for index in traced.used]
-                    micro = inputs.around(inputs.tensors)
-                    hold_against(
-                        buffers,
-                        [g for g in held if g is not None],
-                        "gradient",
-                        sixteen_bit=sixteen_bit,
-                        truth=lambda: (
-                            gradients_in_full(self._model, self._loss, micro, used, seeds)
-                            if self._precision.name in ("bf16", "fp16")
-                            else None
-                        ),
-                    )
+                    wanted = [g for g in held if g is not None]
+                    check.hold_against(buffers, wanted, "gradient", truth=in_full)
             run = self._captured(joint, inputs, seeds) if self._plan.captures else joint
         finally:
             for index, gradient in zip(traced.used, held, strict=True):
@@ -352,16 +355,20 @@ class Executor:
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
             return self._joint(traced, state, inputs, compiled=False)
 
-    def _trial(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> list[Tensor]:
-        """Run it on this micro-batch, into empty buffers; twice before it is recorded."""
+    def _trial(
+        self, joint: JointStep, inputs: Inputs, seeds: list[Tensor], before: Snapshot
+    ) -> list[Tensor]:
+        """Run it as eager code did, into empty buffers; twice before it is recorded."""
         buffers = self._gradients.of(joint.used)
         if not self._plan.captures:
+            before.restore()
             torch._foreach_zero_(buffers)
             return joint(inputs.tensors, seeds)[0]
         current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(2):
+                before.restore()
                 torch._foreach_zero_(buffers)
                 found = joint(inputs.tensors, seeds)[0]
         current.wait_stream(side)
@@ -387,8 +394,7 @@ class Executor:
         self._plan.eager = True
         self._reset()
         if self.execute in ("compile", "graph") and self._plan.compiles:
-            self._forward = CompiledForward(
-                self._model, self._loss, self._window, self._eager.plain
-            )
+            eager = self._eager.plain
+            self._forward = CompiledForward(self._model, self._loss, self._window, eager)
         how = "eagerly" if self._forward is None else "with a compiled forward only"
         self.notes.fell_back(self.execute, how, reason)

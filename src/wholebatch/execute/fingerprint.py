@@ -10,18 +10,20 @@ from __future__ import annotations
 import operator
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch.execute.notes import CannotTrace
+from wholebatch.execute.reach import PLAIN, Reach
 
 __all__ = ["Fingerprint", "only_reads", "refuse_hooks"]
 
-_PLAIN = (int, float, bool, str, type(None))
+_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
+"""What a recurrent layer of torch keeps for itself: lists of its weights, made anew with others."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
 _HOOKS = (
     "_forward_hooks",
@@ -34,30 +36,34 @@ _HOOKS = (
 class Fingerprint:
     """Everything plain that the forward of a model under a loss function may read.
 
-    `holds()` is asked at every window, while the device waits, so it must not cost much: what was
+    `changed()` is asked at every window, while the device waits, so it must not cost much: what was
     plain is compared by name, and a module with more or fewer attributes than before has changed.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
-        self._model = model
-        self._loss = loss
-        self._modules = [_Attributes(module) for module in model.modules()]
-        self._held = tuple(_held_by(loss))
+        self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
+        self._reach = Reach(model, loss)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def changed(self) -> str | None:
+        """What has changed since it was taken, by name; None where nothing has."""
+        if self._deterministic != torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms"
+        for module in self._modules:
+            if not module.hold():
+                return module.name
+        return self._reach.changed()
 
     def holds(self) -> bool:
         """Whether nothing has changed since it was taken."""
-        return (
-            self._deterministic == torch.are_deterministic_algorithms_enabled()
-            and all(module.hold() for module in self._modules)
-            and tuple(_held_by(self._loss)) == self._held
-        )
+        return self.changed() is None
 
 
 class _Attributes:
     """The plain attributes of one module, and which tensors and modules it has."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = f"an attribute of {name or 'the model'}"
         self._all = vars(module)
         self._number = len(self._all)
         plain = {name: value for name, value in self._all.items() if _is_plain(value)}
@@ -85,36 +91,8 @@ def _nothing(_: object) -> None:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
-        return all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, _PLAIN)
-
-
-def _held_by(function: Any) -> Iterator[Hashable]:
-    """Plain values in a function's closure, defaults, bound object and the globals it names."""
-    function = getattr(function, "func", function)  # functools.partial
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not isinstance(owner, nn.Module):
-        yield from (
-            value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, _PLAIN)
-        )
-    function = getattr(function, "__func__", function)
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not yet filled
-            continue
-        if isinstance(value, Tensor):
-            yield id(value)  # a constant of the graph: another tensor is another graph
-        elif isinstance(value, _PLAIN):
-            yield value
-    code = getattr(function, "__code__", None)
-    names = getattr(function, "__globals__", {})
-    for name in code.co_names if code is not None else ():
-        value = names.get(name)
-        if isinstance(value, Tensor):
-            yield name, id(value)
-        elif isinstance(value, _PLAIN):
-            yield name, value
+        return all(isinstance(item, PLAIN) for item in value)
+    return isinstance(value, PLAIN)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -134,36 +112,58 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def only_reads(model: nn.Module) -> Iterator[None]:
+def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
     """Within it the model's Python may run, but not leave a trace; CannotTrace if it did.
 
     What it changed (a counter, a tensor kept for later) is put back.
     """
     before = [(module, dict(vars(module))) for module in model.modules()]
+    reach = Reach(model, loss)
     python = random.getstate()
     numpy = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()[1].tobytes()
-    yield
-    changed = []
-    for module, found in before:
-        now = vars(module)
-        for name in now.keys() | found.keys():
-            if now.get(name) is not found.get(name, now) and not _same(
-                now.get(name), found.get(name)
-            ):
-                changed.append(f"{type(module).__name__}.{name}")
-                if name in found:
-                    now[name] = found[name]
-                else:
-                    del now[name]
-    if changed:
-        raise CannotTrace(f"its forward changes {', '.join(sorted(set(changed))[:3])}")
-    if random.getstate() != python:
+    drawn = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        changed = sorted(set(_put_back(before)))[:3]
+        written = reach.written()
+        reach.restore()
+        by_python = random.getstate() != python
         random.setstate(python)
+        by_numpy = numpy is not None and not _same_state(numpy.random.get_state(), drawn)
+        if by_numpy:
+            numpy.random.set_state(drawn)  # type: ignore[union-attr]
+    if changed:
+        raise CannotTrace(f"its forward changes {', '.join(changed)}")
+    if written is not None:
+        raise CannotTrace(f"it changes {written}, which a graph would do only once")
+    if by_python:
         raise CannotTrace("its forward draws from Python's random module")
-    if numpy is not None and numpy.random.get_state()[1].tobytes() != drawn:
+    if by_numpy:
         raise CannotTrace("its forward draws from numpy's random module")
 
 
+def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
+    """Give modules the attributes that they had; names those that were changed."""
+    for module, found in before:
+        now = vars(module)
+        for name in now.keys() | found.keys():
+            if _same(now.get(name, now), found.get(name, found)):
+                continue
+            if not (isinstance(module, nn.RNNBase) and name in _OF_RNNS):
+                yield f"{type(module).__name__}.{name}"
+            if name in found:
+                now[name] = found[name]
+            else:
+                del now[name]
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Of numpy's generator: its numbers, and its place in them."""
+    return bool(one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:])
+
+
 def _same(now: object, found: object) -> bool:
-    return isinstance(now, _PLAIN) and not isinstance(now, Tensor) and now == found
+    if now is found:
+        return True
+    return isinstance(now, PLAIN) and now == found

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from wholebatch.errors import OptionError
+from wholebatch.execute.notes import CannotTrace
 
 __all__ = ["Execute", "Plan", "check_execute"]
 
@@ -27,6 +28,9 @@ _COMPILE_PER_OPERATION = 0.012
 _KINDS = 8
 """Kinds of micro-batches that get a graph; each holds memory for its inputs."""
 _COMPILED_KINDS = 3
+_CHANGES = 3.0
+_FORGETS = 0.05
+"""A change in more than one of 20 windows is too many for a graph to be made anew each time."""
 
 
 def check_execute(execute: object, device: torch.device) -> Execute:
@@ -51,6 +55,8 @@ class Plan:
     captures: bool
     auto: bool
     started: float = field(default_factory=time.perf_counter)
+    changes: float = 0.0
+    """How often something that a graph was made for has changed of late."""
 
     @staticmethod
     def of(execute: str, device: torch.device) -> Plan:
@@ -64,6 +70,19 @@ class Plan:
             captures=execute == "graph",
             auto=False,
         )
+
+    def look_at(self, changed: str | None, *, made: int) -> None:
+        """A window begins; `changed` is what is no longer as it was when graphs were `made`.
+
+        What changes once in a while is worth a new graph; what changes all the time is not.
+        """
+        self.changes = max(0.0, self.changes - _FORGETS)
+        if changed is not None and made:
+            self.changes += 1.0
+            if self.changes > _CHANGES:
+                raise CannotTrace(
+                    f"{changed} changes again and again, and a graph holds for one value"
+                )
 
     def prepares(self, made: int, seen: int, *, first: bool) -> bool:
         """Whether to make a graph for a kind of micro-batch that was seen `seen` times.

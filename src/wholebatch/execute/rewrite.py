@@ -59,8 +59,7 @@ def rewrite(
 
     `buffer_dtypes` are those of the buffers of `traced.used`, in that order.
     """
-    module = fx.GraphModule(traced.graph, fx.Graph())
-    graph = module.graph
+    graph = fx.Graph()
     output = graph.graph_copy(traced.graph.graph, {})
     results = list(output) if isinstance(output, (list, tuple)) else [output]
     _drop_detach(graph, results)
@@ -97,7 +96,7 @@ def rewrite(
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
     graph.lint()
-    module.recompile()
+    module = fx.GraphModule(traced.graph, graph)  # with the constants that the graph names
     return Rewritten(module, tuple(casts), adder.products, adder.embeddings, recomputed)
 
 

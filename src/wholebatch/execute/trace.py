@@ -161,7 +161,7 @@ def trace(
         *inputs.tensors,
         *(torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes),
     ]
-    graph = _written_down(step, flat, model)
+    graph = _written_down(step, flat, model, loss)
     if learnt["drawn in all"] != learnt["drawn"]:
         raise CannotTrace(
             "its backward draws random numbers (activation checkpointing with dropout), which "
@@ -171,14 +171,17 @@ def trace(
 
 
 def _written_down(
-    step: Callable[..., list[Tensor]], flat: list[Tensor], model: nn.Module
+    step: Callable[..., list[Tensor]],
+    flat: list[Tensor],
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
 ) -> fx.GraphModule:
     # These modules are slow to import, and only who traces pays for it.
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        with only_reads(model), enable_python_dispatcher(), torch.no_grad():
+        with only_reads(model, loss), enable_python_dispatcher(), torch.no_grad():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise

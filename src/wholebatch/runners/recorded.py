@@ -305,7 +305,7 @@ class Recorder:
             )
 
         try:
-            with only_reads(self._model):
+            with only_reads(self._model, self._loss):
                 results = tape.record(run, [] if streams is None else streams.generators)
         except (CannotTrace, torch.OutOfMemoryError):
             raise

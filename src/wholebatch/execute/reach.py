@@ -1,0 +1,290 @@
+"""What the Python of a loss function and a model can reach and change: the state around a graph.
+
+A graph is traced once; from then on the Python does not run. So what it reads (a weight in a
+dictionary, a setting of an object, a global number) must be what it was at the trace, and what it
+changes (a list that grows, a counter) it would change once only. Both are seen by comparing what
+can be reached: closures, defaults, the globals that the code names, the object that a method is
+bound to, and the containers that modules hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PLAIN", "Reach"]
+
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (dict, list, set, deque)
+_DEPTH = 4
+_THINGS = 1000
+"""Where more can be reached, the rest is not looked at."""
+_ITEMS = 1000
+"""Of a longer container only the length is compared."""
+_SMALL = 16
+"""Tensors up to this size may be written into the code that a compiler makes: no later change of
+them is seen. Larger ones are read where they are."""
+_KEPT = 2**16
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
+
+
+class Reach:
+    """The state that the code of `loss` and `model` may read or change, as it is now."""
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self._seen = {id(module) for module in model.modules()}
+        self._names: set[str] = set()
+        self._things: list[_Thing] = []
+        self._read_code(loss)
+        self._visit(loss, "the loss function", 0, mentioned=True)
+        kinds: set[type[Any]] = set()
+        for prefix, module in model.named_modules():
+            for name, value in vars(module).items():
+                if not name.startswith("_"):
+                    self._visit(value, f"{prefix}.{name}".lstrip("."), 1, mentioned=False)
+            if type(module) in kinds:
+                continue
+            kinds.add(type(module))
+            for function in _methods(type(module)):
+                self._visit(function, function.__qualname__, _DEPTH - 1, mentioned=True)
+
+    def changed(self) -> str | None:
+        """What of it is another than it was, by name; None where nothing is."""
+        return next((thing.name for thing in self._things if thing.differs()), None)
+
+    def written(self) -> str | None:
+        """The same right after a trace, which may also have written into tensors."""
+        return next((t.name for t in self._things if t.differs() or t.is_written()), None)
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        for thing in self._things:
+            thing.restore()
+
+    # -------------------------------------------------------------------- walk
+
+    def _read_code(self, function: Any) -> None:
+        """All names that this code, and what it calls by name, mentions."""
+        codes: set[types.CodeType] = set()
+        stack = [function]
+        while stack and len(codes) < _THINGS:
+            one = _bare(stack.pop())
+            code = one if isinstance(one, types.CodeType) else getattr(one, "__code__", None)
+            if code is None or code in codes:
+                continue
+            codes.add(code)
+            self._names.update(code.co_names)
+            stack += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+            owner = getattr(function, "__self__", function)
+            for name in code.co_names:
+                for found in (
+                    getattr(one, "__globals__", {}).get(name),
+                    getattr(type(owner), name, None),
+                ):
+                    if isinstance(found, types.FunctionType) and not _is_foreign(found):
+                        stack.append(found)
+
+    def _visit(self, value: Any, name: str, depth: int, *, mentioned: bool) -> None:
+        """Look at it and what is in it. `mentioned`: of objects only what the code names.
+
+        A trainer whose method is the loss function counts its steps in many ways that do not
+        matter.
+        """
+        if id(value) in self._seen or isinstance(value, PLAIN):
+            return
+        if depth > _DEPTH or len(self._things) >= _THINGS:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self._things.append(_Thing(name, value, _tensor))
+            return
+        if isinstance(value, nn.Module):
+            self._things.append(_Thing(name, value, _numbers))
+            inner = [(f"{name}.{key}", child) for key, child in value.named_children()]
+            depth -= 1  # modules lie deep
+        elif isinstance(value, _CONTAINERS) or type(value) is tuple:
+            self._things.append(_Thing(name, value, _items))
+            inner = [(f"{name}[{key!r}]", item) for key, item in _children(value)]
+        elif isinstance(value, _FUNCTIONS):
+            if _is_foreign(_bare(value)):
+                return
+            self._things.append(_Thing(name, value, _bindings))
+            inner = list(_reached(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+            if _is_foreign(type(value)):
+                return
+            # Where none is named, the object answers by other means (`__getattr__`): all of them.
+            wanted = self._names if mentioned and self._names & vars(value).keys() else None
+            self._things.append(_Thing(name, value, functools.partial(_attributes, wanted)))
+            inner = [
+                (f"{name}.{key}", item)
+                for key, item in vars(value).items()
+                if wanted is None or key in wanted
+            ]
+        else:
+            return
+        for key, item in inner[:_ITEMS]:
+            self._visit(item, key, depth + 1, mentioned=mentioned)
+
+
+class _Thing:
+    """One object, and what it was: `look` makes a comparable value of it."""
+
+    def __init__(self, name: str, value: Any, look: Callable[[Any], Any]) -> None:
+        self.name = name
+        self._value = value
+        self._look = look
+        self._was = look(value)
+        self._version = value._version if isinstance(value, Tensor) else 0
+        self._copy = _copied(value)
+
+    def differs(self) -> bool:
+        return bool(self._look(self._value) != self._was)
+
+    def is_written(self) -> bool:
+        return isinstance(self._value, Tensor) and self._value._version != self._version
+
+    def restore(self) -> None:
+        value, copy = self._value, self._copy
+        if copy is None or not (self.differs() or self.is_written()):
+            return
+        if isinstance(value, Tensor):
+            with torch.no_grad():
+                value.copy_(copy)
+            self._was, self._version = self._look(value), value._version
+        elif isinstance(value, _FUNCTIONS):
+            for place, name, was in copy:
+                if isinstance(place, types.CellType):
+                    place.cell_contents = was
+                else:
+                    place[name] = was
+        else:
+            held = value if isinstance(value, _CONTAINERS) else vars(value)
+            held.clear()
+            if isinstance(held, (list, deque)):
+                held.extend(copy)
+            else:
+                held.update(copy)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.numel() > _KEPT or value.layout is not torch.strided:
+            return None
+        return value.detach().clone()
+    if isinstance(value, _CONTAINERS):
+        return value.copy()
+    if isinstance(value, _FUNCTIONS):
+        return list(_places(value))
+    if isinstance(value, (tuple, nn.Module)):  # cannot change; is looked at by the trace itself
+        return None
+    return dict(vars(value))
+
+
+def _items(value: Any) -> Any:
+    if len(value) > _ITEMS:
+        return len(value)
+    if isinstance(value, set):
+        return frozenset(_plain(item) for item in value)
+    return [(key, _plain(item)) for key, item in _children(value)]
+
+
+def _attributes(wanted: set[str] | None, value: Any) -> Any:
+    return [(k, _plain(v)) for k, v in vars(value).items() if wanted is None or k in wanted]
+
+
+def _numbers(module: nn.Module) -> Any:
+    """Of a module that is not trained (a teacher): its plain attributes."""
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN)]
+
+
+def _tensor(tensor: Tensor) -> int:
+    return tensor._version if tensor.numel() <= _SMALL else 0
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, PLAIN) else id(value)
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from ((k if isinstance(k, PLAIN) else id(k), item) for k, item in value.items())
+    elif isinstance(value, set):
+        yield from ((None, item) for item in value)
+    else:
+        yield from enumerate(value)
+
+
+def _bare(function: Any) -> Any:
+    """The function of a partial or a method; of a callable object, its `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        return function.__func__
+    if isinstance(function, (types.FunctionType, types.CodeType)):
+        return function
+    return getattr(type(function), "__call__", function)  # noqa: B004  (the function is wanted)
+
+
+def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Where a function's free names live: (cell or dictionary, name, what is there)."""
+    bare = _bare(function)
+    code = getattr(bare, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, bare.__closure__ or (), strict=False):
+        try:
+            yield cell, name, cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+    for name in code.co_names:
+        if name in bare.__globals__:
+            yield bare.__globals__, name, bare.__globals__[name]
+
+
+def _bindings(function: Any) -> Any:
+    return [(name, _plain(value)) for _, name, value in _places(function)]
+
+
+def _reached(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function can reach without being given it, by name."""
+    while isinstance(function, functools.partial):
+        yield from ((f"argument {n}", value) for n, value in enumerate(function.args))
+        yield from function.keywords.items()
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        yield type(owner).__name__, owner
+    bare = _bare(function)
+    yield from ((name, value) for _, name, value in _places(bare))
+    yield from (getattr(bare, "__kwdefaults__", None) or {}).items()
+    yield from (
+        (f"default {n}", v) for n, v in enumerate(getattr(bare, "__defaults__", None) or ())
+    )
+
+
+def _methods(kind: type[Any]) -> list[types.FunctionType]:
+    """The forward of a module that is not torch's own, and the methods that it names."""
+    found: list[types.FunctionType] = []
+    stack: list[Any] = [getattr(kind, "forward", None)]  # a scripted module has none
+    while stack:
+        function = stack.pop()
+        if not isinstance(function, types.FunctionType) or function in found:
+            continue
+        if not _is_foreign(function):
+            found.append(function)
+            stack += [getattr(kind, name, None) for name in function.__code__.co_names]
+    return found
+
+
+def _is_foreign(thing: Any) -> bool:
+    """Whether it is a library's, whose state is not the user's."""
+    module = getattr(thing, "__module__", None) or "builtins"
+    return module.partition(".")[0] in _FOREIGN
