@@ -11,8 +11,8 @@
 Every loop runs in a process of its own, so that device memory is its own. A few get ready (import,
 compile, record) side by side; while one is timed, all others are stopped. Rows come in the order of
 their importance; one that would not end within the budget is not begun. Results are written as they
-come, to docs/benchmarks/speed.json and speed.md (and plots, where matplotlib is installed); a row
-that fails says why and does not stop the others. `--merge` takes over the rows of other files
+come, to docs/benchmarks/speed.json and speed.md (and plots at the end or by --tables); a row that
+fails says why and does not stop the others. `--merge` takes over the rows of other files
 first; those that have a time are not measured again.
 """
 
@@ -151,6 +151,7 @@ def main() -> int:
     )
     if options.tables:
         results.write()
+        results.plot()
         return 0
     results.peak(matmul_peak())
     specs = [spec for spec in specs if not (options.merge and results.has(spec))]
@@ -171,6 +172,7 @@ def main() -> int:
         rounds=options.rounds,
         report=results.add,
     )
+    results.plot()
     print(results.markdown())
     print(f"{time.monotonic() - began:.0f} s")
     return 0

@@ -105,6 +105,8 @@ class Turn:
     """Windows that were timed back to back: the seconds of each, of all, and joules of one."""
 
     times: list[float]
+    worked: list[float]
+    """Seconds of the processor in each, all threads together."""
     mean: float
     joules: float | None
 
@@ -112,19 +114,23 @@ class Turn:
 def _timed(updates: Iterator[float], losses: list[float], windows: int, seconds: float) -> Turn:
     synchronize()
     times: list[float] = []
+    worked: list[float] = []
     joules = _joules()
     begin = last = time.perf_counter()
+    before = time.process_time()
     while len(times) < windows and (not times or last - begin < seconds):
         losses.append(next(updates))
         now = time.perf_counter()
         times.append(now - last)
         last = now
+        after = time.process_time()
+        worked.append(after - before)
+        before = after
     synchronize()
     mean = (time.perf_counter() - begin) / len(times)
     used = _joules()
-    return Turn(
-        times, mean, None if used is None or joules is None else (used - joules) / len(times)
-    )
+    each = None if used is None or joules is None else (used - joules) / len(times)
+    return Turn(times, worked, mean, each)
 
 
 def _summed_up(case: Case, turns: list[Turn]) -> dict[str, Any]:
@@ -135,6 +141,7 @@ def _summed_up(case: Case, turns: list[Turn]) -> dict[str, Any]:
     units = case.window * case.units_per_sample
     return {
         "ms": 1e3 * median,
+        "processor_ms": 1e3 * statistics.median(s for turn in turns for s in turn.worked),
         "mean_ms": 1e3 * statistics.fmean(turn.mean for turn in turns),
         "fastest_ms": 1e3 * times[0],
         "slowest_ms": 1e3 * times[-1],

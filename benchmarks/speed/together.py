@@ -142,14 +142,15 @@ def run_rows(
             child = _next(active, until, warm_up)
             active.remove(child)
             if not child.settled.is_set() or child.row is not None or not _alive(child):
-                _over(child, report)
+                report(_result(child))
             elif rounds > 1:
                 child.signal(signal.SIGSTOP)
                 ready.append(child)
             else:
                 with _stopped(active):
                     _turn(child, until)
-                    _over(child, report, wait=until)
+                    row = _result(child, wait=until)
+                report(row)
         for _ in range(rounds if ready else 0):
             for child in ready:
                 child.signal(signal.SIGCONT)
@@ -157,7 +158,7 @@ def run_rows(
                 child.signal(signal.SIGSTOP)
         for child in list(ready):
             child.signal(signal.SIGCONT)
-            _over(child, report, wait=until)
+            report(_result(child, wait=until))
         for spec in pending:
             print(f"no time left for {'/'.join(map(str, spec))}", flush=True)
     finally:
@@ -221,10 +222,8 @@ def _turn(child: Child, until: float) -> None:
     child.settled.wait(timeout=max(1.0, min(90.0, until - time.monotonic())))
 
 
-def _over(
-    child: Child, report: Callable[[dict[str, Any]], None], *, wait: float | None = None
-) -> None:
-    """Take its row, and let it end."""
+def _result(child: Child, *, wait: float | None = None) -> dict[str, Any]:
+    """Its row; the process is over then."""
     if wait is not None and child.row is None and child.settled.is_set():
         child.say("end")
         child.settled.wait(timeout=max(1.0, min(60.0, wait - time.monotonic())))
@@ -236,7 +235,7 @@ def _over(
     else:
         row["driver_gib"] = child.driver_gib()
     child.end()
-    report(row)
+    return row
 
 
 def _alive(child: Child) -> bool:
