@@ -87,6 +87,8 @@ def read_options() -> argparse.Namespace:
     how.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     how.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.variants and options.name == "speed":
+        options.name = "speed-variants"
     if options.cpu:
         options.name = "speed-cpu" if options.name == "speed" else options.name
         options.rounds, options.together, options.seconds = max(options.rounds, 9), 2, 0.0

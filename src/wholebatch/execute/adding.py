@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from wholebatch.execute.fused import can_add_products
+from wholebatch.execute.fused import can_add_any_product
 from wholebatch.loss import Loss, Terms
 from wholebatch.precision import Precision
 
@@ -72,7 +72,7 @@ class Adding:
     def possible(self) -> bool:
         """Whether some gradients may never be seen by autograd."""
         window = self._window
-        if not self.allowed or not (self.anywhere or can_add_products(self._device)):
+        if not self.allowed or not (self.anywhere or can_add_any_product(self._device)):
             return False
         sync = window.sync
         return window.store.only_eager is None and sync.takes_graphs and not sync.counts_must_agree
@@ -259,12 +259,12 @@ def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
             return False
         buffer.addmm_(left, right)
     elif buffer is None:
-        if not can_add_products(left.device):
+        if not can_add_any_product(left.device):
             return False
         weight.grad = torch.mm(left, right, out_dtype=torch.float32)
     elif buffer.dtype is not torch.float32:
         return False
-    elif can_add_products(left.device):
+    elif can_add_any_product(left.device):
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
     else:
         buffer.add_(torch.mm(left, right))

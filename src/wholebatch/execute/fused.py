@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_product", "can_add_products"]
+__all__ = ["add_product", "can_add_any_product", "can_add_products"]
 
 
 @cache
@@ -46,3 +46,27 @@ def can_add_products(device: torch.device) -> bool:
     except (RuntimeError, TypeError):
         return False
     return bool(((buffer - wanted).norm() / wanted.norm() < 1e-5).item())
+
+
+@cache
+def can_add_any_product(device: torch.device) -> bool:
+    """Whether it also does so for what eager code brings: odd sizes, fp16, no buffer yet."""
+    return can_add_products(device) and all(
+        _adds(device, dtype, sizes)
+        for dtype in (torch.bfloat16, torch.float16)
+        for sizes in ((32, 48, 64), (5, 7, 3), (1, 33, 17))
+    )
+
+
+def _adds(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]) -> bool:
+    rows, inner, columns = sizes
+    left = torch.ones(inner, rows, device=device, dtype=dtype).t()
+    right = torch.full((inner, columns), 0.5, device=device, dtype=dtype)
+    buffer = torch.ones(rows, columns, device=device)
+    try:
+        torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
+        made = torch.mm(left, right, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    wanted = torch.full_like(buffer, 0.5 * inner)
+    return bool(torch.equal(made, wanted) and torch.equal(buffer, wanted + 1.0))
