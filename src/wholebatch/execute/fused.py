@@ -35,17 +35,7 @@ def add_product() -> Any:
 @cache
 def can_add_products(device: torch.device) -> bool:
     """Whether this device has the kernel, and it adds rightly."""
-    if device.type != "cuda":
-        return False
-    left = torch.randn(32, 48, device=device, dtype=torch.bfloat16)
-    right = torch.randn(48, 64, device=device, dtype=torch.bfloat16)
-    buffer = torch.ones(32, 64, device=device)
-    wanted = left.double() @ right.double() + 1.0
-    try:
-        torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
-    except (RuntimeError, TypeError):
-        return False
-    return bool(((buffer - wanted).norm() / wanted.norm() < 1e-5).item())
+    return device.type == "cuda" and _adds(device, torch.bfloat16, (32, 48, 64))
 
 
 @cache
@@ -59,14 +49,24 @@ def can_add_any_product(device: torch.device) -> bool:
 
 
 def _adds(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]) -> bool:
+    """On small whole numbers, which every way of adding them up gives exactly.
+
+    Nothing is drawn: whoever asks, the user's random numbers stay where they are.
+    """
     rows, inner, columns = sizes
-    left = torch.ones(inner, rows, device=device, dtype=dtype).t()
-    right = torch.full((inner, columns), 0.5, device=device, dtype=dtype)
-    buffer = torch.ones(rows, columns, device=device)
+    left, right, buffer = (
+        torch.arange(high * wide, device=device).remainder(number).sub(3).reshape(high, wide)
+        for number, (high, wide) in zip(
+            (7, 5, 9), ((inner, rows), (inner, columns), (rows, columns)), strict=True
+        )
+    )
+    wanted = (left.t().double() @ right.double()).float()
+    buffer = buffer.float()
+    before = buffer.clone()
+    left, right = left.to(dtype).t(), right.to(dtype)
     try:
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
         made = torch.mm(left, right, out_dtype=torch.float32)
     except (RuntimeError, TypeError):
         return False
-    wanted = torch.full_like(buffer, 0.5 * inner)
-    return bool(torch.equal(made, wanted) and torch.equal(buffer, wanted + 1.0))
+    return torch.equal(made, wanted) and torch.equal(buffer, wanted + before)
