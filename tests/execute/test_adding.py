@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, tagged
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
+from wholebatch.execute import fused
 from wholebatch.execute.adding import Adding
 
 
@@ -269,3 +270,10 @@ def test_who_waits_for_single_gradients_gets_them() -> None:
         if gradients == "release":
             options |= {"units": lambda micro: len(micro["x"]), "nonfinite": "skip"}
         assert added(trained(mlp(), loss, [samples(8)], **options)) == 0
+
+
+def test_looking_for_the_kernel_draws_no_random_numbers() -> None:
+    """It is looked for in the first micro-step, also of a run that goes on from a checkpoint."""
+    before = torch.get_rng_state()
+    assert not fused._adds(torch.device("cpu"), torch.bfloat16, (5, 7, 3))  # a CPU has none
+    assert torch.equal(torch.get_rng_state(), before)
