@@ -139,6 +139,7 @@ def main() -> None:
             )
         results[f"host {case} adamw"] = trained(case, adamw, gradients="host")
         results[f"release {case}"] = trained(case, sgd, gradients="release", nonfinite="skip")
+        results[f"swap {case} adamw"] = trained(case, adamw, gradients="swap", clip_norm=0.05)
         results[f"moments {case}"] = accumulated_moments(case, torch.float64)
     results["release adamw"] = trained("unused", adamw, gradients="release", nonfinite="skip")
     results["moments in float32"] = accumulated_moments("tokens", torch.float32)

@@ -41,7 +41,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * WIDTH * WIDTH * 4
     monkeypatch.setattr("wholebatch.gradients.release._BUCKET_BYTES", size)
     monkeypatch.setattr("wholebatch.gradients.moments._FLUSH_BYTES", size)
-    sizes = dict.fromkeys(("host", "release", "moments"), size)
+    sizes = dict.fromkeys(("host", "swap", "release", "moments"), size)
     monkeypatch.setattr("wholebatch.memory.stores._BUCKET_BYTES", sizes)
 
 
@@ -100,7 +100,10 @@ def test_gradients_on_the_host_leave_a_gpu_and_not_a_cpu(
     assert host["gradients"] <= plain["gradients"] / 2
     saved = sum(plain.values()) - sum(host.values())
     assert saved >= 0.5 * bytes_of(model) - ring_bytes(bytes_of(model))
-    assert peak("host", "cpu") == peak("device", "cpu")
+    swap = peak("swap", "cuda")
+    assert sum(plain.values()) - sum(swap.values()) >= 0.5 * bytes_of(model)
+    assert sum(swap.values()) < sum(host.values())  # no ring
+    assert peak("host", "cpu") == peak("swap", "cpu") == peak("device", "cpu")
     with pytest.raises(OptionError, match="gradients='disk'"):
         peak("disk", "cpu")
 
@@ -117,7 +120,7 @@ def test_plan_knows_all_of_them() -> None:
         device="cuda",
     )
     others = {v.gradients: v for v in made.variants if v.gradients != "device"}
-    assert list(others) == ["host", "release", "moments"]
+    assert list(others) == ["host", "swap", "release", "moments"]
     assert all(v.about == 8 for v in others.values())
     sgd = torch.optim.SGD(model.parameters())
     made = make_plan(

@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("ranks_worker.py")
 @pytest.mark.slow
 def test_every_store_makes_the_update_of_the_global_batch(tmp_path: Path) -> None:
     found = reports(WORKER, 2, tmp_path)
-    assert len(found) >= 33
+    assert len(found) >= 39
     wrong = {}
     for name, row in found.items():
         limit = 10 * EXACT if "adamw" in name else EXACT

@@ -37,6 +37,12 @@ def test_host_is_proven(on: str) -> None:
     assert verdict.gradient.distance < 1e-13
 
 
+def test_swap_is_proven() -> None:
+    verdict = verified("swap", clip_norm=0.1)
+    assert verdict.same, str(verdict)
+    assert verdict.gradient.distance < 1e-13
+
+
 def test_release_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wholebatch.gradients.release._BUCKET_BYTES", 1100)
     verdict = verified("release", nonfinite="skip")

@@ -45,9 +45,10 @@ Execute: TypeAlias = Annotated[
 Gradients: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        metavar="device|host|release|moments",
-        help="Where gradients go: they stay on the device, are summed on the host, are used and "
-        "freed in the last backward, or go into Adam's moments (an approximation).",
+        metavar="device|host|swap|release|moments",
+        help="Where gradients go: they stay on the device, are summed on the host, take the place "
+        "of Adam's moments, which wait on the host, are used and freed in the last backward, or go "
+        "into Adam's moments (an approximation).",
         rich_help_panel=_BATCH,
     ),
 ]

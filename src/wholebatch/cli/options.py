@@ -59,7 +59,7 @@ _ONE_OF = {
     "lr_rule": ("none", "linear", "sqrt"),
     "betas": ("keep", "beta2", "both"),
     "execute": ("auto", "eager", "compile", "graph"),
-    "gradients": ("device", "host", "release", "moments"),
+    "gradients": ("device", "host", "swap", "release", "moments"),
 }
 # What a resumed run may change without becoming another run.
 _MAY_CHANGE = ("steps", "checkpoint_every", "memory", "wandb", "schedule")

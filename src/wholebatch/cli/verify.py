@@ -64,7 +64,7 @@ def verify(
     gradients: Annotated[
         str | None,
         typer.Option(
-            metavar="device|host|release|moments",
+            metavar="device|host|swap|release|moments",
             help="As in WholeBatch; release and moments without the recipe's clipping.",
             rich_help_panel=_BATCH,
         ),

@@ -15,6 +15,7 @@ from wholebatch.gradients.moments import MomentsStore, check_moments
 from wholebatch.gradients.parts import check_parts
 from wholebatch.gradients.release import ReleaseStore, check_release
 from wholebatch.gradients.store import Store
+from wholebatch.gradients.swap import SwapStore, check_swap
 from wholebatch.sync import Sync
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientsOn", "OptimizerOn", "choose"]
 
-GradientsOn: TypeAlias = Literal["device", "host", "release", "moments"]
+GradientsOn: TypeAlias = Literal["device", "host", "swap", "release", "moments"]
 OptimizerOn: TypeAlias = Literal["device", "host"]
 
 
@@ -59,6 +60,9 @@ def choose(
         check_moments(target, options, counts_units=counts_units)
         return MomentsStore(target, options, sync)
     check_parts(target.optimizers, option)
+    if gradients == "swap":
+        check_swap(target)
+        return SwapStore(target, options, sync)
     if gradients == "release":
         check_release(target, options, counts_units=counts_units)
         return ReleaseStore(target, options, sync)

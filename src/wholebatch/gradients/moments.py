@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, read_scalars
 from wholebatch.errors import OptionError, StateError, UnsupportedError
+from wholebatch.gradients.adam import state_of
 from wholebatch.gradients.packed import pack, unpack
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.sums import bucket_bytes
@@ -136,7 +137,7 @@ class MomentsStore(Store):
             if id(parameter) in self._opened:
                 continue
             optimizer, group = self._groups[id(parameter)]
-            state = _state_of(optimizer, group, parameter)
+            state = state_of(optimizer, group, parameter)
             first, second = _real(state["exp_avg"]), _real(state["exp_avg_sq"])
             self._keys[id(parameter)] = pack(first, second, state["step"])
             self._opened[id(parameter)] = parameter
@@ -300,26 +301,6 @@ def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) 
                     "are 16-bit too, and lose what is added in small parts; keep the parameters in "
                     'float32 and use precision="bf16"'
                 )
-
-
-def _state_of(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
-) -> dict[str, Any]:
-    """The parameter's state, made as Adam's own first step would make it."""
-    state: dict[str, Any] = optimizer.state[parameter]
-    if not state:
-        on = parameter.device if group.get("fused") else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=_step_dtype(group), device=on)
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state[name].requires_grad_(False)
-    return state
-
-
-def _step_dtype(group: dict[str, Any]) -> torch.dtype:
-    if group.get("fused"):
-        return torch.float32
-    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from wholebatch.errors import OptionError
 from wholebatch.memory.batches import resize_batch
 from wholebatch.memory.checkpointing import checkpointed, is_checkpointed, repeated_blocks
 from wholebatch.memory.choose import largest_fitting, spare
-from wholebatch.memory.fit import Rung, ladder
-from wholebatch.memory.predict import Prediction, predict_peak, target_device
+from wholebatch.memory.fit import Rung, ladder, lower_precisions
+from wholebatch.memory.predict import Prediction, Predictor
 from wholebatch.splitting.layout import Static
 
 __all__ = ["Plan", "Point", "Variant", "make_plan"]
@@ -126,19 +126,16 @@ def make_plan(
     for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
         if value < 1:
             raise OptionError(f"{name}={value}: must be at least 1")
-    target = target_device(model, device)
+    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    target = predictor.device
     most = -(-batch_size // ranks)
 
     def peaks(precision: str, gradients: str = "device") -> _Peaks:
         def predict(size: int) -> Prediction:
-            return predict_peak(
-                model,
-                loss,
+            return predictor.peak(
                 resize_batch(batch, size, static=static),
-                optimizer=optimizer,
                 precision=precision,
                 micro_batches=1 if size == most else 2,
-                device=target,
                 gradients=gradients,
                 # Data-parallel ranks send buckets of gradients while the last backward runs.
                 reduction="overlap" if ranks > 1 else None,
@@ -149,14 +146,12 @@ def make_plan(
     here = peaks(precision)
     chosen = largest_fitting(here.need, budget=budget, most=most)
     fits = here.need(chosen) <= budget
-    # Powers of two up to the first that does not fit, for the picture.
+    # Powers of two up to the first size that is known not to fit, for the picture.
+    beyond = min((size for size in here.made if here.need(size) > budget), default=most + 1)
     size = 1
-    while size <= most:
-        if here.need(size) > budget:
-            break
+    while size < beyond:
+        here.need(size)
         size *= 2
-    else:
-        here.need(most)
     steps = -(-most // chosen)
     even = -(-most // steps)
     if fits:
@@ -166,8 +161,7 @@ def make_plan(
     if variants:
         others = _variants(model, peaks, here, precision, max(2, chosen), budget=budget, most=most)
         if optimizer is not None and target.type == "cuda":
-            adam = isinstance(optimizer, torch.optim.Adam)  # of which AdamW is a kind
-            for gradients in ("host", "release", *(("moments",) if adam else ())):
+            for gradients in _elsewhere(optimizer):
                 known = peaks(precision, gradients)
                 is_on = others[0].checkpointing
                 others.append(
@@ -226,10 +220,16 @@ def _variants(
             continue
         around: AbstractContextManager[object] = checkpointed(model) if again else nullcontext()
         with around:
-            for one in dict.fromkeys((precision, "full", "bf16")):
+            for one in dict.fromkeys((precision, "full", *lower_precisions(model, "full"))):
                 known = here if one == precision and not again else peaks(one)
                 found.append(_variant(known, one, again or is_on, min(size, most), budget, most))
     return found
+
+
+def _elsewhere(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The other ways to keep gradients; two of them need Adam's moments (AdamW is a kind of it)."""
+    adam = isinstance(optimizer, torch.optim.Adam)
+    return ("host", "swap", "release", "moments") if adam else ("host", "release")
 
 
 def _variant(

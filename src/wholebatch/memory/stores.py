@@ -17,15 +17,25 @@ from wholebatch.gradients.parts import only
 from wholebatch.gradients.pipe import ring_bytes
 from wholebatch.gradients.sums import bucket_bytes
 
-__all__ = ["Elsewhere", "check_gradients", "held_on_device"]
+__all__ = ["Elsewhere", "bucket_bytes_of", "check_gradients", "held_on_device"]
 
-_BUCKET_BYTES = {"host": 64 * 2**20, "moments": 64 * 2**20, "release": 32 * 2**20}
+_BUCKET_BYTES = {
+    "host": 64 * 2**20,
+    "swap": 64 * 2**20,
+    "moments": 64 * 2**20,
+    "release": 32 * 2**20,
+}
 
 
 def check_gradients(gradients: str) -> None:
     if gradients not in ("device", *_BUCKET_BYTES):
         allowed = ", ".join(map(repr, ("device", *_BUCKET_BYTES)))
         raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
+
+
+def bucket_bytes_of(gradients: str) -> int:
+    """How many bytes of gradients are together on the device at a time; 0: all of them."""
+    return _BUCKET_BYTES.get(gradients, 0)
 
 
 def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
@@ -36,7 +46,7 @@ def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> in
 
 
 class Elsewhere:
-    """The hooks and the step of a window with `gradients="host"`, `"release"` or `"moments"`."""
+    """The hooks and the step of a window whose gradients go elsewhere."""
 
     def __init__(
         self,
