@@ -109,8 +109,9 @@ class Reach:
             self._things.append(_Thing(name, value, _numbers))
             inner = [(f"{name}.{key}", child) for key, child in value.named_children()]
             depth -= 1  # modules lie deep
-        elif isinstance(value, _CONTAINERS) or type(value) is tuple:
-            self._things.append(_Thing(name, value, _items))
+        elif isinstance(value, (*_CONTAINERS, tuple)):
+            if not isinstance(value, tuple):  # one that is another has another identity
+                self._things.append(_Thing(name, value, _items))
             inner = [(f"{name}[{key!r}]", item) for key, item in _children(value)]
         elif isinstance(value, _FUNCTIONS):
             if _is_foreign(_bare(value)):
@@ -183,7 +184,7 @@ def _copied(value: Any) -> Any:
         return value.copy()
     if isinstance(value, _FUNCTIONS):
         return list(_places(value))
-    if isinstance(value, (tuple, nn.Module)):  # cannot change; is looked at by the trace itself
+    if isinstance(value, nn.Module):  # the trace itself looks at modules
         return None
     return dict(vars(value))
 
