@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import time
@@ -40,6 +41,7 @@ def process_group(device: str) -> Iterator[tuple[int, torch.device]]:
     finally:
         if mine and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+            gc.collect()  # models still hold the group, whose threads end with it: now, not at exit
 
 
 def _join(backend: str) -> None:

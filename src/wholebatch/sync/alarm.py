@@ -26,6 +26,7 @@ __all__ = ["Alarm", "alarm"]
 _KEY = "wholebatch/failed"
 _LOOK_EVERY = 1.0
 _GRACE = 10.0
+_LAST_TURN = 0.1
 
 
 class Alarm:
@@ -73,6 +74,10 @@ class Alarm:
         """Before the interpreter goes: no thread of ours is inside the store by then."""
         self._over.set()
         self._thread.join(timeout=5.0)
+        # Nor one of gloo's: it lets go of a collective's tensors after having said that it is done,
+        # and needs the interpreter for that. A thread that still waits for its turn when the
+        # interpreter goes aborts the process ("terminate called without an active exception").
+        time.sleep(_LAST_TURN)
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY):
