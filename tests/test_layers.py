@@ -54,7 +54,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     )
     | frozenset({"memory.meter", "memory.ledger"}),
     frozenset({"loss", "step", "randomness", "memory.budget", "extras"}),
-    frozenset({"errors", "jsonable", "sliced"}),
+    frozenset({"errors", "jsonable", "sliced", "words"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(

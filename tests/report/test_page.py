@@ -74,10 +74,22 @@ def test_runs_stand_side_by_side_and_differences_are_marked(page: Page) -> None:
     assert table.head == ("", "one", "two")  # type: ignore[union-attr]
     assert rows["learning rate"] == ("the recipe's", "0.5")
     assert rows["speed (median)"] == ("1.28k bytes/s", "1.28k bytes/s")
-    assert rows["peak memory"] == ("1.0 GiB", "–")
+    assert rows["peak memory"] == ("1.00 GiB", "–")
     assert rows["verified"] == ("✓ the same update", "–")
     marked = {table.rows[at][0] for at in table.bold}  # type: ignore[union-attr]
     assert marked == {"learning rate"}
+
+
+def test_a_batch_size_that_changes_on_the_way_is_said(tmp_path: Path) -> None:
+    from wholebatch.report.manifest import arithmetic_of
+
+    run = samples.write_run(tmp_path / "run", windows=3)
+    changes = arithmetic_of(24, "8@0,24@3000tok", micro_batch=8, ranks=1)
+    (run / "manifest.json").write_text(json.dumps({"arithmetic": changes}), encoding="utf-8")
+    rows = {row[0]: row[1] for row in make_page(read_sources([run])).sections[0].parts[0].rows}  # type: ignore[union-attr]
+    assert rows["batch"] == (
+        "8 × 1 × 1 rank = 8 samples from token 0; 8 × 3 × 1 rank = 24 samples from token 3,000"
+    )
 
 
 def test_curves_have_the_numbers_of_the_run(page: Page) -> None:

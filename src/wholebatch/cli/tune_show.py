@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from wholebatch.cli.folder import shown
-from wholebatch.report.terminal import bytes_said, count_said, time_said
+from wholebatch.report.terminal import count_said, time_said
 from wholebatch.tune import PARTS, Setting, Trial, Tuned
+from wholebatch.words import bytes_said
 
 __all__ = ["Bar", "show"]
 

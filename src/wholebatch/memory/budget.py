@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from wholebatch.errors import OptionError
+from wholebatch.words import bytes_said
 
 __all__ = [
     "Memory",
@@ -132,18 +133,6 @@ def _control_group(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
-
-
-def bytes_said(number: float) -> str:
-    """Bytes as a person reads them.
-
-    >>> bytes_said(900), bytes_said(3 * 2**29)
-    ('900 bytes', '1.50 GiB')
-    """
-    for limit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= limit:
-            return f"{number / limit:.2f} {name}"
-    return f"{number:.0f} bytes"
 
 
 def _refusal(memory: object) -> str:

@@ -15,18 +15,9 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["CATEGORIES", "Ledger", "Record", "storages_of"]
+from wholebatch.words import CATEGORIES
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "temporaries",
-    "buffers",
-    "inputs",
-    "communication",
-)
+__all__ = ["CATEGORIES", "Ledger", "Record", "storages_of"]
 
 
 class Record:

@@ -12,6 +12,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from wholebatch.words import bytes_said
+
 __all__ = ["Terminal", "bytes_said", "count_said", "time_said"]
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -142,17 +144,6 @@ def count_said(number: float) -> str:
         if number >= limit * 0.9995:
             return f"{number / limit:#.3g}".rstrip(".") + name
     return f"{number:.3g}" if number < 10 else f"{number:.0f}"
-
-
-def bytes_said(number: float) -> str:
-    """
-    >>> bytes_said(900), bytes_said(2_000_000), bytes_said(3 * 2**30)
-    ('900 bytes', '1.9 MiB', '3.0 GiB')
-    """
-    for limit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= limit:
-            return f"{number / limit:.1f} {name}"
-    return f"{number:.0f} bytes"
 
 
 def time_said(seconds: float) -> str:

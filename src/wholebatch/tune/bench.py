@@ -33,12 +33,14 @@ SURE = 5
 """Rounds in turn with the best, all of them clearly slower: more would say nothing else."""
 CLOSE = 0.93
 """Of the best speed: above it a setting is measured again, all those in turn."""
-TIED = 0.98
-"""Of the best speed: one above it that the rounds cannot tell from the best is as fast."""
+TIED, AT_LEAST = 0.98, 0.95
+"""Of the best speed: one above it that the rounds cannot tell from the best is as fast, if they
+can tell that it is not slower than this."""
 ROOM = 0.5
 """Of the free memory: so much may be taken by settings that are measured in turn."""
 
-_TURNS = 12
+_FEW, _TURNS, _MANY = 6, 12, 60
+"""Rounds of those that are close: where windows take long, as a rule, and where they do not."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class Bench:
             and rate_of(trial) >= CLOSE * rate_of(best)
             and trial.setting.way.execute == "eager"
         ]
-        close = sorted(close, key=rate_of, reverse=True)[:4]
+        close = sorted(close, key=rate_of, reverse=True)[:3]
         while len(close) > 1 and not self._has_room(*close):
             close.pop()
         if len(close) < 2:
@@ -243,8 +245,10 @@ class Bench:
                 made[-1].window()
             turns = Turns(self.subject, made)
             began = self.now()
-            for turn in range(_TURNS):
-                if turn >= _TURNS // 2 and self.since(began) > _TURNS * self.limits.seconds:
+            for turn in range(_MANY):
+                if turn >= _FEW and self.since(began) > 30 * self.limits.seconds:
+                    break
+                if turn >= _TURNS and turns.spent(0) > 2 * self.limits.seconds:
                     break
                 turns.round()
         finally:
@@ -255,7 +259,7 @@ class Bench:
         fastest = max(range(len(close)), key=lambda at: turns.ratio(at, 0).median)
         for at, trial in enumerate(close):
             ratio, beside = turns.ratio(at, 0).median, turns.ratio(at, fastest)
-            if beside.median >= TIED and beside.high >= 1.0:
+            if beside.median >= TIED and beside.low >= AT_LEAST and beside.high >= 1.0:
                 self.tied.add(trial.setting)
             self.trials[trial.setting] = trial.with_(
                 seconds=first.seconds / ratio,

@@ -5,20 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-__all__ = ["PARTS", "Setting", "Trial", "Way", "steps_of"]
+from wholebatch.words import PARTS
 
-PARTS = (
-    "data",
-    "forward",
-    "backward",
-    "micro-step",
-    "addition",
-    "communication",
-    "optimizer",
-    "idle",
-)
-"""Where a window's time goes. "micro-step" is forward and backward where they run as one: in a
-recorded graph, or in lock-step."""
+__all__ = ["PARTS", "Setting", "Trial", "Way", "steps_of"]
 
 
 class Way(NamedTuple):

@@ -195,7 +195,9 @@ def _sizes(given: Sequence[int] | None, samples: int) -> list[int]:
 
 
 def _nothing(trials: Any) -> str:
-    reasons = list(dict.fromkeys(f"{t.setting.said()}: {t.why}" for t in trials))
+    # What needs least first: it says how much more memory would do.
+    ordered = sorted(trials, key=lambda trial: trial.predicted or 0)
+    reasons = list(dict.fromkeys(f"{t.setting.said()}: {t.why}" for t in ordered))
     return "no setting could be measured; " + "; ".join(reasons[:3])
 
 

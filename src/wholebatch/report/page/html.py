@@ -7,13 +7,12 @@ A content policy in the head forbids the browser to load anything from anywhere.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import MissingExtraError, OptionError
+from wholebatch.jsonable import finite
 from wholebatch.report.page.elements import Callout, Chart, Page, Section, Table, Text
 
 __all__ = ["render", "write_page"]
@@ -95,19 +94,7 @@ def _spec(chart: Chart) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     """JSON that may stand inside a script element; what is not finite becomes null."""
-    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 # --- the parts --------------------------------------------------------------------------------

@@ -6,21 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholebatch.report.page.elements import Chart, Section, Table, Text, series_color
-from wholebatch.report.terminal import bytes_said
+from wholebatch.words import CATEGORIES, bytes_said
 
-__all__ = ["CATEGORIES", "memory"]
-
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "temporaries",
-    "buffers",
-    "inputs",
-    "communication",
-)
-"""In the order in which they are stacked; each has one colour on every page."""
+__all__ = ["memory"]
 
 
 def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:

@@ -6,22 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholebatch.report.page.elements import Callout, Chart, Section, Table, Text, series_color
-from wholebatch.report.terminal import bytes_said, count_said
+from wholebatch.report.terminal import count_said
+from wholebatch.words import PARTS, bytes_said
 
-__all__ = ["PARTS", "split", "tuning"]
-
-PARTS = (
-    "data",
-    "forward",
-    "backward",
-    "micro-step",
-    "addition",
-    "communication",
-    "optimizer",
-    "idle",
-)
-"""Where a window's time goes, in the order of a window. "micro-step" is forward and backward where
-they run as one."""
+__all__ = ["split", "tuning"]
 
 Data = Mapping[str, Any]
 

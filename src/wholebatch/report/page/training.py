@@ -10,7 +10,8 @@ from typing import Any
 
 from wholebatch.report.page.elements import Chart, Section, Table, Text, series_color
 from wholebatch.report.page.sources import Run
-from wholebatch.report.terminal import bytes_said, count_said, time_said
+from wholebatch.report.terminal import count_said, time_said
+from wholebatch.words import bytes_said
 
 __all__ = ["MOST_POINTS", "overview", "thinned", "training"]
 
@@ -18,6 +19,7 @@ MOST_POINTS = 800
 """Of a curve. Longer runs are shown by the means of as many stretches."""
 
 _GIB = 2.0**30
+_PLACE = {"updates": "update", "epochs": "epoch", "tokens": "token"}
 Record = dict[str, Any]
 
 
@@ -196,7 +198,13 @@ def overview(
 
 
 def _batch_said(run: Run) -> str:
-    said = run.manifest.get("arithmetic", {}).get("said")
+    arithmetic = run.manifest.get("arithmetic")
+    if isinstance(arithmetic, list):  # a batch size that changes on the way
+        return "; ".join(
+            f"{one['said']} samples from {_PLACE.get(one['by'], '')} {one['from']:,}"
+            for one in arithmetic
+        )
+    said = (arithmetic or {}).get("said")
     if isinstance(said, str):
         return f"{said} samples"
     size, micro = run.settings.get("batch_size"), run.settings.get("micro_batch")

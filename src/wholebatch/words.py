@@ -1,0 +1,45 @@
+"""The names that reports give to memory and time, and sizes as a person reads them.
+
+Here, below everything, because pages and the command line must not import torch to know them.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CATEGORIES", "PARTS", "bytes_said"]
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "temporaries",
+    "buffers",
+    "inputs",
+    "communication",
+)
+"""What memory is for, in the order in which it is stacked in a chart."""
+
+PARTS = (
+    "data",
+    "forward",
+    "backward",
+    "micro-step",
+    "addition",
+    "communication",
+    "optimizer",
+    "idle",
+)
+"""Where a window's time goes, in the order of a window. "micro-step" is forward and backward where
+they run as one: in a recorded graph, or in lock-step."""
+
+
+def bytes_said(number: float) -> str:
+    """Bytes as a person reads them.
+
+    >>> bytes_said(900), bytes_said(3 * 2**29)
+    ('900 bytes', '1.50 GiB')
+    """
+    for limit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= limit:
+            return f"{number / limit:.2f} {name}"
+    return f"{number:.0f} bytes"
