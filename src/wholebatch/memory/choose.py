@@ -18,7 +18,7 @@ import torch
 from wholebatch.errors import OptionError
 from wholebatch.memory.batches import resize_batch
 from wholebatch.memory.budget import bytes_said
-from wholebatch.memory.predict import Prediction, predict_peak, target_device
+from wholebatch.memory.predict import Prediction, Predictor
 from wholebatch.splitting import Tokens, batch_size_of, split
 from wholebatch.splitting.layout import Static, layout_of
 from wholebatch.splitting.lengths import lengths_of
@@ -101,22 +101,18 @@ def choose_micro_batch(
     most = batch_size_of(batch, static=static) if most is None else most
     if most < 1:
         raise OptionError(f"most={most}: must be at least 1 sample")
-    target = target_device(model, device)
+    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     predictions: dict[int, Prediction] = {}
 
     def peak_of(samples: int) -> int:
-        predicted = predict_peak(
-            model,
-            loss,
+        predicted = predictor.peak(
             resize_batch(batch, samples, static=static),
-            optimizer=optimizer,
             precision=precision,
             micro_batches=1 if samples == most else 2,
-            device=device,
             gradients=gradients,
         )
         predictions[samples] = corrected(predicted, samples, correct)
-        return predictions[samples].peak + spare(predictions[samples], target)
+        return predictions[samples].peak + spare(predictions[samples], predictor.device)
 
     tried: dict[int, int] = {}
     size = largest_fitting(peak_of, budget=budget, most=most, tried=tried)
@@ -231,7 +227,7 @@ def choose_tokens(
         raise OptionError("batches=[]: give at least one, to see how long its sequences are")
     longest, shortest = _extremes(batches, by, static)
     most_samples = max(batch_size_of(batch, static=static) for batch in batches)
-    target = target_device(model, device)
+    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     predictions: dict[int, Prediction] = {}
     known: dict[tuple[bool, int], Prediction] = {}
 
@@ -239,16 +235,13 @@ def choose_tokens(
         key = (sample is longest, samples)
         if key not in known:
             micro = resize_batch(sample.batch, samples, static=static)
-            predicted = predict_peak(
-                model, loss, micro, optimizer=optimizer, precision=precision, device=device
-            )
-            known[key] = corrected(predicted, samples, correct)
+            known[key] = corrected(predictor.peak(micro, precision=precision), samples, correct)
         return known[key]
 
     def peak_of(tokens: int) -> int:
         worst = [of(one, min(most_samples, tokens // one.length)) for one in (longest, shortest)]
         predictions[tokens] = max(worst, key=lambda predicted: predicted.peak)
-        return predictions[tokens].peak + spare(predictions[tokens], target)
+        return predictions[tokens].peak + spare(predictions[tokens], predictor.device)
 
     tried: dict[int, int] = {}
     size = largest_fitting(

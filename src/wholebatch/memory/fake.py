@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.batches import map_tensors
 from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.shapes import Shapes
 
 __all__ = [
     "FakeMeter",
@@ -154,6 +155,23 @@ class FakeMeter(MemoryMeter):
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
         self._answers = False
+        self._shapes: Shapes | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled on fake tensors, and asking costs more than the answer
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _DEVICE_OF:  # asked of fake tensors at every turn; makes nothing
+            of = args[0]
+            return of.fake_device if isinstance(of, FakeTensor) else func(*args)
+        return self._counted(func, args, kwargs or {})
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -169,8 +187,21 @@ class FakeMeter(MemoryMeter):
             self._answers = False
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # what the fake mode would answer, a hundred times faster
+        if self._shapes is None:
+            mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
+            if mode is None:
+                return self._asked(func, args, kwargs)
+            self._shapes = Shapes(mode)
+        if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
+            known = args[0].constant
+            if known is not None:
+                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+                    return known.item()
+            if self._answers:
+                return 1
+        return self._shapes.call(func, args, kwargs, self._asked)
+
+    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
@@ -186,6 +217,7 @@ class FakeMeter(MemoryMeter):
 
 
 _DEVICE_OF = torch.ops.prim.device.default
+_NUMBER_OF = torch.ops.aten._local_scalar_dense.default
 _BATCH_NORMS = frozenset(
     {
         torch.ops.aten.native_batch_norm.default,

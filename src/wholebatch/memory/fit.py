@@ -23,10 +23,10 @@ from wholebatch.memory.checkpointing import (
     with_checkpoints,
 )
 from wholebatch.memory.choose import Choice, choose_micro_batch, spare
-from wholebatch.memory.predict import Prediction, predict_peak, target_device
+from wholebatch.memory.predict import Prediction, Predictor
 from wholebatch.splitting.layout import Static
 
-__all__ = ["Fit", "Rung", "fit", "ladder", "refusal"]
+__all__ = ["Fit", "Rung", "fit", "ladder", "lower_precisions", "refusal"]
 
 _SHARDED = ("parameters", "gradients", "optimizer state")
 _MOST_DEVICES = 1024
@@ -123,25 +123,18 @@ def ladder(
     With `lowers=False` the precision stays as it is.
     """
 
-    def predict(precision: str, gradients: str = "device") -> Prediction:
-        return predict_peak(
-            model,
-            loss,
-            sample,
-            optimizer=optimizer,
-            precision=precision,
-            device=device,
-            gradients=gradients,
-        )
+    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    target = predictor.device
 
-    target = target_device(model, device)
+    def predict(precision: str, gradients: str = "device") -> Prediction:
+        return predictor.peak(sample, precision=precision, gradients=gradients)
 
     def fits(found: Prediction) -> bool:
         return found.peak + spare(found, target) <= budget
 
     best = as_is = predict(precision)
     rungs = [Rung("as it is", as_is.peak, fits(as_is), precision, False)]
-    lower = next(iter(_lower(model, precision)), None) if lowers else None
+    lower = next(iter(lower_precisions(model, precision)), None) if lowers else None
     if lower is not None:
         best = predict(lower)
         rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))
@@ -188,7 +181,7 @@ def refusal(rungs: list[Rung], budget: int) -> str:
     )
 
 
-def _lower(model: torch.nn.Module, precision: str) -> list[str]:
+def lower_precisions(model: torch.nn.Module, precision: str) -> list[str]:
     """Precisions that may need less: autocast gains nothing where parameters are 16-bit."""
     is_wide = any(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     return ["bf16"] if precision in ("full", "fp32") and is_wide else []

@@ -27,9 +27,6 @@ from wholebatch.memory.ledger import CATEGORIES, Ledger, storages_of
 __all__ = ["CATEGORIES", "CudaPeak", "MemoryMeter", "cuda_peak", "reset_cuda_peak"]
 
 
-_DEVICE_OF = torch.ops.prim.device.default  # asked of fake tensors at every turn; makes nothing
-
-
 class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of live tensors while it is entered, exactly, by category.
 
@@ -146,11 +143,11 @@ class MemoryMeter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is _DEVICE_OF:
-            return self._call(func, args, {})
+        return self._counted(func, args, kwargs or {})
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1
         self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
-        kwargs = kwargs or {}
         self._see(args, "inputs")
         if kwargs:
             self._see(kwargs.values(), "inputs")

@@ -23,6 +23,10 @@ from wholebatch.splitting.layout import Static
 __all__ = ["Plan", "Point", "Variant", "make_plan"]
 
 
+_POINTS = 4
+"""So many sizes show a line and where it bends; each takes a prediction."""
+
+
 @dataclass(frozen=True)
 class Point:
     """What one micro-batch size needs on every device."""
@@ -146,10 +150,10 @@ def make_plan(
     here = peaks(precision)
     chosen = largest_fitting(here.need, budget=budget, most=most)
     fits = here.need(chosen) <= budget
-    # Powers of two up to the first size that is known not to fit, for the picture.
+    # For the picture a few powers of two, up to the first size that is known not to fit.
     beyond = min((size for size in here.made if here.need(size) > budget), default=most + 1)
     size = 1
-    while size < beyond:
+    while size < beyond and len(here.made) < _POINTS:
         here.need(size)
         size *= 2
     steps = -(-most // chosen)
@@ -164,11 +168,8 @@ def make_plan(
             for gradients in _elsewhere(optimizer):
                 known = peaks(precision, gradients)
                 is_on = others[0].checkpointing
-                others.append(
-                    _variant(
-                        known, precision, is_on, others[0].micro_batch, budget, most, gradients
-                    )
-                )
+                at = others[0].micro_batch
+                others.append(_variant(known, precision, is_on, at, budget, most, gradients, here))
     rungs: Sequence[Rung] = ()
     if not fits:
         sample = resize_batch(batch, 1, static=static)
@@ -240,8 +241,12 @@ def _variant(
     budget: int,
     most: int,
     gradients: str = "device",
+    like: _Peaks | None = None,
 ) -> Variant:
-    low, high = known.need(1), known.need(at)
+    """`like`: a way whose peak grows with the size by as much."""
+    high = known.need(at)
+    low = known.need(1) if like is None else high - like.need(at) + like.need(1)
+    low = known.need(1) if low > budget else low  # nobody is told by a guess that nothing fits
     slope = max(1.0, (high - low) / max(1, at - 1))
     about = 0 if low > budget else min(most, 1 + int((budget - low) / slope))
     return Variant(precision, checkpointing, at, known.at(at).peak, about, gradients)

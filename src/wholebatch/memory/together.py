@@ -16,7 +16,7 @@ from wholebatch.errors import OptionError
 from wholebatch.memory.batches import resize_batch
 from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.choose import Choice, largest_fitting, spare
-from wholebatch.memory.predict import Prediction, predict_peak, target_device
+from wholebatch.memory.predict import Prediction, Predictor
 from wholebatch.runners.blocks import blocks_of
 from wholebatch.runners.lockstep import Hold
 from wholebatch.splitting import batch_size_of
@@ -43,18 +43,16 @@ def choose_in_lock_step(
 ) -> tuple[Choice, Hold]:
     """The largest micro-batch that fits, with as much held as possible; the whole batch first."""
     samples = batch_size_of(batch, static=static)
-    target = target_device(model, None)
+    predictor = Predictor(model, loss, optimizer=optimizer)
+    target = predictor.device
     found: dict[tuple[Hold | None, int], Prediction] = {}
 
     def at(size: int, hold: Hold | None) -> int:
         """What one size needs; `host` has one micro-batch on the device, as if there were two."""
         if (hold, size) not in found:
             in_lock_step = hold is not None and hold != "host"
-            found[hold, size] = predict_peak(
-                model,
-                loss,
+            found[hold, size] = predictor.peak(
                 resize_batch(batch, size, static=static),
-                optimizer=optimizer,
                 precision=precision,
                 micro_batches=-(-samples // size) if hold is not None else 1,
                 lock_step=hold if in_lock_step else None,

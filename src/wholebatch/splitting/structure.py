@@ -66,15 +66,21 @@ def flatten(
     `is_leaf(name, container)` keeps a container whole: it is then a leaf itself.
     """
     leaves: list[Leaf] = []
+    return leaves, _visit("", batch, is_leaf, leaves)
 
-    def visit(name: str, node: Any) -> Structure:
-        inner = children(node)
-        if inner is None or (is_leaf is not None and is_leaf(name, node)):
-            leaves.append(Leaf(name, node))
-            return _LEAF
-        return Structure(node, tuple(visit(join(name, key), value) for key, value in inner))
 
-    return leaves, visit("", batch)
+def _visit(
+    name: str, node: Any, is_leaf: Callable[[str, Any], bool] | None, leaves: list[Leaf]
+) -> Structure:
+    # No function within `flatten`: one that calls itself is a cycle, and would keep the batch's
+    # tensors alive until garbage is collected.
+    inner = children(node)
+    if inner is None or (is_leaf is not None and is_leaf(name, node)):
+        leaves.append(Leaf(name, node))
+        return _LEAF
+    return Structure(
+        node, tuple([_visit(join(name, key), value, is_leaf, leaves) for key, value in inner])
+    )
 
 
 def join(name: str, key: str) -> str:
