@@ -167,10 +167,7 @@ def no_gradient_anywhere() -> dict[str, float]:
     return {"gradients": moved, "update": moved}
 
 
-def main() -> None:
-    report, engine = sys.argv[1], sys.argv[2]
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
     cases: dict[str, Callable[[], Any]] = {}
     exact = ["tokens", "counts", "tail", "exhausted"] + (["unused"] if engine == "ddp" else [])
     for case in exact:
@@ -192,17 +189,29 @@ def main() -> None:
         if dist.get_world_size() == 2:  # compiling is slow, and four ranks show no more
             cases["compiled micro-steps"] = by_graphs
         cases["no gradient anywhere"] = no_gradient_anywhere
-    results = {}
-    for name, run in cases.items():
-        started = time.perf_counter()
-        results[name] = {**run(), "seconds": time.perf_counter() - started}
+    return cases
+
+
+def main() -> None:
+    report, engines = sys.argv[1], sys.argv[2:]
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for engine in engines:
+        results[engine] = {}
+        for name, run in cases_of(engine).items():
+            started = time.perf_counter()
+            results[engine][name] = {**run(), "seconds": time.perf_counter() - started}
     # Every rank must have made the same update: gather the worst.
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
     if dist.get_rank() == 0:
         worst = {
-            name: {key: max(r[name][key] for r in gathered) for key in results[name]}
-            for name in results
+            engine: {
+                name: {key: max(r[engine][name][key] for r in gathered) for key in row}
+                for name, row in rows.items()
+            }
+            for engine, rows in results.items()
         }
         with open(report, "w", encoding="utf-8") as file:
             json.dump(worst, file)

@@ -1,13 +1,23 @@
-"""One rank of two, without an agent that would kill the other: one of them fails."""
+"""Pairs of ranks, without an agent that would kill the other, of which one fails.
+
+Torch is imported once, and every rank is forked from here. A rank then runs on to the end of this
+file and through the interpreter's own end, as a process that was started by itself would.
+
+FOLDER gets `CASE-RANK.err`, the time of the failure in `CASE.failed`, and `report.json`.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # what an optimizer imports when it is made
 import torch.distributed as dist
 
 import wholebatch as wb
@@ -15,25 +25,84 @@ from tests.distributed.exact_worker import wrapped
 from tests.distributed.problem import loss, micro
 from tests.support import sgd
 
+CASES = [
+    ["ddp-raises-1", "ddp-dies-1", "ddp-leaves-1"],
+    ["fsdp2-raises-0", "fsdp2-dies-1", "fsdp2-leaves-1"],
+]
+AT_MOST = 90.0
 
-def main() -> None:
-    engine, how, when = sys.argv[1:]
+
+def start(case: str, folder: Path) -> dict[int, int] | None:
+    """The two processes, by rank; None in each of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = {}
+    for rank in range(2):
+        started[rank] = os.fork()
+        if started[rank] == 0:
+            os.environ.update(
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank)
+            )
+            said = os.open(folder / f"{case}-{rank}.err", os.O_WRONLY | os.O_CREAT)
+            os.dup2(said, 2)
+            return None
+    return started
+
+
+def end(cases: dict[str, dict[int, int]]) -> dict[str, list[tuple[int, float]]]:
+    """How and when each rank of these cases ended; what is left after a while is killed."""
+    begun = time.monotonic()
+    open_ = {process for case in cases.values() for process in case.values()}
+    ended: dict[int, tuple[int, float]] = {}
+    while open_:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            ended[process] = os.waitstatus_to_exitcode(status), time.time()
+            open_.discard(process)
+            continue
+        if time.monotonic() - begun > AT_MOST:
+            for process in open_:
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+    return {name: [ended[case[rank]] for rank in range(2)] for name, case in cases.items()}
+
+
+def train(case: str, folder: Path) -> None:
+    engine, how, failing = case.split("-")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank = dist.get_rank()
     model = wrapped(engine)
     acc = wb.Accumulator(model, sgd(model), steps=2)
     for i, m in enumerate(acc.over([micro(10 * rank + i, 2) for i in range(6)])):
-        if i == 3 and rank == int(how[-1]):
-            Path(when).write_text(repr(time.time()))  # from here on the other one waits
-            if how.startswith("raises"):
+        if i == 3 and rank == int(failing):
+            (folder / f"{case}.failed").write_text(repr(time.time()))  # from now the other waits
+            if how == "raises":
                 raise ValueError("sample 17 is broken")
-            if how.startswith("leaves"):
+            if how == "leaves":
                 break
             os._exit(9)  # "dies": killed, with no chance to say anything
         acc.backward(loss(model, m))
     dist.destroy_process_group()
 
 
+def launch(folder: Path) -> str | None:
+    """Run all cases and report; in a process that was started, the case that it is to train."""
+    report = {}
+    for together in CASES:
+        running = {}
+        for case in together:
+            started = start(case, folder)
+            if started is None:
+                return case
+            running[case] = started
+        report.update(end(running))
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+    return None
+
+
 if __name__ == "__main__":
-    main()
+    mine = launch(Path(sys.argv[1]))
+    if mine is not None:
+        train(mine, Path(sys.argv[1]))
