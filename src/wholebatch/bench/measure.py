@@ -105,6 +105,7 @@ class Bench:
                 "micro_batch": self.micro_batch,
                 "steps": self.steps,
                 "drift": self.drift,
+                "notes": self.notes,
                 "rows": rows,
             }
         )

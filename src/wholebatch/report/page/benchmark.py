@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholebatch.report.page.elements import Chart, Section, Table, Text, series_color
+from wholebatch.words import bytes_said
 
 __all__ = ["benchmarks"]
 
@@ -20,14 +21,15 @@ def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
         columns = list(dict.fromkeys(key for row in rows for key in row if _is_plain(row[key])))
         numbers = [key for key in columns if any(_is_number(row.get(key)) for row in rows)]
         parts: list[Any] = [Text(_about(data))]
+        parts += [Text(str(note)) for note in data.get("notes", ())]
         shown = [key for key in numbers if _is_time(key)][:3]
         if shown:
             parts.append(_bars(f"benchmark-{at}", labels, rows, shown))
         parts.append(
             Table(
-                ("", *(key.replace("_", " ") for key in columns)),
+                ("", *(key.removesuffix("_bytes").replace("_", " ") for key in columns)),
                 tuple(
-                    (label, *(_said(row.get(key)) for key in columns))
+                    (label, *(_said(key, row.get(key)) for key in columns))
                     for label, row in zip(labels, rows, strict=True)
                 ),
             )
@@ -58,7 +60,7 @@ def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
 def _about(data: Mapping[str, Any]) -> str:
     nested = data.get("about")
     known = {**data, **(nested if isinstance(nested, Mapping) else {})}
-    names = ("date", "device", "machine", "torch", "python", "threads")
+    names = ("subject", "date", "device", "machine", "precision", "torch", "python", "threads")
     return ", ".join(f"{name} {known[name]}" for name in names if _is_plain(known.get(name)))
 
 
@@ -98,9 +100,11 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float)
 
 
-def _said(value: object) -> str:
+def _said(key: str, value: object) -> str:
     if value is None:
         return "–"
+    if key.endswith("_bytes") and isinstance(value, int | float):
+        return bytes_said(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value) if _is_plain(value) else "…"
