@@ -16,6 +16,17 @@ from wholebatch.hosted import Hosted, gradient_holders
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}
 
 
+def saved_and_loaded(window: Hosted, hosted: nn.Module) -> Hosted:
+    """The open window in another one, from what the first rank would write to a file."""
+    parameters = list(hosted.parameters())
+    saved = [window.state_dict(parameters)]
+    dist.broadcast_object_list(saved, src=0)
+    hosted.zero_grad()
+    again = Hosted([hosted], device=torch.device("cpu"))
+    again.load_state_dict(saved[0], parameters)
+    return again
+
+
 def error(kind: str) -> float:
     """Relative error of one update by a host of this kind, clipped by norm."""
     rank, model = dist.get_rank(), mlp()
@@ -35,6 +46,8 @@ def error(kind: str) -> float:
         loss = mean(hosted, micro)
         window.weigh(loss, units=len(micro["y"]))
         loss.backward()
+        if kind == "ddp resumed" and place == 1:
+            window = saved_and_loaded(window, hosted)
     window.settle(gradient_holders([hosted], [optimizer]), averaged_by=window.ranks.size)
     nn.utils.clip_grad_norm_(hosted.parameters(), 0.05)
     optimizer.step()
@@ -49,7 +62,7 @@ def error(kind: str) -> float:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    found = {kind: error(kind) for kind in ("ddp", "fsdp2")}
+    found = {kind: error(kind) for kind in ("ddp", "ddp resumed", "fsdp2")}
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -60,6 +60,29 @@ def test_a_window_goes_on_after_its_state_was_saved() -> None:
     whole.assert_same(again)
 
 
+def test_a_state_with_gradients_goes_to_the_model_that_saved_it() -> None:
+    model, again = mlp(), mlp()
+    first, second = Hosted([model], device=CPU), Hosted([again], device=CPU)
+    run(first, model, [samples(5)])
+    saved = first.state_dict(list(model.parameters()))
+    with pytest.raises(StateError, match="load it with the model that saved it"):
+        second.load_state_dict(saved, list(again.parameters())[1:])
+    second.load_state_dict(saved, list(again.parameters()))
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_loss_of_16_bits_is_totalled_in_32() -> None:
+    weight = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
+    window = Hosted([], device=CPU)
+    window.weigh(weight * 8.0, units=10_000)  # 80,000 is beyond float16
+    settled = window.settle([])
+    assert settled is not None
+    assert settled.loss == 8.0
+
+
 def test_sparse_gradients_are_settled_too() -> None:
     table = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
     window = Hosted([table], device=CPU)
@@ -96,5 +119,5 @@ def test_what_does_not_fit_is_said() -> None:
 @pytest.mark.distributed
 def test_two_ranks_that_replicate_or_shard(tmp_path: Path) -> None:
     found = reports(Path(__file__).with_name("hosted_worker.py"), 2, tmp_path)
-    assert set(found) == {"ddp", "fsdp2"}
+    assert set(found) == {"ddp", "ddp resumed", "fsdp2"}
     assert max(found.values()) <= EXACT, found

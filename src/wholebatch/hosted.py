@@ -28,23 +28,29 @@ from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateErr
 from wholebatch.loss import Units, check_units
 from wholebatch.sync.group import Group
 
-__all__ = ["Hosted", "Ranks", "Settled", "gradient_holders", "ranks_of"]
+__all__ = ["Hosted", "Ranks", "Settled", "all_parameters", "gradient_holders", "ranks_of"]
 
 
 class Ranks(Protocol):
     """The data-parallel ranks, as far as counts are concerned."""
 
     size: int
+    rank: int
 
     def sum(self, values: Sequence[float]) -> list[float]: ...
+    def sum_tensor(self, tensor: Tensor) -> Tensor: ...
     def largest(self, value: Tensor) -> Tensor: ...
 
 
 class _OneProcess:
     size = 1
+    rank = 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
 
     def largest(self, value: Tensor) -> Tensor:
         return value
@@ -187,21 +193,34 @@ class Hosted:
 
     # ----------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the window holds beside the gradients, which are the host's to keep."""
-        return {
+    def state_dict(self, parameters: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
+        """What the window holds; with `parameters`, their gradients too, of all ranks together.
+
+        A checkpoint is one file, and every rank holds gradients of its own until the last
+        backward. Their sum, given to one rank on the way back, leads to the same update: call it
+        on all ranks. Without `parameters` the gradients are the host's to keep.
+        """
+        totals, units = read_scalars(self._totals), read_scalars(self._units)
+        saved = {
             "updates": self.updates,
             "next_seed": self._next_seed,
             "micro_batches": self.micro_batches,
             "seed": self._seed,
             "divided_by": self._divided_by,
-            "totals": read_scalars(self._totals),
-            "units": read_scalars(self._units),
+            "totals": totals,
+            "units": units,
             "batchnorms": [policy.state_dict() for policy in self._batchnorms],
         }
+        if parameters is not None and self.is_open:
+            total, counted = self.ranks.sum([math.fsum(totals), math.fsum(units)])
+            saved.update(totals=[total], units=[counted])
+            saved["gradients"] = _summed(parameters, self.ranks)
+        return saved
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with that window; its gradients must be back in place."""
+    def load_state_dict(
+        self, saved: dict[str, Any], parameters: Sequence[nn.Parameter] | None = None
+    ) -> None:
+        """Go on with that window; without `parameters`, its gradients must be back in place."""
         if not isinstance(saved, dict) or "next_seed" not in saved:
             raise StateError("this is not the state of a window (it has no 'next_seed')")
         self.updates = saved["updates"]
@@ -213,19 +232,54 @@ class Hosted:
         self._units = list(saved["units"])
         for policy, state in zip(self._batchnorms, saved["batchnorms"], strict=True):
             policy.load_state_dict(state)
+        if "gradients" not in saved:
+            return
+        if parameters is None or len(parameters) != len(saved["gradients"]):
+            have = "no" if parameters is None else len(parameters)
+            raise StateError(
+                f"the state has gradients of {len(saved['gradients'])} parameters, and there are "
+                f"{have} parameters here: load it with the model that saved it"
+            )
+        if self.ranks.rank != 0:  # the first rank has them all
+            self._totals, self._units = [0.0], [0.0]
+            return
+        for parameter, gradient in zip(parameters, saved["gradients"], strict=True):
+            parameter.grad = (
+                None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+            )
 
 
-def gradient_holders(
+def _summed(parameters: Sequence[nn.Parameter], ranks: Ranks) -> list[Tensor | None]:
+    """The gradients of these parameters, added over the ranks; None where no rank has one."""
+    present = ranks.sum([float(parameter.grad is not None) for parameter in parameters])
+    found: list[Tensor | None] = []
+    for parameter, on_ranks in zip(parameters, present, strict=True):
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if gradient.is_sparse and ranks.size > 1:
+            gradient = gradient.to_dense()
+        found.append(ranks.sum_tensor(gradient) if on_ranks else None)
+    return found
+
+
+def all_parameters(
     models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[nn.Parameter]:
-    """Every parameter of the models and the optimizers that has a gradient, once."""
+    """Every parameter of the models and the optimizers, once."""
     seen: dict[int, nn.Parameter] = {}
     for model in models:
         seen.update((id(parameter), parameter) for parameter in model.parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             seen.update((id(parameter), parameter) for parameter in group["params"])
-    return [parameter for parameter in seen.values() if parameter.grad is not None]
+    return list(seen.values())
+
+
+def gradient_holders(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> list[nn.Parameter]:
+    """Every parameter of the models and the optimizers that has a gradient, once."""
+    found = all_parameters(models, optimizers)
+    return [parameter for parameter in found if parameter.grad is not None]
 
 
 def _weighing(weight: Units) -> Callable[[Tensor], Tensor]:
@@ -240,6 +294,8 @@ def _weighing(weight: Units) -> Callable[[Tensor], Tensor]:
 def _total(mean: Tensor, units: Units) -> Tensor | float:
     """The sum again; a mean over no units (0/0) adds nothing."""
     mean = mean.reshape(())
+    if mean.dtype in (torch.float16, torch.bfloat16):
+        mean = mean.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
     if isinstance(units, Tensor):
         units = units.to(mean.device)
         return torch.where(units == 0, 0.0, mean * units)

@@ -18,7 +18,7 @@ from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowEr
 pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from wholebatch.integrations.lightning import ExactWindows, FabricWindows
@@ -96,7 +96,14 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(module: LightningModule, callbacks: list[Any], **options: Any) -> Trainer:
+def fit(
+    module: LightningModule,
+    callbacks: list[Any],
+    *,
+    loader: Any = None,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> Trainer:
     trainer = Trainer(
         **{"max_epochs": 1, "accumulate_grad_batches": 3, **options},
         accelerator="cpu",
@@ -107,7 +114,8 @@ def fit(module: LightningModule, callbacks: list[Any], **options: Any) -> Traine
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(pieces(samples(sum(SIZES)), SIZES), batch_size=None))
+    loader = loader or DataLoader(pieces(samples(sum(SIZES)), SIZES), batch_size=None)
+    trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
     return trainer
 
 
@@ -137,6 +145,61 @@ def test_a_schedule_of_the_window_size() -> None:
     for batch in pieces(samples(sum(SIZES)), [8, 4, 6, 4]):
         whole.step(batch)
     whole.assert_same(module.model)
+
+
+class OfABatch(Module):
+    """A training_step without batch_idx: Lightning looks at its arguments."""
+
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return mean(self.model, batch)
+
+
+class Leave(Callback):
+    """Saves after some micro-batches, in the middle of a window, and stops."""
+
+    def __init__(self, after: int, file: Path) -> None:
+        self.after, self.file = after, file
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.file)
+            trainer.should_stop = True
+
+
+class Resumable:
+    """A loader that goes on where it was."""
+
+    def __init__(self) -> None:
+        self.parts, self.at = pieces(samples(sum(SIZES)), SIZES), 0
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Any:
+        while self.at < len(self.parts):
+            self.at += 1
+            yield self.parts[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
+    file = tmp_path / "window.ckpt"
+    clip: dict[str, Any] = {"gradient_clip_val": 0.05}
+
+    def windows() -> ExactWindows:
+        return ExactWindows(units=lambda batch: len(batch["y"]))
+
+    fit(OfABatch(), [windows(), Leave(5, file)], loader=Resumable(), **clip)
+    module, resumed = OfABatch(), windows()
+    fit(module, [resumed], loader=Resumable(), ckpt_path=file, **clip)
+    whole_of(9, 9, 4, clip_norm=0.05).assert_same(module.model)
+    assert resumed.state_dict() == {"updates": 3}
 
 
 def test_clipping_by_value() -> None:
@@ -175,6 +238,16 @@ def test_what_the_callback_refuses() -> None:
     by_hand.automatic_optimization = False
     with pytest.raises(UnsupportedError, match=r"wb\.Accumulator in training_step"):
         fit(by_hand, [ExactWindows()], accumulate_grad_batches=1)
+
+    class OfAnIterator(Module):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            return mean(self.model, next(dataloader_iter)[0])
+
+    with (
+        pytest.warns(UserWarning, match="dataloader_iter"),
+        pytest.raises(UnsupportedError, match=r"take \(batch, batch_idx\)"),
+    ):
+        fit(OfAnIterator(), [ExactWindows(units=len)])
     norm = Module(model=nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double())
     with pytest.raises(UnsupportedError, match=r"BatchNorm in 'model\.0'"):
         fit(norm, [ExactWindows()])
@@ -190,6 +263,11 @@ def test_what_fabric_windows_refuse() -> None:
     windows.backward(mean(model, samples(4)), units=4, last=False)
     with pytest.raises(WindowError, match="last=True"):
         optimizer.step()
+    saved = windows.state_dict()  # an open window, with its gradients
+    windows.discard()
+    optimizer.zero_grad()
+    windows.load_state_dict(saved)
+    assert inner[0].weight.grad is not None
     done = windows.backward(mean(model, samples(2)), units=2, last=True)
     assert done is not None
     assert (done.units, done.micro_batches, windows.updates) == (6, 2, 1)

@@ -79,14 +79,45 @@ def test_a_loss_that_the_trainer_miscounts(hosts: Any, problem: Any, tmp_path: P
     ours, plain = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
     plain.load_state_dict(ours.state_dict())
     start = problem.flat(plain)
+    own, hosts_own = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
+    for model in (own, hosts_own):
+        model.load_state_dict(ours.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=problem.LEARNING_RATE)
     for batch in DataLoader(problem.Tokens(problem.PROBLEMS["masked tokens"]), batch_size=16):
         plain(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     arguments = {"folder": str(tmp_path)}
+    # The default is the update of the Trainer's own whole batch, which is not the model's mean.
+    trained(hosts, problem, Trainer, "whole", arguments=arguments, model=hosts_own)
     trained(hosts, problem, exact(Trainer), "ours", arguments=arguments, model=ours)
-    assert problem.distance(problem.flat(ours), problem.flat(plain), start) <= FLOAT32
+    assert problem.distance(problem.flat(ours), problem.flat(hosts_own), start) <= FLOAT32
+    assert problem.distance(problem.flat(ours), problem.flat(plain), start) > 0.01
+    # Units that are given say what the mean is over.
+    kind = exact(Trainer, units=lambda inputs: (inputs["labels"][:, 1:] != -100).sum())
+    trained(hosts, problem, kind, "ours", arguments=arguments, model=own)
+    assert problem.distance(problem.flat(own), problem.flat(plain), start) <= FLOAT32
+
+
+def test_a_loader_without_a_length(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    """The Trainer itself leaks the short last window of an epoch into the next one."""
+    case = problem.PROBLEMS["masked tokens"]
+    rows = [problem.Tokens(case)[at] for at in range(case.samples - 4)]
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(rows)
+
+    moved = []
+    for kind, mode in ((Trainer, "whole"), (exact(Trainer), "ours"), (Trainer, "ours")):
+        extra = {"max_steps": 4, "num_train_epochs": 9}
+        args = TrainingArguments(**hosts.arguments(case, mode, str(tmp_path), **extra))
+        model = hosts.ReaderForTokenClassification()
+        kind(model=model, args=args, train_dataset=Stream()).train()
+        moved.append(problem.flat(model))
+    start = problem.flat(problem.Reader())
+    assert problem.distance(moved[1], moved[0], start) <= EXACT
+    assert problem.distance(moved[2], moved[0], start) > 0.01
 
 
 def test_a_loss_that_is_no_mean_over_labels(hosts: Any, problem: Any, tmp_path: Path) -> None:

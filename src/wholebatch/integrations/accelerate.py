@@ -32,7 +32,7 @@ from wholebatch.accumulator import Accumulator
 from wholebatch.close import Policy
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.extras import require
-from wholebatch.hosted import Hosted, Settled, gradient_holders
+from wholebatch.hosted import Hosted, Settled, all_parameters, gradient_holders
 from wholebatch.loss import Units
 from wholebatch.sync.deepspeed import DeepSpeed
 
@@ -51,6 +51,8 @@ _SUPPORTED = (
     DistributedType.FSDP,
     DistributedType.DEEPSPEED,
 )
+
+_REPLICATED = _SUPPORTED[:3]  # every process holds whole gradients
 
 
 class ExactWindows:
@@ -148,16 +150,23 @@ class ExactWindows:
         self._window.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """For `accelerator.register_for_checkpointing(windows)`: between windows."""
-        if self._window.is_open:
+        """For `accelerator.register_for_checkpointing(windows)`: an open window is kept whole.
+
+        Its gradients, which Accelerate's checkpoints leave out, are added over the processes.
+        """
+        if self._window.is_open and self._accelerator.distributed_type not in _REPLICATED:
             raise WindowError(
-                f"the window is open with {self._window.micro_batches} micro-batches, and "
-                "Accelerate's checkpoints keep no gradients: save when accelerator.sync_gradients"
+                f"the window is open with {self._window.micro_batches} micro-batches, and its "
+                f"gradients are inside {self._accelerator.distributed_type}: save when "
+                "accelerator.sync_gradients"
             )
-        return self._window.state_dict()
+        return self._window.state_dict(self._parameters())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state)
+        self._window.load_state_dict(state, self._parameters())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return all_parameters(self._models, self._optimizers)
 
 
 def accumulator(

@@ -13,6 +13,8 @@ In a loop over Fabric, `FabricWindows.backward` takes the place of `fabric.backw
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from wholebatch.close import Policy
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.extras import require
-from wholebatch.hosted import Hosted, Settled, gradient_holders
+from wholebatch.hosted import Hosted, Settled, all_parameters, gradient_holders
 from wholebatch.loss import Units
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
@@ -32,7 +34,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 
 __all__ = ["ExactWindows", "FabricWindows"]
 
-_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds whole gradients
+_STRATEGIES = (*_REPLICATED, "FSDPStrategy", "ModelParallelStrategy")
 
 
 class ExactWindows(Callback):
@@ -63,13 +66,19 @@ class ExactWindows(Callback):
         self._window: Hosted | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced: tuple[LightningModule, Any] | None = None
+        self._parameters: list[nn.Parameter] | None = None
         self.last: Settled | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
         self._window = Hosted([pl_module], device=pl_module.device, **self._options)
-        if self._saved is not None:
-            self._window.updates = self._saved["updates"]
+        replicated = type(trainer.strategy).__name__ in _REPLICATED
+        self._parameters = all_parameters([pl_module], trainer.optimizers) if replicated else None
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._window.updates = saved["updates"]
+        if saved is not None and "window" in saved:
+            self._window.load_state_dict(saved["window"], self._parameters)
         self._take_training_step(trainer, pl_module)
 
     def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,6 +86,7 @@ class ExactWindows(Callback):
         found = pl_module.__dict__.get("training_step")  # a compiled one, or none of its own
         inner = pl_module.training_step
 
+        @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
             output = inner(*args, **kwargs)
             if output is not None:
@@ -140,8 +150,13 @@ class ExactWindows(Callback):
             module.__dict__["training_step"] = found
 
     def state_dict(self) -> dict[str, Any]:
-        """How many windows were completed; one that is open is not kept, as by Lightning itself."""
-        return {"updates": 0 if self._window is None else self._window.updates}
+        """The number of windows, and one that is open with its gradients (added over the ranks)."""
+        if self._window is None:
+            return {"updates": 0}
+        found: dict[str, Any] = {"updates": self._window.updates}
+        if self._window.is_open and self._parameters is not None:
+            found["window"] = self._window.state_dict(self._parameters)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = dict(state_dict)
@@ -215,6 +230,19 @@ class FabricWindows:
         """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
         self._window.discard()
 
+    def state_dict(self) -> dict[str, Any]:
+        """For `fabric.save(path, {"windows": windows, ...})`: an open window is kept whole."""
+        strategy = type(self._fabric.strategy).__name__
+        if self._window.is_open and strategy not in _REPLICATED:
+            raise WindowError(
+                f"the window is open with {self._window.micro_batches} micro-batches, and its "
+                f"gradients are inside {strategy}: save between windows"
+            )
+        return self._window.state_dict(all_parameters([self._model], [self._optimizer]))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window.load_state_dict(state, all_parameters([self._model], [self._optimizer]))
+
     def _refuse_open_window(self, *_: Any) -> None:
         if self._window.is_open:
             raise WindowError(
@@ -228,6 +256,11 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
         raise UnsupportedError(
             f"{type(module).__name__} optimises by hand, so its windows are its own: use a "
             "wb.Accumulator in training_step, or automatic optimisation"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedError(
+            f"{type(module).__name__}.training_step takes dataloader_iter: Lightning then clears "
+            "the gradients one micro-batch late; take (batch, batch_idx)"
         )
     _check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:

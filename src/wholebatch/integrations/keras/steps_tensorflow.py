@@ -21,7 +21,20 @@ __all__ = ["symbolic_build", "train_function"]
 
 
 def micro_step(model: Any, data: Any, *, closes: bool) -> Any:
-    """Keras's own `train_step`, except that the gradient goes into the window."""
+    """Keras's own `train_step`, except that the gradient goes into the window.
+
+    Nothing of it runs without the data: in a graph, what does not depend on them (counting the
+    update) would run even where the iterator has come to its end.
+    """
+    import tensorflow as tf
+
+    # (One that XLA compiles is a function of the data, and may not create variables within.)
+    given = [each for each in tree.flatten(data) if each is not None]
+    with tf.control_dependencies([] if model.jit_compile else given):
+        return _micro_step(model, data, closes=closes)
+
+
+def _micro_step(model: Any, data: Any, *, closes: bool) -> Any:
     import tensorflow as tf
 
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

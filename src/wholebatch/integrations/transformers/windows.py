@@ -24,6 +24,13 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.batchnorm import Policy
 from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
 from wholebatch.extras import require
+from wholebatch.integrations.transformers.host import (
+    EpochEnd,
+    check,
+    hosts_count,
+    model_loss,
+    nothing_through,
+)
 from wholebatch.integrations.transformers.units import (
     count_labels,
     is_encoder_decoder,
@@ -31,7 +38,7 @@ from wholebatch.integrations.transformers.units import (
     measured_shift,
     shifts_labels,
 )
-from wholebatch.loss import Loss, Units, check_units, mean_loss
+from wholebatch.loss import Units, check_units, mean_loss
 from wholebatch.memory.budget import Memory, parse_memory
 from wholebatch.memory.calibrate import choose_on_device
 from wholebatch.splitting import batch_size_of, split
@@ -106,6 +113,10 @@ class ExactWindows(_Trainer):
     batchnorm: str = "refuse"
 
     _counted: float | None = None  # units of the open window, on all ranks
+    _divisor = 0.0  # what the Trainer divides the whole batch's sum by; nearly always the units
+    _takes_count: bool | None = None  # whether the loss divides by a num_items_in_batch it is given
+    _epoch_end: EpochEnd | None = None
+    _batches = 0  # of the epoch
     _place = 0  # batches of the window that are done
     _size = 0
     _chosen: int | None = None
@@ -130,14 +141,15 @@ class ExactWindows(_Trainer):
             self._shift = shifts_labels(self) if known else measured_shift(self._evaluated, inputs)
         return self._shift
 
-    def _evaluated(self, inputs: dict[str, Any]) -> Tensor:
+    def _evaluated(self, inputs: dict[str, Any], count: Tensor | None = None) -> Tensor:
         """The loss of these inputs, with nothing left behind."""
         model, before = self.model_wrapped, randomness.capture(every=False)
         training = model.training
         model.eval()
         try:
             with torch.no_grad(), self.compute_loss_context_manager():
-                loss: Any = self.compute_loss(model, self._prepare_inputs(inputs))
+                given = {} if count is None else {"num_items_in_batch": count}
+                loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), **given)
             mean: Tensor = loss
             return mean
         finally:
@@ -152,19 +164,51 @@ class ExactWindows(_Trainer):
         finally:
             self._is_counting = False
         self._place, self._size, self._loss_so_far = 0, len(samples), 0.0
+        self._batches += self._size
+        asked = args[1] if len(args) > 1 else kwargs["num_batches"]
+        if self._epoch_end is not None and 0 < self._size < asked:
+            self._epoch_end.found = self._batches
         return found
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's epoch, with a step at its end also where the loader has no length."""
+        self._epoch_end = kwargs["steps_in_epoch"] = EpochEnd(kwargs["steps_in_epoch"])
+        resumed = kwargs["resume_from_checkpoint"] is not None and not self.args.ignore_data_skip
+        first = kwargs["epoch"] == kwargs["epochs_trained"]
+        self._batches = kwargs["steps_trained_in_current_epoch"] if resumed and first else 0
+        super()._run_epoch(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if not self._is_counting:
             return super()._get_num_items_in_batch(batch_samples, device)
-        units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
-        counted = torch.stack([one.to(device) for one in units]).sum() if units else None
-        if counted is None:
+        if not batch_samples:
             return None
+        units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
+        counted = torch.stack([one.to(device) for one in units]).sum()
+        hosts = None if self.units_of is not None else hosts_count(self, batch_samples)
+        counts = torch.stack([counted, counted if hosts is None else hosts.to(device)])
         if self.accelerator.num_processes > 1:
-            counted = self.accelerator.gather(counted.reshape(1)).sum()
-        self._counted = float(counted)
-        return counted
+            counts = self.accelerator.gather(counts.reshape(1, 2)).sum(0)
+        self._counted, self._divisor = counts.tolist()
+        if self._divisor != self._counted and not self._divides_by_count(batch_samples[0]):
+            self._divisor = self._counted
+        return counts[0]
+
+    def _divides_by_count(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the loss is a sum over the count that the Trainer gives it; looked at once.
+
+        It matters only where the Trainer counts labels that are not in the loss (it does for GPT-2,
+        whose loss shifts its labels): its whole batch is then not the model's own mean, and the
+        window's must not be either.
+        """
+        if self._takes_count is None:
+            ranks = self.accelerator.num_processes
+            units = torch.as_tensor(self.count_units(inputs)).to(self.args.device)
+            mean = self._evaluated(dict(inputs))
+            shrunk = self._evaluated(dict(inputs), count=8 * ranks * units)
+            found = (shrunk.abs() < mean.abs() / 4).double().reshape(1)
+            self._takes_count = bool(self.accelerator.gather(found).max())
+        return self._takes_count
 
     # ----------------------------------------------------------- the backward
 
@@ -193,7 +237,7 @@ class ExactWindows(_Trainer):
         return total
 
     def _begin_window(self, model: nn.Module) -> None:
-        _check(self)
+        check(self)
         if self._counted == 0.0:
             raise EmptyWindowError(
                 f"all {self._size} batches of this window have zero units (every label is -100), "
@@ -222,11 +266,13 @@ class ExactWindows(_Trainer):
             units = self.count_units(inputs)
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
             mean = result[0] if return_outputs else result
-            assert self._counted is not None
             # The engine averages over the ranks, and the window's mean is over all of them.
             wide = units.double() if isinstance(units, Tensor) else units
-            share = wide / self._counted * self.accelerator.num_processes
-            loss = mean_loss(mean, share).total
+            share = wide / self._divisor * self.accelerator.num_processes
+            if self.accelerator.num_processes > 1 and not units:
+                loss = nothing_through(self.model) * 1.0
+            else:
+                loss = mean_loss(mean, share).total
             return (loss, *result[1:]) if return_outputs else loss
 
         self.compute_loss = weighed  # type: ignore[method-assign]
@@ -267,7 +313,7 @@ class ExactWindows(_Trainer):
         try:
             choice = choose_on_device(
                 model,
-                _model_loss,
+                model_loss,
                 prepared,
                 budget=budget,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
@@ -346,25 +392,3 @@ class ExactWindows(_Trainer):
         self._loss_so_far = saved["loss"].to(self.args.device)
         self._tr_loss += self._loss_so_far
         randomness.restore(saved["random"])
-
-
-def _model_loss(model: Any, inputs: Mapping[str, Any]) -> Loss:
-    """What a step of the model costs in memory; the number of units does not matter for that."""
-    outputs = model(**inputs)
-    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    return Loss(loss, 1)
-
-
-def _check(trainer: Any) -> None:
-    if trainer.args.n_gpu > 1:
-        raise UnsupportedError(
-            f"Trainer on {trainer.args.n_gpu} GPUs in one process (DataParallel), which averages "
-            "the losses of its replicas: start one process per GPU (torchrun, accelerate launch)"
-        )
-    parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    for name in ("tp", "cp", "sp"):
-        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
-            raise UnsupportedError(
-                f"Trainer with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
-                "counted more than once over ranks that share a batch; use data parallelism alone"
-            )

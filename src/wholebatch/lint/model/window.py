@@ -11,12 +11,12 @@ from .boundary import Boundary, of_guard, says_accumulating
 from .counters import peel
 from .facts import Facts
 from .loss import Chain, Divisor, trace
-from .names import dotted, is_accumulation_name, keyword, last_part, number, text
+from .names import dotted, is_accumulation_name, keyword, last_part, number, text, walk
 from .parts import Context, Event, Guard, Loop
 from .resolve import Resolver, strip_casts
 from .walk import Walker
 
-__all__ = ["Window", "find_windows"]
+__all__ = ["Window", "find_windows", "steps_after"]
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
@@ -165,7 +165,26 @@ class Window:
                 return False
             if re.search(r"\brange\(", made) and "len(" not in made:
                 return False
-        return True
+        return not self._left_by_count()
+
+    def _left_by_count(self) -> bool:
+        """Whether the loop stands alone and is left by a number of updates: one without an end."""
+        if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
+            return False
+        line = self.loop.node.lineno
+        around = [
+            f for f in self.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)
+        ]
+        if any("epoch" in f"{f.name} {text(f.args)}" for f in around):
+            return False  # called once per epoch
+        return any(
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Compare)
+            and isinstance(node.test.ops[0], (ast.GtE, ast.Gt, ast.Eq))
+            and re.search(r"step|iter|update", text(node.test.left))
+            and any(isinstance(inner, ast.Break) for inner in node.body)
+            for node in walk(self.loop.node)
+        )
 
 
 def find_windows(walker: Walker, facts: Facts) -> list[Window]:
@@ -301,8 +320,7 @@ def _nested(window: Window) -> bool:
     loop = window.loop
     if loop.virtual:
         return False
-    steps = [e for e in window.after if e.kind == "step" and e.loops == loop.parents]
-    if not steps:
+    if not steps_after(window):
         return False
     iterable = peel(loop.iterable, loop.entry)
     if isinstance(iterable, ast.Call) and last_part(iterable.func) == "enumerate" and iterable.args:
@@ -311,17 +329,47 @@ def _nested(window: Window) -> bool:
         return False
     window.shape = "nested"
     if isinstance(iterable, ast.Call) and last_part(iterable.func) in {"range", "trange"}:
-        if len(iterable.args) != 1:
+        times = _times(iterable.args)
+        if times is None:
             return False
-        count = strip_casts(window.resolver.resolve(iterable.args[0], loop.entry))
+        count = strip_casts(window.resolver.resolve(times, loop.entry))
         window.every = count
         window.forget()
         if number(count) is not None and (number(count) or 0) <= 1:
             return False
-        spelled = f"{text(count)} {text(iterable.args[0])}"
+        spelled = f"{text(count)} {text(times)}"
         fetches = any(last_part(c.func) in _FETCH for c in _loop_calls(window))
         return is_accumulation_name(spelled) or (bool(loop.parents) and fetches)
     return bool(_MICRO_NAME.search(text(iterable)))
+
+
+def steps_after(window: Window) -> list[Event]:
+    """The optimizer steps after an inner loop, also those in a loop over several optimizers."""
+    parents = window.loop.parents
+    return [
+        e
+        for e in window.after
+        if e.kind == "step"
+        and (e.loops == parents or (e.loops[:-1] == parents and _over_optimizers(e.loops[-1])))
+    ]
+
+
+def _over_optimizers(loop: Loop) -> bool:
+    return loop.iterable is not None and bool(re.search(r"opt", text(loop.iterable), re.I))
+
+
+def _times(args: list[ast.expr]) -> ast.expr | None:
+    """How often `range(n)`, `range(0, n)` and `range(1, n + 1)` go round."""
+    if len(args) == 1:
+        return args[0]
+    if len(args) != 2 or number(args[0]) not in {0, 1}:
+        return None
+    stop = args[1]
+    if number(args[0]) == 0:
+        return stop
+    if isinstance(stop, ast.BinOp) and isinstance(stop.op, ast.Add) and number(stop.right) == 1:
+        return stop.left
+    return None
 
 
 def _loop_calls(window: Window) -> list[ast.Call]:

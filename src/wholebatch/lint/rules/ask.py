@@ -7,6 +7,7 @@ import re
 
 from ..model import Event, File, Guard, Window
 from ..model.names import dotted, keyword, last_part, number, text
+from ..model.window import steps_after
 
 __all__ = [
     "exclusive",
@@ -25,7 +26,7 @@ _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPO
 def stepped(window: Window) -> list[Event]:
     """The optimizer steps that close the window: at the boundary, or after the inner loop."""
     if window.shape == "nested":
-        return [e for e in window.after if e.kind == "step" and e.loops == window.loop.parents]
+        return steps_after(window)
     wanted = {"always"} if window.shape in {"plain", "accelerate"} else {"boundary"}
     return [e for e in window.of("step") if window.when(e) in wanted | {"boundary"}]
 

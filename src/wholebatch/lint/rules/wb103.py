@@ -50,8 +50,10 @@ _MASKED_DATA = re.compile(
     r"(?<![\w.])-100(?![\w.])|ignore_index|label_pad_token_id"
     r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
 )
+_MASKED_LABELS = re.compile(r"label\w*\W[^\n]*(?<![\w.])-100(?![\w.])")
 _MASK_COUNT = re.compile(
     r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
+    r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
 )
 _MESSAGE = (
     "mean over the valid tokens of each micro-batch is averaged over micro-batches with equal "
@@ -154,6 +156,8 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if not re.search(r"model|net", text(call.func), re.I):
         return False
     source = file.facts.source
+    if _MASKED_LABELS.search(source):  # whatever the model is, its labels are masked here
+        return True
     return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
 
 

@@ -31,6 +31,7 @@ if (i + 1) % accum == 0:
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..findings import Edit, Report
@@ -75,6 +76,8 @@ def _cleared_before(zero: Event, steps: list[Event], window: Window) -> Event | 
     if not is_optimizer_of(zero, steps):
         return None
     for step in steps:
+        if _holds_others(zero, step):
+            continue
         if step.order < zero.order or exclusive(zero, step) or step.loops != zero.loops:
             continue
         if window.when(zero) != window.when(step):
@@ -90,6 +93,17 @@ def _cleared_before(zero: Event, steps: list[Event], window: Window) -> Event | 
         if before and not between and not used:
             return step
     return None
+
+
+def _holds_others(zero: Event, step: Event) -> bool:
+    """Whether the optimizer was made from the parameters of another model than the cleared one."""
+    made = [d.expr for d in step.env.get(step.receiver_text, ())]
+    names = {n for m in made for n in re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text(m))}
+    return (
+        bool(names)
+        and zero.receiver_text != step.receiver_text
+        and not names & {zero.receiver_text}
+    )
 
 
 def _before_last_backward(zero: Event, steps: list[Event], window: Window) -> bool:

@@ -1,0 +1,73 @@
+"""What the mixin must know of the Trainer around it: its counts, its epochs, what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.errors import UnsupportedError
+from wholebatch.loss import Loss
+
+__all__ = ["EpochEnd", "check", "hosts_count", "model_loss", "nothing_through"]
+
+
+class EpochEnd(int):
+    """The number of batches in an epoch, which a loader without a length tells when it runs out.
+
+    The Trainer steps after every `gradient_accumulation_steps` batches, and after the epoch's last
+    one: `(step + 1) == steps_in_epoch`. Without a length that number is a guess, no batch is the
+    last one, and the gradient of a short last window would leak into the next epoch.
+    """
+
+    found: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return other == (int(self) if self.found is None else self.found)
+
+    __hash__ = int.__hash__
+
+
+def hosts_count(trainer: Any, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
+    """What the Trainer itself would divide a window's loss by, on this rank; None if by nothing."""
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+        return None
+    counts = []
+    for inputs in batches:
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, Tensor):
+            return None
+        if "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        counts.append(labels.ne(-100).sum())
+    return torch.stack(counts).sum().double() if counts else None
+
+
+def nothing_through(model: nn.Module) -> Tensor:
+    """Zero, with a gradient of zero for every parameter: engines wait for all of them."""
+    zeros = [(one * 0.0).sum() for one in model.parameters() if one.requires_grad]
+    return torch.stack([one.to(zeros[0].device, zeros[0].dtype) for one in zeros]).sum()
+
+
+def model_loss(model: Any, inputs: Mapping[str, Any]) -> Loss:
+    """What a step of the model costs in memory; the number of units does not matter for that."""
+    outputs = model(**inputs)
+    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return Loss(loss, 1)
+
+
+def check(trainer: Any) -> None:
+    if trainer.args.n_gpu > 1:
+        raise UnsupportedError(
+            f"Trainer on {trainer.args.n_gpu} GPUs in one process (DataParallel), which averages "
+            "the losses of its replicas: start one process per GPU (torchrun, accelerate launch)"
+        )
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
+            raise UnsupportedError(
+                f"Trainer with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
+                "counted more than once over ranks that share a batch; use data parallelism alone"
+            )
