@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from wholebatch.cli import main
 from wholebatch.cli.options import Given, check, config_text, read_config, resolve
 from wholebatch.cli.said import arithmetic
 from wholebatch.errors import OptionError, StateError
@@ -132,3 +133,18 @@ def test_config_is_readable_by_people(tmp_path: Path) -> None:
     text = config_text(resolve(Given(), {}, stored=None), recipe="r", digest="d", about={})
     assert text.endswith("}\n")
     assert json.loads(text)["settings"]["micro_batch"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--clip-norm", "abc"], "--clip-norm abc: must be a number (see --help)"),
+        (["--steps=1.5"], "--steps 1.5: must be a whole number (see --help)"),
+        (["--seed", str(1 << 64)], f"--seed {1 << 64}: must be a whole number below 2**63"),
+    ],
+)
+def test_what_is_not_a_number_is_told_with_what_was_given(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"

@@ -82,8 +82,24 @@ def run(arguments: list[str]) -> int:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        return fail(f"{format_message()} (see --help)", int(getattr(error, "exit_code", 2)))
+        said = _not_a_number(error, arguments) or f"{format_message()} (see --help)"
+        return fail(said, int(getattr(error, "exit_code", 2)))
     return result if isinstance(result, int) else 0
+
+
+def _not_a_number(error: Exception, arguments: list[str]) -> str | None:
+    """What was given for an option that takes a number: the parser's own message leaves it out."""
+    message = str(getattr(error, "message", ""))
+    wanted = "a whole number" if "integer" in message else "a number"
+    if wanted == "a number" and "number" not in message and "float" not in message:
+        return None
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for place, argument in enumerate(arguments):
+            name, equals, value = argument.partition("=")
+            if name == option:
+                given = value if equals else next(iter(arguments[place + 1 :]), "")
+                return f"{option} {given}: must be {wanted} (see --help)"
+    return None
 
 
 def fail(message: str, status: int) -> int:

@@ -229,6 +229,8 @@ def check(name: str, value: Any, label: str) -> Any:
     least = 0 if name == "seed" else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"{label} {value}: must be a whole number, at least {least}")
+    if value >= 1 << 63:  # torch's own limit for a seed; of anything else nobody has so many
+        raise OptionError(f"{label} {value}: must be a whole number below 2**63")
     return value
 
 
