@@ -24,7 +24,8 @@ def test_an_old_run_is_compiled_when_that_would_have_been_paid_for() -> None:
     assert not aged(10.0).upgrades(2000, compiled=0)
     assert aged(30.0).upgrades(2000, compiled=0)
     assert not aged(30.0).upgrades(2000, compiled=1)  # the second kind costs as much again
-    assert not aged(9999.0).upgrades(2000, compiled=3)
+    assert aged(9999.0).upgrades(2000, compiled=7)
+    assert not aged(9999.0).upgrades(2000, compiled=8)
     assert not aged(9999.0).compiles_at_once(0)
 
 
@@ -33,7 +34,9 @@ def test_what_was_asked_for_is_done_at_once() -> None:
     assert graph.prepares(0, 1, first=True)
     assert graph.compiles_at_once(0)
     assert graph.captures
-    assert not graph.upgrades(10, 0)
+    assert not graph.upgrades(2000, 3)
+    graph.started -= 200.0  # more kinds than are compiled at once, in a run that has lasted
+    assert graph.upgrades(2000, 3)
     compile_ = Plan.of("compile", CPU)
     assert compile_.compiles_at_once(2)
     assert not compile_.captures
@@ -47,8 +50,8 @@ def test_kinds_are_bounded_and_must_come_again() -> None:
     graph, compile_ = Plan.of("graph", CUDA), Plan.of("compile", CPU)
     assert not graph.prepares(1, 1, first=False)
     assert graph.prepares(1, 2, first=False)
-    assert graph.prepares(7, 2, first=False)
-    assert not graph.prepares(8, 2, first=False)
+    assert graph.prepares(15, 2, first=False)
+    assert not graph.prepares(16, 2, first=False)
     assert not graph.compiles_at_once(3)
     assert not compile_.prepares(3, 2, first=False)
 

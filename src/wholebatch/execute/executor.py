@@ -162,7 +162,7 @@ class Executor:
         inputs = take_apart(micro)
         if not self._window_is_open():
             return False
-        began = self._look_at_the_window()
+        self._look_at_the_window()
         prepared = self._steps.get(inputs.key)
         if prepared is None:
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
@@ -172,7 +172,7 @@ class Executor:
             self._prepare(inputs, micro, compiled=self._plan.compiles_at_once(self._compiled()))
             return True
         joint = prepared.joint
-        if began and not joint.compiled and self._plan.upgrades(joint.operations, self._compiled()):
+        if not joint.compiled and self._plan.upgrades(joint.operations, self._compiled()):
             self._prepare(inputs, micro, compiled=True)
             return True
         if not self._gradients.are_in_place(joint.used):
@@ -189,12 +189,12 @@ class Executor:
             window.begin()
         return window.is_open
 
-    def _look_at_the_window(self) -> bool:
-        """Whether a window begins; then: is everything still what the graphs were made for?"""
+    def _look_at_the_window(self) -> None:
+        """Where a window begins: is everything still what the graphs were made for?"""
         window = self._window
         if window.micro_batches == self._next_place and self._next_place:
             self._next_place += 1
-            return False
+            return
         self._next_place = window.micro_batches + 1
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
@@ -205,12 +205,11 @@ class Executor:
             self._reset()
             self._fingerprint = Fingerprint(self._model, self._loss)
             self._parameters = list(window.inputs)
-            return True
+            return
         for key, prepared in list(self._steps.items()):
             if prepared.captured and prepared.joint.addresses() != prepared.addresses:
                 del self._steps[key]  # a tensor of the model lies elsewhere now
         self._casts.refresh()
-        return True
 
     def _record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
         counted = iter(units)

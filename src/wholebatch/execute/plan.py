@@ -25,9 +25,12 @@ _TRACE_AFTER = 3.0
 """Seconds of training before "auto" makes its first graph; tracing takes about as long."""
 _COMPILE_PER_OPERATION = 0.012
 """Seconds that Inductor takes for each operation (33 s for 2,700 of them beside an H200)."""
-_KINDS = 8
-"""Kinds of micro-batches that get a graph; each holds memory for its inputs."""
-_COMPILED_KINDS = 3
+_KINDS = 16
+"""Kinds of micro-batches that are recorded; each holds memory for its inputs."""
+_AT_ONCE = 3
+"""Kinds that are compiled as soon as they come up, where compiling was asked for."""
+_COMPILED_KINDS = 8
+"""Kinds that are compiled at all: the later ones as the run has lasted long enough."""
 _CHANGES = 3.0
 _FORGETS = 0.05
 """A change in more than one of 20 windows is too many for a graph to be made anew each time."""
@@ -93,16 +96,16 @@ class Plan:
         if self.auto and time.perf_counter() - self.started < _TRACE_AFTER:
             return False
         # A short last micro-batch comes again with every window; a size that was seen once may not.
-        limit = _KINDS if self.captures else _COMPILED_KINDS
+        limit = _KINDS if self.captures else _AT_ONCE
         return first if made == 0 else seen > 1 and made < limit
 
     def compiles_at_once(self, compiled: int) -> bool:
         """Whether a new graph is compiled from the start."""
-        return self.compiles and not self.auto and compiled < _COMPILED_KINDS
+        return self.compiles and not self.auto and compiled < _AT_ONCE
 
     def upgrades(self, operations: int, compiled: int) -> bool:
         """Whether a graph that runs as traced is worth compiling now."""
-        if not self.auto or not self.compiles or compiled >= _COMPILED_KINDS:
+        if not self.compiles or compiled >= _COMPILED_KINDS:
             return False
         age = time.perf_counter() - self.started
         return age > (compiled + 1) * operations * _COMPILE_PER_OPERATION
