@@ -286,7 +286,15 @@ def _linear(expr: ast.expr, loop: Loop, resolver: Resolver) -> tuple[Symbol, int
         return found[0], found[1] + sign * int(constant), found[2]
     if resolver.varies(other, loop):
         return None
-    return found[0], found[1], True
+    sign = -1 if isinstance(expr.op, ast.Sub) else 1
+    return found[0], found[1] + sign * _constant_part(other), True
+
+
+def _constant_part(expr: ast.expr) -> int:
+    """The 1 of `1 + epoch * len(loader)`: the rest is a whole number of epochs."""
+    if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Add):
+        return _constant_part(expr.left) + _constant_part(expr.right)
+    return int(number(expr) or 0)
 
 
 def _linear_attribute(

@@ -90,6 +90,8 @@ def role(receiver: ast.expr, env: Env) -> str:
             return ("engine", "optimizer", "", "scheduler")[index] if index in (0, 1, 3) else ""
         if made.endswith("GradScaler"):
             return "scaler"
+        if index is not None:
+            continue  # one of several that a helper returned: its own name says which
         if _SCHEDULER_MADE.search(made):
             return "scheduler"
         if _OPTIMIZER_MADE.search(made):
