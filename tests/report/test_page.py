@@ -87,9 +87,25 @@ def test_a_batch_size_that_changes_on_the_way_is_said(tmp_path: Path) -> None:
     changes = arithmetic_of(24, "8@0,24@3000tok", micro_batch=8, ranks=1)
     (run / "manifest.json").write_text(json.dumps({"arithmetic": changes}), encoding="utf-8")
     rows = {row[0]: row[1] for row in make_page(read_sources([run])).sections[0].parts[0].rows}  # type: ignore[union-attr]
-    assert rows["batch"] == (
-        "8 × 1 × 1 rank = 8 samples from token 0; 8 × 3 × 1 rank = 24 samples from token 3,000"
-    )
+    assert rows["batch"] == "samples by token: 8 from 0, 24 from 3,000; micro-batch 8"
+
+
+def test_what_was_measured_in_some_windows_only_is_one_curve(tmp_path: Path) -> None:
+    """A line through points with gaps between all of them would not be seen."""
+    run = samples.write_run(tmp_path / "run", windows=100)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[::16]:
+        scale = 100.0 + line["window"]
+        line |= {"noise_scale": scale, "noise_low": 90.0, "noise_high": None, "memory": 3 * 2**20}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    charts = {chart.name: chart for chart in make_page(read_sources([run])).charts}
+    noise = charts["noise"].data[0]
+    assert noise["xs"]["window"] == [1, 17, 33, 49, 65, 81, 97]
+    assert noise["y"] == [100 + window for window in noise["xs"]["window"]]
+    assert noise["mode"] == "lines+markers"
+    assert noise["error_y"]["arrayminus"] == [10 + window for window in noise["xs"]["window"]]
+    assert set(noise["error_y"]["array"]) == {0.0}  # an interval without an upper end
+    assert charts["memory-over-time"].layout["yaxis"]["title"]["text"] == "peak, MiB"
 
 
 def test_curves_have_the_numbers_of_the_run(page: Page) -> None:

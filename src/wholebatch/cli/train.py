@@ -332,6 +332,7 @@ def _write_manifest(session: Session, folder: RunFolder) -> None:
     text = manifest_text(
         recipe=recipe.name if recipe.is_embedded else str(recipe.path),
         digest=recipe.digest,
+        unit=recipe.unit,
         settings=settings,
         arithmetic=arithmetic_of(
             config.batch_size, config.batch_schedule, micro_batch=size, ranks=crew.ranks

@@ -70,6 +70,18 @@ class Trial:
         """The same with something else in it."""
         return replace(self, **changes)
 
+    def in_proportion(self) -> Trial:
+        """With the parts of the split as they are of `seconds`.
+
+        They were looked at in other windows than those that were timed, while the machine may have
+        done something else too.
+        """
+        taken = sum(self.split.values())
+        if not taken or not self.seconds:
+            return self
+        factor = self.seconds / taken
+        return self.with_(split={part: factor * value for part, value in self.split.items()})
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data, the way's parts beside the rest."""
         data = asdict(self)

@@ -126,9 +126,9 @@ def tune(
     best = search.recommended()
     if best is None:
         raise WindowError(_nothing(search.trials.values()))
-    best = best.with_(recommended=True)
-    search.trials[best.setting] = best
-    trials = tuple(search.trials.values())
+    search.trials[best.setting] = best.with_(recommended=True)
+    trials = tuple(trial.in_proportion() for trial in search.trials.values())
+    best = next(trial for trial in trials if trial.recommended)
     alike = [t for t in trials if t.setting.way == best.setting.way and t.seconds]
     copies = copy_bandwidth(device)
     # A micro-step reads the parameters forwards and backwards, and writes their gradients.

@@ -66,7 +66,7 @@ def _plans_of(
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """What tunings predicted on the way, in the form of a plan."""
     return [
-        (name, {**tuned["memory"], "subject": tuned.get("subject")})
+        (name, {**tuned["memory"], "subject": tuned.get("subject"), "by": "tune"})
         for name, tuned in tunings
         if tuned.get("memory")
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from wholebatch.report.page.elements import Chart, Section, Table, Text, series_color
 from wholebatch.words import CATEGORIES, bytes_said
 
-__all__ = ["memory"]
+__all__ = ["memory", "scale_of"]
 
 
 def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
@@ -18,7 +18,8 @@ def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
         points = plan["points"]
         if not points:
             continue
-        title = f"Peak of a step by category: {plan.get('subject') or name}"
+        by = f", by {plan['by']}" if plan.get("by") else ""
+        title = f"Peak of a step by category: {plan.get('subject') or name}{by}"
         chosen = plan.get("micro_batch")
         said = f" Micro-batch {chosen} is the one to take." if chosen else ""
         caption = f"Predicted, {plan.get('precision', 'full')} precision.{said}"
@@ -31,7 +32,7 @@ def _chart(
     name: str, title: str, caption: str, points: Sequence[Mapping[str, Any]], budget: int | None
 ) -> Chart:
     sizes = [str(point["micro_batch"]) for point in points]
-    scale, unit = _scale(max(point["peak"] for point in points))
+    scale, unit = scale_of(max(point["peak"] for point in points))
     traces: list[dict[str, Any]] = []
     for at, category in enumerate(CATEGORIES):
         values = [point["by_category"].get(category, 0) / scale for point in points]
@@ -52,26 +53,30 @@ def _chart(
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines",
+                "mode": "lines" if len(sizes) > 1 else "lines+markers",  # no line through one point
                 "name": "budget",
                 "x": sizes,
                 "y": [budget / scale] * len(sizes),
                 "line": {"color": "--text", "width": 2, "dash": "dash"},
+                "marker": {"color": "--text", "symbol": "line-ew-open", "size": 40},
                 "hovertemplate": f"%{{y:.3g}} {unit}",
             }
         )
+        if min(point["peak"] for point in points) > budget:
+            caption += f" Nothing fits into the budget of {bytes_said(budget)}."
     elif budget is not None:
         caption += f" The budget of {bytes_said(budget)} is far above."
     layout = {
         "barmode": "stack",
-        "bargap": 0.25,
+        "bargap": 0.25 if len(sizes) > 2 else 0.7,
         "xaxis": {"title": {"text": "micro-batch, samples"}, "type": "category", "showgrid": False},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
     }
     return Chart(name, title, traces, layout, caption, height=380, wide=True)
 
 
-def _scale(most: float) -> tuple[float, str]:
+def scale_of(most: float) -> tuple[float, str]:
+    """What to divide bytes by, and the unit that they are then in, for the largest of them."""
     for size, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
         if most >= size:
             return size, unit

@@ -9,16 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from wholebatch.report.page.elements import Chart, Section, Table, Text, series_color
+from wholebatch.report.page.memory import scale_of
 from wholebatch.report.page.sources import Run
 from wholebatch.report.terminal import count_said, time_said
 from wholebatch.words import bytes_said
 
 __all__ = ["MOST_POINTS", "overview", "thinned", "training"]
 
+MOST_BARS = 60
+"""Points of a curve that are drawn with their intervals."""
 MOST_POINTS = 800
 """Of a curve. Longer runs are shown by the means of as many stretches."""
 
-_GIB = 2.0**30
 _PLACE = {"updates": "update", "epochs": "epoch", "tokens": "token"}
 Record = dict[str, Any]
 
@@ -29,6 +31,8 @@ def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
     if not shown:
         return None
     unit = shown[0][1] if len({unit for _, unit in shown}) == 1 else "units"
+    peaks = [memory_of(record) or 0.0 for run, _ in shown for record in run.records]
+    size, size_name = scale_of(max(peaks))
     charts = [
         _chart(shown, "loss", "Loss", "mean over the window's units", lambda r: r.get("loss")),
         _chart(
@@ -40,7 +44,12 @@ def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
             from_zero=True,
         ),
         _chart(
-            shown, "memory-over-time", "Memory", "peak, GiB", lambda r: memory_of(r), from_zero=True
+            shown,
+            "memory-over-time",
+            "Memory",
+            f"peak, {size_name}",
+            lambda r: None if (bytes_ := memory_of(r)) is None else bytes_ / size,
+            from_zero=True,
         ),
         _chart(
             shown, "grad-norm", "Gradient norm", "before clipping", lambda r: r.get("grad_norm")
@@ -58,8 +67,9 @@ def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
             shown,
             "noise",
             "Critical batch by the gradient noise scale",
-            "units",
+            f"{unit}, with the 95% interval",
             lambda r: _first(r.get("noise_scale")),
+            bounds=("noise_low", "noise_high"),
         ),
     ]
     long = max(len(run.records) for run, _ in shown)
@@ -72,11 +82,11 @@ def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
 
 
 def memory_of(record: Record) -> float | None:
-    """The peak of a window in GiB, where the run recorded one."""
+    """The peak of a window in bytes, where the run recorded one."""
     for name in ("memory", "memory_bytes", "peak_memory"):
         value = record.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return value / _GIB
+            return float(value)
     return None
 
 
@@ -88,14 +98,22 @@ def _chart(
     value: Callable[[Record], Any],
     *,
     from_zero: bool = False,
+    bounds: tuple[str, str] | None = None,
 ) -> Chart | None:
+    """One curve for every run; with `bounds`, one through the windows that were measured."""
     traces = []
-    for at, (run, unit) in enumerate(shown):
+    for place, (run, unit) in enumerate(shown):
         ys = [_number(value(record)) for record in run.records]
         if all(y is None for y in ys):
             continue
-        columns = thinned([*_along(run.records, unit).values(), ys])
-        xs = dict(zip(_along(run.records, unit), columns, strict=False))
+        along = _along(run.records, unit)
+        known = [at for at, y in enumerate(ys) if y is not None] if bounds else range(len(ys))
+        columns = thinned([[column[at] for at in known] for column in (*along.values(), ys)])
+        xs = dict(zip(along, columns, strict=False))
+        interval = {}
+        if bounds is not None and len(columns[-1]) <= MOST_BARS:
+            ends = [[_number(run.records[at].get(name)) for at in known] for name in bounds]
+            interval = {"error_y": _bars(columns[-1], *ends, color=series_color(place))}
         traces.append(
             {
                 "type": "scatter",
@@ -103,9 +121,10 @@ def _chart(
                 "name": run.name,
                 "xs": xs,
                 "y": columns[-1],
-                "line": {"color": series_color(at), "width": 2},
-                "marker": {"size": 6, "color": series_color(at)},
+                "line": {"color": series_color(place), "width": 2},
+                "marker": {"size": 6, "color": series_color(place)},
                 "connectgaps": False,
+                **interval,
             }
         )
     if not traces:
@@ -114,7 +133,33 @@ def _chart(
         "yaxis": {"title": {"text": label}, "rangemode": "tozero" if from_zero else "normal"},
         "showlegend": len(shown) > 1,
     }
+    if bounds is not None:  # an interval may end at ten times the value
+        layout["yaxis"] = {"title": {"text": label}, "type": "log", "dtick": "D2"}
     return Chart(name, title, traces, layout)
+
+
+def _bars(
+    ys: Sequence[float | None],
+    lows: Sequence[float | None],
+    highs: Sequence[float | None],
+    *,
+    color: str,
+) -> dict[str, Any]:
+    """The interval of every point; none upwards where it has no end."""
+
+    def between(ends: Sequence[float | None]) -> list[float]:
+        pairs = zip(ys, ends, strict=True)
+        return [0.0 if y is None or end is None else abs(end - y) for y, end in pairs]
+
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": between(highs),
+        "arrayminus": between(lows),
+        "color": color,
+        "thickness": 1,
+        "width": 3,
+    }
 
 
 def _along(records: Sequence[Record], unit: str) -> dict[str, list[float | None]]:
@@ -200,10 +245,9 @@ def overview(
 def _batch_said(run: Run) -> str:
     arithmetic = run.manifest.get("arithmetic")
     if isinstance(arithmetic, list):  # a batch size that changes on the way
-        return "; ".join(
-            f"{one['said']} samples from {_PLACE.get(one['by'], '')} {one['from']:,}"
-            for one in arithmetic
-        )
+        place = _PLACE.get(arithmetic[0].get("by", ""), "")
+        sizes = ", ".join(f"{one['global_batch']} from {one['from']:,}" for one in arithmetic)
+        return f"samples by {place}: {sizes}; micro-batch {arithmetic[0]['micro_batch']}"
     said = (arithmetic or {}).get("said")
     if isinstance(said, str):
         return f"{said} samples"
@@ -237,7 +281,7 @@ def _speed_said(run: Run, unit: str) -> str:
 
 def _memory_said(run: Run) -> str:
     peaks = [peak for r in run.records if (peak := memory_of(r)) is not None]
-    return bytes_said(max(peaks) * _GIB) if peaks else "–"
+    return bytes_said(max(peaks)) if peaks else "–"
 
 
 def _time_said(run: Run) -> str:
