@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_the_probe_leaves_no_trace(inside: nn.Module) -> None:
             models[0].state_dict().values(), models[1].state_dict().values(), strict=True
         )
     )
-    assert models[0].calls == models[1].calls + 3  # at the first step, and never again
+    assert models[0].calls == models[1].calls + 7  # at the first step, and never again
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in models[0].modules())
 
 
@@ -86,6 +87,65 @@ def test_torchs_own_layers_are_not_probed() -> None:
 
     wb.WholeBatch(model, sgd(model), loss=counted, micro_batch=4).step(samples(10))
     assert calls == [4, 4, 2]
+
+
+def centred(model: nn.Module, micro: Any) -> wb.Loss:
+    logits = model(micro["x"])
+    return wb.cross_entropy(logits - logits.mean(0), micro["y"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("inside", [nn.Identity(), nn.BatchNorm1d(8)])
+def test_a_loss_that_compares_samples_is_refused(inside: nn.Module, dtype: torch.dtype) -> None:
+    model = Net(inside).to(dtype)
+    train = wb.WholeBatch(model, sgd(model), loss=centred, micro_batch=4)
+    says = r"\(the loss function\) \(centred\): the loss of 8 .* wb.Coupled\(encode, loss\)"
+    with pytest.raises(wb.errors.UnsupportedError, match=says):
+        train.step(samples(10, dtype=dtype))
+    assert all(module.training for module in model.modules())
+
+
+def test_what_is_random_or_of_the_whole_batch_at_once_is_no_comparison() -> None:
+    def noisy(model: nn.Module, micro: Any) -> wb.Loss:
+        scale = random.random()
+        logits = model(micro["x"] + torch.randn_like(micro["x"]))
+        return wb.cross_entropy(logits * scale, micro["y"])
+
+    model = Net(nn.LayerNorm(8)).double()
+    assert wb.WholeBatch(model, sgd(model), loss=noisy, micro_batch=4).step(samples(10)).update
+
+
+def test_a_ready_loss_of_the_whole_batch_is_refused_of_a_part() -> None:
+    def contrast(model: nn.Module, micro: Any) -> wb.Loss:
+        return wb.clip_loss(model(micro["x"]), micro["x"][:, :3])
+
+    model = nn.Linear(5, 3).double()  # all layers are PyTorch's own: not probed
+    assert wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=8).step(samples(8)).update
+    train = wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=4)
+    with pytest.raises(wb.errors.LossError, match=r"give loss=wb\.Coupled"):
+        train.step(samples(8))
+
+
+def test_a_batchnorm_beside_the_model_is_refused_until_it_is_part_of_it() -> None:
+    teacher = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double().requires_grad_(False)
+
+    def distilled(model: Any, micro: Any) -> wb.Loss:
+        net, other = model if isinstance(model, list) else (model, teacher)
+        gap = net(micro["x"]) - other(micro["x"])
+        return wb.Loss(gap.square().sum(), gap.numel())
+
+    model = Net(nn.Identity()).double()
+    model.drop.p = 0.0
+    train = wb.WholeBatch(model, sgd(model), loss=distilled, micro_batch=4)
+    with pytest.raises(wb.errors.UnsupportedError, match="runs a BatchNorm1d in training mode"):
+        train.step(samples(10))
+    whole = Whole(model, loss=lambda model, batch: distilled([model, copied], batch).total / 30)
+    copied = copy.deepcopy(teacher)
+    whole.step(samples(10))
+    both = wb.WholeBatch([model, teacher], sgd(model), loss=distilled, micro_batch=4)
+    both.step(samples(10))
+    whole.assert_same(model)
+    assert distance([teacher[1].running_var], [copied[1].running_var]) <= EXACT
 
 
 def test_an_error_in_the_loss_function_is_that_of_the_step() -> None:

@@ -97,10 +97,13 @@ def test_plain_accumulation_of_the_same_loss_is_far_off() -> None:
     model = Clip()
     whole = Whole(model, loss=mean_of("clip"))
     whole.step(batch())
-    train = wb.WholeBatch(
-        model, sgd(model), loss=lambda m, micro: LOSSES["clip"](m, encode(m, micro)), micro_batch=4
-    )
-    train.step(batch())
+
+    def plain(model: Clip, micro: Batch) -> wb.Loss:
+        return LOSSES["clip"](model, encode(model, micro))
+
+    with pytest.raises(wb.errors.UnsupportedError, match="the loss of 8 samples is"):
+        wb.WholeBatch(model, sgd(model), loss=plain, micro_batch=4).step(batch())
+    wb.WholeBatch(model, sgd(model), loss=plain, micro_batch=4, audit=False).step(batch())
     update = [a - b for a, b in zip(model.parameters(), whole.start.parameters(), strict=True)]
     assert distance(update, whole.updates()) > 0.1
 
@@ -252,6 +255,52 @@ def test_graphs_that_are_kept_are_not_encoded_again(keep: int, moves: bool) -> N
         made.append((seen.gradients[0], torch.get_rng_state()))
     assert distance(made[1][0], made[0][0]) <= EXACT
     assert torch.equal(made[1][1], made[0][1])
+
+
+@pytest.mark.parametrize(
+    "memory, windows", [(None, [8, 8, 8]), ("1KiB over", [8, 8, 8]), ("1GiB", [8, 4, 4])]
+)
+def test_as_many_graphs_are_kept_as_the_memory_holds(
+    memory: str | None, windows: list[int]
+) -> None:
+    """The first window weighs; those after it keep what fits into what it left, and no more."""
+    made: list[list[Tensor]] = []
+    for keep in (0, "auto"):
+        model = Clip(0.3)
+        calls: list[int] = []
+
+        def counted(model: Any, micro: Batch, calls: list[int] = calls) -> Batch:
+            calls.append(1)
+            return encode(model, micro)
+
+        optimizer = sgd(model)
+        seen = Seen(model, optimizer)
+        loss = wb.Coupled(counted, lambda all, m=model: LOSSES["clip"](m, all), keep=keep)  # type: ignore[arg-type]
+        train = wb.WholeBatch(
+            model, optimizer, loss=loss, micro_batch=4, memory=_budget(memory), audit=False
+        )
+        torch.manual_seed(6)
+        found = []
+        for seed in range(3):
+            calls.clear()
+            train.step(batch(seed=seed))
+            found.append(len(calls))
+        assert found == ([8, 8, 8] if keep == 0 else windows)
+        made.append([gradient for window in seen.gradients for gradient in window])
+    assert distance(made[1], made[0]) <= EXACT
+
+
+def _budget(memory: str | None) -> Any:
+    if memory != "1KiB over":
+        return memory
+    model = Clip(0.3)
+    train = wb.WholeBatch(
+        model, sgd(model), loss=coupled(model), micro_batch=4, memory="1GiB", audit=False
+    )
+    train.step(batch())
+    peak = train._fitting._highest()
+    assert peak is not None
+    return peak + 1024
 
 
 def test_terms_and_numbers_pass_through() -> None:

@@ -63,7 +63,7 @@ def test_by_type() -> None:
 def test_report_names_layers_and_says_what_to_do() -> None:
     report = audit(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     assert report
-    assert str(report).startswith("1 layers couple the samples of a batch (by type):\n  1 (Batch")
+    assert str(report).startswith("1 layer couples the samples of a batch (by type):\n  1 (Batch")
     assert 'WholeBatch(batchnorm="exact")' in str(report)
     assert not audit(nn.Linear(2, 3))
 
@@ -88,6 +88,45 @@ def test_probe_agrees_with_the_types_and_leaves_the_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_probe_sees_behind_batchnorms() -> None:
+    """Behind one every sample moves with every other: it is kept from that for the probe."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), Own(4), nn.BatchNorm1d(4), nn.ReLU())
+            self.centre = Centred()
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.net(x)
+            return self.centre(z) if self.centre.training else z - 2 * z.mean(0)
+
+    torch.manual_seed(0)
+    model = Behind()
+    assert found(model, torch.randn(6, 4)) == {
+        "net.1": "custom",
+        "net.2": "batchnorm",
+        "centre": "probe",
+    }
+    model.centre.eval()
+    assert found(model, torch.randn(6, 4))[""] == "probe"
+
+
+def test_layers_that_split_their_batch_are_named_by_type() -> None:
+    class GBN(nn.Module):
+        """As TabNet's."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.virtual_batch_size = nn.BatchNorm1d(4), 128
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.bn(part) for part in x.split(self.virtual_batch_size)])
+
+    report = audit(nn.Sequential(GBN(), nn.Linear(4, 2)))
+    assert [(f.name, f.kind) for f in report.beyond_batchnorm] == [("0", "ghost")]
 
 
 def test_probe_of_the_whole_model() -> None:

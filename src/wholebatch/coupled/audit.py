@@ -7,7 +7,7 @@ and looking at whose outputs move: that finds what no list of types can know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from wholebatch.coupled.probe import moved_by_another_sample
+from wholebatch.coupled.probe import FUNCTION, Probe
 from wholebatch.splitting import to_device
 from wholebatch.splitting.layout import BatchSize, Static
 
-__all__ = ["Audit", "Finding", "audit", "batchnorms", "tracked_instance_norms"]
+__all__ = [
+    "Audit",
+    "Finding",
+    "audit",
+    "audit_layers",
+    "batchnorms",
+    "tracked_instance_norms",
+    "uses_batch_statistics",
+]
 
 _POLICIES = (
     'WholeBatch(batchnorm="exact") is exact; Accumulator needs "statistics", "freeze", "group", '
@@ -39,19 +47,26 @@ _ADVICE = {
         "outputs do not depend on other samples, but the running statistics move once for every "
         'micro-batch: batchnorm="exact" or "statistics" moves them once per window'
     ),
+    "ghost": (
+        "splits its batch by itself and normalises the parts (Ghost BatchNorm): statistics of the "
+        "whole batch are not what it wants. Use a plain BatchNorm, or plain accumulation in "
+        'micro-batches of its parts: batchnorm="statistics", audit=False'
+    ),
     "spectral": (
         "one power iteration for every forward in training: it moves once per micro-batch, not "
         "once per update; in evaluation mode it stays as it is"
     ),
     "probe": (
         "output for one sample moved when another sample changed, for a reason its type does not "
-        "tell: no micro-batch can give it the whole batch; compute it per sample, or as part of "
-        "a loss of the whole batch"
+        "tell: no micro-batch can give it the whole batch. If it calls F.batch_norm, make that an "
+        "nn.BatchNorm inside it, which is exact; else compute it per sample, or move it into the "
+        "loss of wb.Coupled(encode, loss), which sees the whole batch"
     ),
 }
 
 
 _BY_TYPE = ("batchnorm", "custom", "sync")
+_BEYOND = ("probe", "loss", "ghost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +94,20 @@ class Audit:
 
     @property
     def beyond_batchnorm(self) -> tuple[Finding, ...]:
-        """What no BatchNorm policy can make exact: found by the probe alone."""
-        return tuple(finding for finding in self.findings if finding.kind == "probe")
+        """What no BatchNorm policy can make exact."""
+        return tuple(finding for finding in self.findings if finding.kind in _BEYOND)
 
     def __str__(self) -> str:
         how = "by type and by changing one sample" if self.probed else "by type"
         if not self.findings:
             return f"no layer couples the samples of a batch ({how})"
-        lines = [f"{len(self.findings)} layers couple the samples of a batch ({how}):"]
+        number = len(self.findings)
+        what = "1 layer couples" if number == 1 else f"{number} layers couple"
+        if any(finding.kind == "loss" for finding in self.findings):
+            what = (
+                "this loss couples" if number == 1 else f"{number - 1} layers and the loss couple"
+            )
+        lines = [f"{what} the samples of a batch ({how}):"]
         return "\n  ".join([*lines, *map(str, self.findings)])
 
 
@@ -132,8 +153,10 @@ def audit(
     reported. With a `batch` the model is also probed: it runs on its first samples (8 at most)
     without gradients, then again with one of them changed, three times in all. `forward(model,
     batch)` says how the model is called (default: with the batch, or with its items as keywords or
-    positions); a loss function will do. `batch_size` and `static` say how the batch is to be read,
-    as in `WholeBatch`. Buffers and random generators are left as found.
+    positions). It may be a loss function: then the loss of those samples is also held against that
+    of their halves, and one that compares samples with each other is found. `batch_size` and
+    `static` say how the batch is to be read, as in `WholeBatch`. Buffers and random generators are
+    left as found.
 
     >>> import torch
     >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))
@@ -141,21 +164,60 @@ def audit(
     """
     findings = list(_by_type(model))
     if batch is not None:
-        known = {finding.name for finding in findings if finding.kind in _BY_TYPE}
-        first = next(model.parameters(), None)
-        names = moved_by_another_sample(
-            model,
-            batch if first is None else to_device(batch, first.device),
-            forward=forward,
-            batch_size=batch_size,
-            static=static,
-            known=known,
-        )
-        modules = dict(model.named_modules())
-        findings += [
-            Finding(name, type(modules[name]).__name__, "probe", _ADVICE["probe"]) for name in names
-        ]
+        loss = forward is not None
+        findings += _by_probe(model, batch, forward, batch_size, static, findings, loss=loss)
     return Audit(tuple(findings), probed=batch is not None)
+
+
+def audit_layers(
+    model: nn.Module,
+    batch: Any,
+    *,
+    forward: Callable[[Any, Any], Any],
+    batch_size: BatchSize,
+    static: Static,
+) -> Audit:
+    """The same without a look at the loss itself: no more forwards, and none with a graph."""
+    known = list(_by_type(model))
+    found = _by_probe(model, batch, forward, batch_size, static, known, loss=False)
+    return Audit((*known, *found), probed=True)
+
+
+def _by_probe(
+    model: nn.Module,
+    batch: Any,
+    forward: Callable[[Any, Any], Any] | None,
+    batch_size: BatchSize,
+    static: Static,
+    by_type: Sequence[Finding],
+    *,
+    loss: bool,
+) -> list[Finding]:
+    first = next(model.parameters(), None)
+    probe = Probe(
+        model,
+        batch if first is None else to_device(batch, first.device),
+        norms=[(name, norm) for name, norm in batchnorms(model) if uses_batch_statistics(norm)],
+        forward=forward,
+        batch_size=batch_size,
+        static=static,
+    )
+    known = {finding.name for finding in by_type if finding.kind in _BY_TYPE}
+    named = dict(model.named_modules())
+    function = getattr(forward, "__name__", "a function")
+    found = [
+        Finding(
+            name,
+            function if name == FUNCTION else type(named[name]).__name__,
+            "probe",
+            _ADVICE["probe"],
+        )
+        for name in probe.moved_by_another_sample(known)
+    ]
+    apart = probe.loss_apart() if loss and not found else None
+    if apart is not None:
+        found.append(Finding("(the loss function)", function, "loss", str(apart)))
+    return found
 
 
 def _by_type(model: nn.Module) -> Iterator[Finding]:
@@ -167,8 +229,19 @@ def _by_type(model: nn.Module) -> Iterator[Finding]:
         if module.training:
             yield Finding(name, type(module).__name__, "running", _ADVICE["running"])
     for name, module in model.named_modules():
+        if module.training and _is_ghost(module):
+            yield Finding(name, type(module).__name__, "ghost", _ADVICE["ghost"])
         if module.training and _iterates(module):
             yield Finding(name, type(module).__name__, "spectral", _ADVICE["spectral"])
+
+
+def _is_ghost(module: nn.Module) -> bool:
+    """By what such layers are called, and by TabNet's name for the size of their parts."""
+    named = "ghost" in type(module).__name__.lower() or hasattr(module, "virtual_batch_size")
+    below = isinstance(module, _BatchNorm) or any(
+        isinstance(child, _BatchNorm) for child in module.children()
+    )
+    return named and below
 
 
 def _iterates(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,14 @@ from wholebatch.errors import LossError, OptionError
 from wholebatch.loss import Loss, Terms
 from wholebatch.splitting.structure import flatten
 
-__all__ = ["Coupled", "clip_loss", "info_nce", "siglip_loss", "supcon_loss"]
+__all__ = [
+    "Coupled",
+    "clip_loss",
+    "info_nce",
+    "refuse_in_parts",
+    "siglip_loss",
+    "supcon_loss",
+]
 
 _CHUNK = 1 << 25  # similarities at a time: 128 MiB in float32
 
@@ -49,20 +56,25 @@ class Coupled:
 
     `encode` is run twice on every micro-batch with the same random numbers, so it must give the
     same representations twice; `tolerance` is how far, relative to their size, they may differ.
-    The last `keep` micro-batches are encoded once: their graphs wait for the gradient, in memory.
+    The last `keep` micro-batches are encoded once: their graphs wait for the gradient, in memory;
+    "auto" keeps as many as the memory that a window leaves can hold (in one process, on CUDA or
+    where `memory=` says how much there is).
     """
 
     encode: Callable[[Any, Any], Any]
     loss: Callable[[Any], Loss | Terms | Tensor]
     tolerance: float | None = None
-    keep: int = 0
+    keep: int | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
         for name in ("encode", "loss"):
             if not callable(getattr(self, name)):
                 raise OptionError(f"Coupled({name}=...): must be a function")
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 0:
-            raise OptionError(f"Coupled(keep={self.keep!r}): must be a number of micro-batches")
+        is_number = isinstance(self.keep, int) and not isinstance(self.keep, bool)
+        if self.keep != "auto" and not (is_number and int(self.keep) >= 0):
+            raise OptionError(
+                f'Coupled(keep={self.keep!r}): must be a number of micro-batches, or "auto"'
+            )
         if self.tolerance is not None and self.tolerance < 0:
             raise OptionError(f"Coupled(tolerance={self.tolerance}): must not be negative")
 
@@ -76,6 +88,22 @@ class Coupled:
         made = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         total = sum((t.float().square().sum() for t in made), torch.zeros(()))
         return Loss(total, 1)
+
+
+class OfTheBatch(Loss):
+    """A loss that compares all samples it is given: of a micro-batch it would be another one."""
+
+
+def refuse_in_parts(loss: object) -> None:
+    """Such a loss, of a micro-batch that is not the whole batch, is refused."""
+    if isinstance(loss, OfTheBatch):
+        raise LossError(
+            "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
+            "supcon_loss), computed of one micro-batch, is not that of the whole batch: give "
+            "loss=wb.Coupled(encode, loss), where encode(model, micro) returns the representations "
+            "and loss(all) is given those of the whole batch (audit=False: accept it of each "
+            "micro-batch by itself)"
+        )
 
 
 def clip_loss(
@@ -109,7 +137,7 @@ def clip_loss(
     total = _in_rows(part, a, b, scale, rows)
     if symmetric:
         total = (total + _in_rows(part, b, a, scale, rows)) / 2
-    return Loss(total, len(a))
+    return OfTheBatch(total, len(a))
 
 
 def info_nce(
@@ -158,7 +186,7 @@ def siglip_loss(
     def at(some: Tensor, others: Tensor, pair: Any, first: int) -> Tensor:
         return part(some, others, pair[0], pair[1], first)
 
-    return Loss(_in_rows(at, a, b, (scale, bias), rows), len(a))
+    return OfTheBatch(_in_rows(at, a, b, (scale, bias), rows), len(a))
 
 
 def supcon_loss(
@@ -197,7 +225,7 @@ def supcon_loss(
 
     total = _in_rows(part, z, z, temperature, rows)
     _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
-    return Loss(total, (counts[inverse] > 1).sum())
+    return OfTheBatch(total, (counts[inverse] > 1).sum())
 
 
 def _in_rows(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.coupled.audit import audit
+from wholebatch.coupled.audit import audit, audit_layers
 from wholebatch.errors import UnsupportedError
 from wholebatch.splitting.layout import BatchSize, Static
 
@@ -21,9 +21,11 @@ _log = logging.getLogger("wholebatch")
 class Guard:
     """Audits a model by type when it is made, and by the probe when a first batch is there.
 
-    The probe runs the model three times on at most 8 samples, without gradients. It is left out
-    where every module is one of PyTorch's own, whose types say all; where the model is compiled,
-    since hooks would compile it again; and where forwards run collectives of their own.
+    The probe runs the loss function on at most 8 samples, without a backward: three times to see
+    which modules couple them and, in one process, four times to see whether the loss itself does.
+    It is left out where every module is one of PyTorch's own, whose types say all; where the model
+    is compiled, since hooks would compile it again; and where forwards run collectives of their
+    own.
     """
 
     def __init__(self, model: nn.Module, *, probes: bool) -> None:
@@ -50,12 +52,14 @@ class Guard:
         batch_size: BatchSize,
         static: Static,
         summed: Callable[[float], float],
+        alone: bool,
     ) -> None:
         """Refuse a model that couples samples by more than BatchNorm; once, all ranks together."""
         self.pending = False
         found: list[str] = []
         try:
-            made = audit(self._model, batch, forward=forward, batch_size=batch_size, static=static)
+            look = audit if alone else audit_layers
+            made = look(self._model, batch, forward=forward, batch_size=batch_size, static=static)
             found = [str(finding) for finding in made.beyond_batchnorm]
         except torch.OutOfMemoryError:
             _log.warning("no memory to probe the model for layers that couple samples")
@@ -75,9 +79,9 @@ def _refuse(found: list[str], summed: Callable[[float], float]) -> None:
     if summed(float(len(found))):
         listed = "\n  ".join(found or ["(found on another rank)"])
         raise UnsupportedError(
-            "the samples of a batch depend on each other in this model, so no micro-batch can give "
-            f"the update of the whole batch:\n  {listed}\nWholeBatch(audit=False) trains it all "
-            "the same, on micro-batches that are batches of their own"
+            "the samples of a batch depend on each other here, so no micro-batch can give the "
+            f"update of the whole batch:\n  {listed}\nWholeBatch(audit=False) trains it all the "
+            "same: what was named is then computed of each micro-batch by itself"
         )
 
 

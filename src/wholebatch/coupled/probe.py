@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,48 +11,84 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch import randomness
+from wholebatch.coupled.apart import Apart, Outside, loss_apart
+from wholebatch.coupled.fixed import FixedNorms
 from wholebatch.errors import LossError, SplitError
 from wholebatch.splitting.layout import BatchSize, Layout, Static, layout_of, take
 from wholebatch.splitting.structure import flatten
 
-__all__ = ["moved_by_another_sample"]
+__all__ = ["FUNCTION", "Probe"]
 
 _SAMPLES = 8
 _TOLERANCE = 1e-5
 
+FUNCTION = "(the function itself)"
+"""Stands for the name of a module where it is the forward function, and none of the modules."""
+
 Forward = Callable[[Any, Any], Any]
+_Rows = tuple[list[Tensor], list[Tensor]]
+_Traced = dict[tuple[str, int], _Rows]
 
 
-def moved_by_another_sample(
-    model: nn.Module,
-    batch: Any,
-    *,
-    forward: Forward | None = None,
-    batch_size: BatchSize = None,
-    static: Static = (),
-    known: Collection[str] = (),
-) -> list[str]:
-    """Names of the modules whose output for one sample moves when another sample changes.
+class Probe:
+    """Runs a model on the first few samples of a batch, without a backward, and leaves no trace.
 
-    A module is named if what it was given for the unchanged samples stayed the same and what it
-    gave back for them did not: the origin, not all that lies behind it. Of nested modules, the
-    innermost. Those that are `known` are left out. The model runs three times on at most 8 samples,
-    without gradients; of every output two numbers per sample are kept. Buffers and random
+    `norms` are its BatchNorms that use the batch: known, and so kept from coupling while it looks
+    for what else does. `forward(model, batch)` says how the model is called. Buffers and random
     generators are left as found.
     """
-    call = _call if forward is None else forward
-    layout = _layout(batch, batch_size, static)
-    count = 0 if layout is None else min(layout.size, _SAMPLES)
-    if layout is None or count < 2:
-        return []
-    with _Unchanged(model), torch.no_grad():
-        origins = [o for o in _origins(model, layout, count, call) if o not in known]
-        if origins and count > 2:
-            # A dimension that happens to be as long as the samples are many is told by another
-            # number of them.
-            fewer = _origins(model, layout, count - 1, call)
-            origins = [name for name in origins if name in fewer]
-    return origins
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        norms: Sequence[tuple[str, nn.Module]] = (),
+        forward: Forward | None = None,
+        batch_size: BatchSize = None,
+        static: Static = (),
+    ) -> None:
+        self._model = model
+        self._norms = norms
+        self._call = _call if forward is None else forward
+        self._layout = _layout(batch, batch_size, static)
+        self._count = 0 if self._layout is None else min(self._layout.size, _SAMPLES)
+
+    def moved_by_another_sample(self, known: Collection[str] = ()) -> list[str]:
+        """Names of the modules whose output for one sample moves when another sample changes.
+
+        A module is named if what it was given for the unchanged samples stayed the same and what it
+        gave back for them did not: the origin, not all that lies behind it. Of nested modules, the
+        innermost; `FUNCTION`, if it is in no module. Those that are `known` are left out. The model
+        runs three times on at most 8 samples; of every output two numbers per sample are kept.
+        """
+        layout, count = self._layout, self._count
+        if layout is None or count < 2:
+            return []
+        with _Unchanged(self._model), torch.no_grad(), FixedNorms(self._norms) as fixed:
+            origins = [o for o in self._origins(layout, count, fixed) if o not in known]
+            if origins and count > 2:
+                # A dimension that happens to be as long as the samples are many is told by another
+                # number of them.
+                fewer = self._origins(layout, count - 1, fixed)
+                origins = [name for name in origins if name in fewer]
+        return origins
+
+    def loss_apart(self) -> Apart | Outside | None:
+        """The loss of the samples beside that of their halves, where it is not the same loss."""
+        layout, count = self._layout, self._count
+        if layout is None or count < 2:
+            return None
+        with _Unchanged(self._model), FixedNorms(self._norms) as fixed:
+            return loss_apart(self._model, layout, count, self._call, fixed.begin)
+
+    def _origins(self, layout: Layout, count: int, fixed: FixedNorms) -> list[str]:
+        def traced(batch: Any) -> _Traced:
+            fixed.begin()
+            return _Trace(self._model, self._call, batch, count).rows
+
+        few, changed = _few(layout, count, change=False), _few(layout, count, change=True)
+        return _origins(traced(few), traced(few), traced(changed))
 
 
 def _layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
@@ -64,11 +100,7 @@ def _layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
         return layout_of(batch, batch_size=sizes[0], static=static) if any(sizes[:1]) else None
 
 
-def _origins(model: nn.Module, layout: Layout, count: int, call: Forward) -> list[str]:
-    few, changed = _few(layout, count, change=False), _few(layout, count, change=True)
-    before = _Trace(model, call, few, count).rows
-    again = _Trace(model, call, few, count).rows
-    after = _Trace(model, call, changed, count).rows
+def _origins(before: _Traced, again: _Traced, after: _Traced) -> list[str]:
     origins: list[str] = []
     for key, (inputs, outputs) in before.items():
         if key not in after or key not in again:
@@ -77,12 +109,15 @@ def _origins(model: nn.Module, layout: Layout, count: int, call: Forward) -> lis
         given = _distance(inputs, after[key][0])
         got = _distance(outputs, after[key][1])
         name = key[0]
-        inside = any(
-            other == name or other.startswith(f"{name}." if name else "") for other in origins
-        )
+        inside = bool(origins) if name == FUNCTION else _is_around(name, origins)
         if given <= _TOLERANCE and got > _TOLERANCE + 10 * noise and not inside:
             origins.append(name)
     return origins
+
+
+def _is_around(name: str, others: Sequence[str]) -> bool:
+    """Whether a module of that name is one of the others, or holds one."""
+    return any(other == name or other.startswith(f"{name}." if name else "") for other in others)
 
 
 def _few(layout: Layout, count: int, *, change: bool) -> Any:
@@ -114,9 +149,6 @@ def _replaced_first(value: Any) -> Any:
     return changed
 
 
-_Rows = tuple[list[Tensor], list[Tensor]]
-
-
 class _Trace:
     """Per call of a module: what stands for its inputs' and outputs' rows of all samples but one.
 
@@ -125,7 +157,7 @@ class _Trace:
     """
 
     def __init__(self, model: nn.Module, call: Forward, batch: Any, count: int) -> None:
-        self.rows: dict[tuple[str, int], _Rows] = {}
+        self.rows: _Traced = {}
         self._count = count
         self._signs: dict[tuple[int, torch.device], Tensor] = {}
         calls: dict[str, int] = {}
@@ -142,13 +174,13 @@ class _Trace:
             return hook
 
         handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
-            handles.append(module.register_forward_hook(leaving(name), with_kwargs=True))
         try:
+            for name, module in model.named_modules():
+                handles.append(module.register_forward_pre_hook(entering, with_kwargs=True))
+                handles.append(module.register_forward_hook(leaving(name), with_kwargs=True))
             torch.manual_seed(0)
             with suppress(LossError):  # a loss function's result cannot lead back from here
-                call(model, batch)
+                self.rows[FUNCTION, 0] = ([], self._others(call(model, batch)))
         finally:
             for handle in handles:
                 handle.remove()

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.coupled.audit import running_buffers
+from wholebatch.coupled.fixed import given_to
 from wholebatch.coupled.moments import Moments, Reduce, merge, move, recomputing
 from wholebatch.coupled.replaced import ReplacedForwards
 from wholebatch.errors import StateError
@@ -88,14 +89,14 @@ class Statistics:
     def _recording(
         self, name: str, module: nn.Module, found: Callable[..., Any]
     ) -> Callable[..., Any]:
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if not module.training or getattr(module, "running_mean", None) is None:
-                return found(x, *args, **kwargs)
+                return found(*args, **kwargs)
             with _scratch(module) as (mean, var):
-                out = found(x, *args, **kwargs)
+                out = found(*args, **kwargs)
             # A block that is computed again was counted before.
             if not recomputing() and _filled(module, mean, var):
-                self._add(name, _moments(module, x, mean, var))
+                self._add(name, _moments(module, given_to(args, kwargs), mean, var))
             return out
 
         return forward

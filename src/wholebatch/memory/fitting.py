@@ -86,6 +86,7 @@ class Fitting:
         self.said: str | None = None
         """What "auto" chose and why, in two lines, once it has."""
         self._chosen_for: int | None = None
+        self._peak: int | None = None  # of the last window, where it was counted
         self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
 
     @property
@@ -153,14 +154,23 @@ class Fitting:
                 recovery.samples,
                 recovery.into,
             )
+        self._peak = meter.peak if isinstance(meter, MemoryMeter) else None
         if len(self.recovered) == seen and self.sizing is not None:
-            peak = None
-            if on_cuda:
-                peak = int(torch.cuda.max_memory_allocated(self._device))
-            elif isinstance(meter, MemoryMeter):
-                peak = meter.peak
-            self.sizing.went_well(peak=peak, budget=self._budget or self._chosen_for)
+            self.sizing.went_well(peak=self._highest(), budget=self._budget or self._chosen_for)
         return parts
+
+    def _highest(self) -> int | None:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return self._peak
+
+    def room(self) -> int | None:
+        """Bytes that the last window left of the memory; None where either is not known."""
+        budget = self._budget or self._chosen_for
+        if budget is None and self._device.type == "cuda":
+            budget = self._chosen_for = self._bytes("free")
+        peak = self._highest()
+        return None if peak is None or budget is None else max(0, budget - peak)
 
     def _bytes(self, memory: Memory) -> int:
         return parse_memory(

@@ -231,5 +231,7 @@ def _other_way(party: int, place: str, other: int, elsewhere: str) -> str:
     return (
         f"micro-batch {party} came to {place} where micro-batch {other} came to {elsewhere}: exact "
         "BatchNorm needs all micro-batches to take the same way through the BatchNorms. Make the "
-        'model\'s path independent of its input, or name another policy (batchnorm="statistics")'
+        "model's path independent of its input and of random numbers (a block that is skipped at "
+        "random: multiply its output by 0 or 1 per sample instead), or name another policy "
+        '(batchnorm="statistics")'
     )

@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.coupled.audit import batchnorms
 from wholebatch.coupled.moments import recomputing
 from wholebatch.coupled.replaced import ReplacedForwards
 from wholebatch.coupled.rng import Begins, Call
+from wholebatch.splitting.structure import flatten
 
-__all__ = ["Recomputed", "blocks_of"]
+__all__ = ["BeginAgain", "Recomputed", "blocks_of"]
 
 _MOST_NORMS = 8
 _SMALL = 0.05
@@ -59,12 +60,20 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+class BeginAgain(Exception):
+    """The input of a block was changed in place, and no copy of it had been kept."""
+
+
 class Recomputed:
     """While this is entered, the given blocks keep their inputs only.
 
     All but those that are `kept` whole: `worth_keeping` names some, once all micro-batches went
     through. `begins` is told where the blocks draw random numbers. With `again`, a context in which
     a call is computed again, the generators are left alone.
+
+    A block is given again what it was given, a list as long as it was. Where its input is changed
+    in place, by itself or later, `check` says so by `BeginAgain` and adds its name to `changing`:
+    of these a copy of the input is kept.
     """
 
     def __init__(
@@ -74,8 +83,11 @@ class Recomputed:
         kept: frozenset[str] = frozenset(),
         begins: Begins | None = None,
         again: Callable[[Call], AbstractContextManager[None]] | None = None,
+        changing: set[str] | None = None,
     ) -> None:
         self._blocks = blocks
+        self._changing = set() if changing is None else changing
+        self._watched: list[tuple[str, Tensor, int]] | None = []
         self._kept = kept
         self._begins = begins
         self._at_replay = again
@@ -90,6 +102,14 @@ class Recomputed:
 
     def __exit__(self, *error: object) -> None:
         self._replaced.restore()
+
+    def check(self) -> None:
+        """Before the first backward: are the inputs that it will begin from as they were?"""
+        watched, self._watched = self._watched or [], None
+        found = {name for name, tensor, then in watched if _version(tensor) != then}
+        if found:
+            self._changing |= found
+            raise BeginAgain
 
     def worth_keeping(self, micro_batches: int, sizes: Mapping[str, int]) -> frozenset[str]:
         """Blocks at the end of the forward that cost little to keep, by the sizes of their layers.
@@ -114,17 +134,57 @@ class Recomputed:
             if not recomputing():
                 self._calls[name] = self._calls.get(name, 0) + 1
             again, begins = self._at_replay, self._begins
+            given = _Given(found, args, kwargs, copies=name in self._changing)
+            if self._watched is not None and name not in self._changing:
+                self._watched += [(name, tensor, _version(tensor)) for tensor in given.tensors]
             if again is not None and begins is not None:
                 call = begins.call(name)
                 return checkpoint(
-                    found,
-                    *args,
+                    given,
+                    *given.to_hold(),
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=lambda: (nullcontext(), again(call)),
-                    **kwargs,
                 )
             with nullcontext() if begins is None or recomputing() else begins.noted(name):
-                return checkpoint(found, *args, use_reentrant=False, **kwargs)
+                return checkpoint(given, *given.to_hold(), use_reentrant=False)
 
         return forward
+
+
+class _Given:
+    """A call of a block that can be made again with what it was given."""
+
+    def __init__(self, block: Callable[..., Any], args: Any, kwargs: Any, *, copies: bool) -> None:
+        self._block = block
+        self._copies = copies
+        leaves, structure = flatten((args, kwargs))
+        values = [leaf.value for leaf in leaves]
+        # Around containers of its own: what the caller puts into its own later is not given again.
+        _, self._structure = flatten(structure.build(values))
+        self._values = [None if isinstance(value, Tensor) else value for value in values]
+        self._places = [at for at, value in enumerate(values) if isinstance(value, Tensor)]
+        self.tensors: list[Tensor] = [values[at] for at in self._places]
+        self._first: tuple[Any, Any] | None = (args, kwargs)
+
+    def to_hold(self) -> list[Tensor]:
+        """The tensors, or copies of them; this call itself holds them no longer."""
+        tensors, self.tensors = self.tensors, []
+        return [self._copied(tensor) for tensor in tensors]
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.clone() if self._copies else tensor
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+        else:
+            values = list(self._values)
+            for at, tensor in zip(self._places, tensors, strict=True):
+                values[at] = self._copied(tensor)
+            args, kwargs = self._structure.build(values)
+        return self._block(*args, **kwargs)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

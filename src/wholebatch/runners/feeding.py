@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
@@ -13,7 +14,7 @@ from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.coupled.batchnorm import Policy
-from wholebatch.coupled.contrastive import Coupled
+from wholebatch.coupled.contrastive import Coupled, refuse_in_parts
 from wholebatch.coupled.dropout import PerSample, check_dropout
 from wholebatch.coupled.guard import Guard
 from wholebatch.coupled.statistics import Statistics
@@ -63,6 +64,7 @@ class Feeding:
         self._drop = check_dropout(dropout, root)
         self._numbers: dict[int, Sequence[int]] = {}
         self._first_number = 0
+        self._audits, self._in_parts = audit, False
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -125,18 +127,22 @@ class Feeding:
         if not self._guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
 
+        function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
+
+        @functools.wraps(function)  # findings name it
         def forward(model: Any, few: Any) -> Any:
-            function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
             with self._precision.forward():
                 return function(self.model, self._moved(few))
 
-        self._guard.look(batch, forward, **layout, summed=lambda found: float(sync.sum([found])[0]))
+        self._guard.look(batch, forward, **layout, summed=self._summed, alone=sync.ranks == 1)
         torch.clear_autocast_cache()
 
     def join_look(self) -> None:
         """A rank without a sample takes part in the look of the others."""
-        sync = self._window.sync
-        self._guard.join(lambda found: float(sync.sum([found])[0]))
+        self._guard.join(self._summed)
+
+    def _summed(self, found: float) -> float:
+        return float(self._window.sync.sum([found])[0])
 
     @property
     def numbers_samples(self) -> bool:
@@ -200,6 +206,7 @@ class Feeding:
         after_micro: AfterMicro,
     ) -> None:
         together = self.in_lock_step(micros)
+        self._in_parts = len(micros) > 1 or self._window.sync.ranks > 1
         if together and self._window.sync.counts_must_agree:
             raise UnsupportedError(
                 'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
@@ -317,6 +324,8 @@ class Feeding:
         micro = to_device(micro, self._device)
         with self._precision.forward():
             loss = as_loss(loss_function(self.model, micro))
+        if self._in_parts and self._audits:
+            refuse_in_parts(loss)
         if self.policy is not None:
             self.policy.micro()
         return loss

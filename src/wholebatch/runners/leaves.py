@@ -105,6 +105,11 @@ class Leaves:
             ends.append(stops)
         return cls(Tree([], shape), joined, ends)
 
+    def rows(self, index: int) -> int:
+        """The number of rows that this micro-batch has in the first tensor."""
+        start, stop = self._ends[0][index : index + 2]
+        return stop - start
+
     def distances(self, index: int, tree: Tree) -> Iterator[Tensor]:
         """How far the representations of this micro-batch are from those of the first pass."""
         self._check(tree)

@@ -30,7 +30,7 @@ from wholebatch.coupled.moments import Reduce
 from wholebatch.coupled.rng import Begins, Call, RecordedStreams, Streams
 from wholebatch.errors import OptionError
 from wholebatch.runners.baton import Baton
-from wholebatch.runners.blocks import Recomputed, blocks_of
+from wholebatch.runners.blocks import BeginAgain, Recomputed, blocks_of
 from wholebatch.runners.elsewhere import Elsewhere
 from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.inherit import Inherited
@@ -90,7 +90,11 @@ class LockStep:
         if hold in ("inputs", "auto") and model is not None:
             blocks = blocks or blocks_of(model)
         if hold == "inputs" and not blocks:
-            raise OptionError('hold="inputs": found no blocks to compute again; give blocks=')
+            raise OptionError(
+                'hold="inputs": this model has no blocks to compute again (modules with BatchNorms '
+                "inside, each with at most half of all): put some of its layers into modules of "
+                'their own, or use hold="graphs", "host" or "auto"'
+            )
         self._norms = tuple(norms)
         self._reduce = reduce
         self._auto = hold == "auto"
@@ -103,6 +107,7 @@ class LockStep:
         self._learnt = Learnt()
         self.paged: Paged | None = None
         self._kept_blocks: frozenset[str] = frozenset()  # known after the first run
+        self._changing: set[str] = set()  # blocks that change their input in place
         self.drawn = frozenset({"cpu"})  # devices whose random numbers the last run drew
         self.seed = 0  # of the last run's random numbers
         self._begins: dict[Call, int] = {}
@@ -138,6 +143,8 @@ class LockStep:
         while True:
             try:
                 return self._run(micros, forward, noted, moved)
+            except BeginAgain:
+                continue
             except torch.OutOfMemoryError:
                 if not (self.relieve() or self._hold_less()) or begun:
                     raise
@@ -220,12 +227,21 @@ class LockStep:
         if pages is not None:
             execute = pages.watch(execute or _here)
         inherited = Inherited.of_this_thread()
+        begins = Begins(self._offset, lambda: baton.party) if elsewhere or recorded else None
+        recomputed = Recomputed(
+            self._blocks if self.holding == "inputs" else (),
+            kept=self._kept_blocks,
+            changing=self._changing,
+            begins=begins,
+            again=on_tape.again if on_tape is not None else _same if recorded else None,
+        )
 
         def body(party: int) -> R:
             with nullcontext() if execute is None else OneThread(execute):
                 micro = micros[party] if moved is None else moved(micros[party])
                 result = forward(micro)
                 del micro
+                recomputed.check()
                 value = backward(result)
                 del result
             if streams is not None:
@@ -239,16 +255,10 @@ class LockStep:
 
         # Recording computes nothing, so nothing has to be put back.
         buffers = _Buffers(() if recorded else self._norms)
-        begins = Begins(self._offset, lambda: baton.party) if elsewhere or recorded else None
         try:
             with (
                 Meetings(self._norms, baton, reduce=self._reduce) as meetings,
-                Recomputed(
-                    self._blocks if self.holding == "inputs" else (),
-                    kept=self._kept_blocks,
-                    begins=begins,
-                    again=on_tape.again if on_tape is not None else _same if recorded else None,
-                ) as recomputed,
+                recomputed,
                 Elsewhere(
                     self._model.modules() if by_layers and self._model else (),
                     # Where operations are watched, those of the layers are, and handed over then.

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from wholebatch.coupled.audit import running_buffers, uses_batch_statistics
+from wholebatch.coupled.fixed import PLAIN, given_to
 from wholebatch.coupled.moments import (
     InputGradient,
     Merged,
@@ -32,9 +33,6 @@ from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.runners.baton import Baton
 
 __all__ = ["Meetings"]
-
-# Layers whose forward is known: normalise, count the batch, move the running statistics.
-_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class Meetings:
@@ -238,17 +236,18 @@ _normalise: Callable[..., Tensor] = _Normalise.apply
 def _batchnorm(
     meetings: Meetings, name: str, module: nn.Module, found: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
         if not uses_batch_statistics(module):
-            return found(x, *args, **kwargs)
-        if type(module).forward in _PLAIN and getattr(found, "__func__", None) in _PLAIN:
+            return found(*args, **kwargs)
+        if type(module).forward in PLAIN and getattr(found, "__func__", None) in PLAIN:
             assert isinstance(module, _BatchNorm)
+            x = given_to(args, kwargs)
             module._check_input_dim(x)
             return meetings.norm(
                 name, x, module.weight, module.bias, module.eps, lambda whole: move(module, whole)
             )
         with _Inside(meetings, name, module) as inside:
-            out = found(x, *args, **kwargs)
+            out = found(*args, **kwargs)
         if not inside.calls:
             raise UnsupportedError(
                 f"{name!r} ({type(module).__name__}) is a BatchNorm that does not call "
@@ -263,22 +262,22 @@ def _batchnorm(
 def _instancenorm(
     meetings: Meetings, name: str, module: nn.Module, found: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
         buffers = {k: b for k, b in running_buffers(module).items() if b.is_floating_point()}
         if not module.training or not buffers:
-            return found(x, *args, **kwargs)
+            return found(*args, **kwargs)
         # The running statistics move towards the mean over samples: the mean, weighted by samples,
         # of where each micro-batch alone would have moved them.
         before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
         try:
-            out = found(x, *args, **kwargs)
+            out = found(*args, **kwargs)
             after = [buffer.detach().clone() for buffer in buffers.values()]
         finally:
             with torch.no_grad():
                 for key, buffer in buffers.items():
                     buffer.copy_(before[key])
         if not recomputing():
-            whole = meetings.weighted(name, instances(module, x), after)
+            whole = meetings.weighted(name, instances(module, given_to(args, kwargs)), after)
             if meetings.first:
                 with torch.no_grad():
                     for buffer, value in zip(buffers.values(), whole, strict=True):

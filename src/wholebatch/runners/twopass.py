@@ -48,6 +48,7 @@ def run_two_pass(
     each: Each | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
     keep: int = 0,
+    weighing: Callable[[int], AbstractContextManager[Any]] = lambda samples: nullcontext(),
 ) -> list[Tensor]:
     """Add the gradient of `coupled.loss` over all `micros` into the parameters.
 
@@ -60,7 +61,7 @@ def run_two_pass(
     ranks, gives a representation's rows of all ranks with gradient. `each` runs the micro-batches
     of a pass (one after the other, if not given). The last `keep` micro-batches keep their graphs
     from the first pass and are not encoded again, unless that would lose what a forward does to
-    buffers.
+    buffers. `weighing(samples)` is around the encoding with a graph of one that is not kept.
 
     Buffers of the modules are as after one pass, and so are the random generators. What is returned
     says of each micro-batch, on the device, whether its representations were finite.
@@ -116,7 +117,7 @@ def run_two_pass(
             return index, kept.pop(index)
         if alone:  # together, each has a stream of its own, which begins as it did
             randomness.restore(starts[index])
-        with sampling(micro), computing():
+        with sampling(micro), computing(), weighing(whole_batch.rows(index)):
             return index, Tree.of(coupled.encode(model, moved(micro)))
 
     def through(encoded: tuple[int, Tree]) -> None:

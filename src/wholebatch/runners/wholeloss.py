@@ -15,6 +15,7 @@ from wholebatch.coupled.contrastive import Coupled
 from wholebatch.errors import LossError, UnsupportedError
 from wholebatch.loss import Loss, Term, Terms
 from wholebatch.runners.gathered import Gathered
+from wholebatch.runners.keeping import Keeping
 from wholebatch.runners.twopass import Each, run_two_pass
 from wholebatch.units import SINGLE
 from wholebatch.window import Window
@@ -40,7 +41,7 @@ class WholeLoss:
                 "DistributedDataParallel (without SyncBatchNorm) only; use those"
             )
         self._coupled = coupled
-        self._keep = coupled.keep
+        self.keeping = Keeping(coupled.keep, window.target.models)
         self._model = model
         self._window = window
         self._gather = Gathered(sync) if sync.ranks > 1 else None
@@ -87,10 +88,11 @@ class WholeLoss:
                 before_micro=before_micro,
                 each=each,
                 gather=self._gather,
-                keep=self._keep if keeps_graphs else 0,
+                keep=self.keeping.number() if keeps_graphs and each is None else 0,
+                weighing=self.keeping.weighing,
             )
         except torch.OutOfMemoryError:
-            self._keep = 0
+            self.keeping.ran_out()
             raise
         if each is not None:
             after_micro(len(micros), len(micros))

@@ -1,0 +1,185 @@
+"""Is the loss of a batch that of its parts? Where it is not, it compares samples."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from wholebatch.errors import LossError
+from wholebatch.loss import Loss, as_loss
+from wholebatch.splitting.layout import Layout
+
+__all__ = ["Apart", "Outside", "loss_apart"]
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """The mean loss of a few samples, and that of the same samples in two halves."""
+
+    together: float
+    apart: float
+    samples: int
+
+    def __str__(self) -> str:
+        gap = abs(self.together - self.apart) / max(abs(self.together), abs(self.apart))
+        return (
+            f"the loss of {self.samples} samples is {self.together:.6g}, of the same in two halves "
+            f"{self.apart:.6g} (relative difference {gap:.0e}). Either it compares samples, or "
+            "lets the batch decide something: wb.Coupled(encode, loss) gives it the whole batch. "
+            "Or it adds something once per micro-batch: multiply that by the micro-batch's units"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A BatchNorm that uses its batch, in a module that the loss function runs beside the model."""
+
+    type: str
+
+    def __str__(self) -> str:
+        return (
+            f"runs a {self.type} in training mode that is not in the model, so that nobody can "
+            "make it exact: give all modules that it runs (model=[net, other]; loss(model, micro) "
+            "is then given the list), or put that one into evaluation mode"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    total: float
+    units: float
+    size: float  # of what was summed, as far as it can be told
+    dtype: torch.dtype
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.units if self.units else math.nan
+
+
+def loss_apart(
+    model: nn.Module,
+    layout: Layout,
+    count: int,
+    call: Callable[[Any, Any], Any],
+    begin: Callable[[], None],
+) -> Apart | Outside | None:
+    """The loss of the first samples beside that of their halves, where these differ; else None.
+
+    `call(model, batch)` is run on an even number of the first `count` samples, on the same in
+    another order, and on each half; in evaluation mode, so that dropout is no reason to differ.
+    `begin()` is called before each. None also where nothing can be told: from a loss that is random
+    all the same, say. A BatchNorm that is called and not in the model is an answer by itself.
+    """
+    half = count // 2
+    first, second = list(range(half)), list(range(half, 2 * half))
+
+    def loss(rows: Sequence[int]) -> dict[str, _Sum]:
+        begin()
+        random.seed(0)  # the same each time: a path that is drawn for the whole batch stays one
+        torch.manual_seed(0)
+        # A loss must lead back to the model to be one; what that would hold is dropped at once.
+        with torch.enable_grad(), saved_tensors_hooks(_dropped, _gone):
+            return _sums(call(model, layout.take(rows)))
+
+    with _evaluating(model), _Called(model) as called:
+        try:
+            whole, shuffled = loss(first + second), loss(second + first)
+            parts = [loss(first), loss(second)] if half else []
+        except LossError:  # not one, or the step says what is wrong with it
+            return called.outside
+    if called.outside is not None:
+        return called.outside
+    if not all(part.keys() == whole.keys() for part in (shuffled, *parts)):
+        return None
+    for name, together in whole.items():
+        found = _compared(
+            together,
+            noise=abs(together.mean - shuffled[name].mean),
+            parts=[part[name] for part in parts],
+            low=called.low,
+        )
+        if found is not None:
+            return Apart(together.mean, found, 2 * half)
+    return None
+
+
+def _compared(together: _Sum, *, noise: float, parts: Sequence[_Sum], low: bool) -> float | None:
+    """The mean loss of the parts, where it is another one."""
+    units = sum(part.units for part in parts)
+    if not units or not math.isfinite(noise):
+        return None
+    apart = sum(part.total for part in parts) / units
+    size = max(abs(together.mean), sum(part.size for part in parts) / units)
+    wide = together.dtype == torch.float64 and not low
+    # Far more than rounding makes of it, far less than negatives from a smaller batch do.
+    allowed = size * (1e-9 if wide else 5e-2 if low or together.dtype in _SIXTEEN_BIT else 1e-3)
+    if size < (1e-12 if wide else 1e-6) or not math.isfinite(apart) or noise > allowed:
+        return None
+    return apart if abs(together.mean - apart) > allowed + 10 * noise else None
+
+
+def _sums(result: Any) -> dict[str, _Sum]:
+    if isinstance(result, Tensor) and result.dim() and result.is_floating_point():
+        size = float(result.detach().abs().sum())
+        return {"": _Sum(float(result.detach().sum()), result.numel(), size, result.dtype)}
+    loss = as_loss(result)
+    terms = {"": loss} if isinstance(loss, Loss) else loss.by_name
+    return {
+        name: _Sum(
+            total := float(term.total.detach()), float(term.units), abs(total), term.total.dtype
+        )
+        for name, term in terms.items()
+    }
+
+
+def _dropped(tensor: Tensor) -> None:
+    return None
+
+
+def _gone(nothing: None) -> Tensor:
+    raise LossError("a loss function that runs a backward of its own")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Called:
+    """Looks at the modules that are called: do they compute in 16 bits, are all in the model?"""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {id(module) for module in model.modules()}
+        self.low = any(parameter.dtype in _SIXTEEN_BIT for parameter in model.parameters())
+        self.outside: Outside | None = None
+
+    def __enter__(self) -> _Called:
+        self._hook = register_module_forward_pre_hook(self._look)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _look(self, module: nn.Module, args: Any) -> None:
+        self.low = self.low or any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+        if isinstance(module, _BatchNorm) and module.training and id(module) not in self._own:
+            self.outside = Outside(type(module).__name__)
