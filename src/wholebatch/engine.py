@@ -172,6 +172,8 @@ class WholeBatch:
             hold=self._feeding.hold,
             gradients=gradients,
         )
+        if self._feeding.whole_loss is not None:
+            self._feeding.whole_loss.keeping.room = self._fitting.room
         if self._feeding.whole_loss is not None and engine.ranks > 1:
             self._fitting.recovers = False  # a rank that begins again would gather alone
         coupled = self._feeding.needs_every_rank() is not None
