@@ -6,8 +6,8 @@
     python benchmarks/gpu_gradients.py --tables              # gradients.md from its json again
 
 The link and the addition on the host are measured first, by themselves. Rows then run one after the
-other in one process; each is printed as it comes, and `--budget` seconds end the run. Everything is
-written to docs/benchmarks/gradients.json and gradients.md.
+other in one process; each is printed as it comes, with what it comes to beside its aim, and
+`--budget` seconds end the run. Everything is written to docs/benchmarks/gradients.json and .md.
 """
 
 from __future__ import annotations
@@ -60,16 +60,55 @@ def rows(large: int) -> dict[str, Row]:
     return {
         "plain-1": Row("device", 1, BF16),
         "host-1": Row("host", 1, BF16, beside="plain-1", windows=1),
+        "swap-1": Row("swap", 1, BF16, beside="plain-1"),
         "plain-large": Row("device", large, BF16, windows=3),
         "host-large": Row("host", large, BF16, beside="plain-large", windows=3),
         "autocast-plain-1": Row("device", 1, FP32),
         "autocast-moments-1": Row("moments", 1, FP32, beside="autocast-plain-1"),
+        "autocast-swap-1": Row("swap", 1, FP32, beside="autocast-plain-1"),
         "autocast-plain-large": Row("device", large, FP32, windows=3),
         "autocast-host-large": Row("host", large, FP32, beside="autocast-plain-large", windows=3),
         "plain-once": Row("device", few, FP32, samples=few, windows=4),
         "release-once": Row("release", few, FP32, samples=few, beside="plain-once", windows=4),
         "host-step": Row("host", large, BF16, optimizer_on="host", beside="plain-large", windows=2),
     }
+
+
+AIMS: dict[str, list[tuple[str, str, float]]] = {
+    "host-1": [
+        ("allocated_saved_of_gradients", "gradient bytes saved on the device", 0.95),
+        ("times_largest_limit", "the largest of plain window, link and host's addition", 1.25),
+    ],
+    "host-large": [("times_plain", "the plain window, where compute covers both", 1.25)],
+    "autocast-moments-1": [
+        ("allocated_saved_of_gradients", "gradient bytes saved on the device", 0.90),
+        ("times_plain", "the plain window in the same execution mode", 1.2),
+    ],
+    "swap-1": [("allocated_saved_of_gradients", "gradient bytes saved on the device", 0.95)],
+}
+"""What a row must show: a share that is to be at least so large, or a time at most so long."""
+
+
+def aims(name: str, row: dict[str, Any]) -> list[str]:
+    """The figures that a row is made for, each with its limit and whether it is kept."""
+    lines = []
+    for key, what, limit in AIMS.get(name, []):
+        if key not in row:
+            continue
+        share = key.endswith("of_gradients")
+        value = row[key]
+        kept = value >= limit if share else value <= limit
+        shown = f"{value:.1%}" if share else f"{value:.2f}x"
+        bound = f"at least {limit:.0%}" if share else f"at most {limit:.2f}x"
+        verdict = "kept" if kept else "MISSED"
+        lines.append(f"{verdict}: {shown} {'of the' if share else 'of'} {what} ({bound})")
+    return lines
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_short(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 class Found:
@@ -87,7 +126,11 @@ class Found:
 
     def add(self, name: str, row: dict[str, Any]) -> None:
         self.rows[name] = row
-        print(f"{name}: {json.dumps(row)}", flush=True)
+        left_out = {"all_seconds", "losses", *Row.__dataclass_fields__}
+        short = {key: _short(value) for key, value in row.items() if key not in left_out}
+        print(f"{name}: {json.dumps(short)}", flush=True)
+        for line in aims(name, row):
+            print(f"  {line}", flush=True)
         self.write()
 
     def tell(self, **numbers: Any) -> None:
@@ -253,7 +296,7 @@ def judged(machine: dict[str, Any], all_rows: dict[str, dict[str, Any]], name: s
     row["limits"] = limits
     row["times_largest_limit"] = row["seconds"] / max(limits)
     row["times_plain"] = row["seconds"] / beside["seconds"]
-    for kind in ("allocated", "driver"):
+    for kind in ("allocated", "driver") if HAS_CUDA else ():
         saved = beside[f"{kind}_gib"] - row[f"{kind}_gib"]
         row[f"{kind}_saved_of_gradients"] = saved / row["gradient_gib"]
 
@@ -335,6 +378,9 @@ def main() -> int:
     text = page({"machine": found.machine, "rows": found.rows})
     page_file.write_text(text, encoding="utf-8")
     print(text)
+    for name, result in found.rows.items():
+        for line in aims(name, result):
+            print(f"{name}: {line}", flush=True)
     return 0
 
 

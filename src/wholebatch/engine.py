@@ -77,8 +77,9 @@ class WholeBatch:
     smaller micro-batches, and makes the update that it would have made with those from the start.
 
     `gradients="host"` sums the gradients in the host's memory, and `optimizer_on="host"` keeps the
-    optimizer's state there too; `"release"` uses and frees them in the last backward: the same
-    update, in less memory of the device. `"moments"` (Adam accumulation) is an approximation.
+    optimizer's state there too; `"swap"` lets Adam's moments wait on the host in the gradients'
+    place; `"release"` uses and frees them in the last backward: the same update, in less memory of
+    the device. `"moments"` (Adam accumulation) is an approximation.
     """
 
     def __init__(

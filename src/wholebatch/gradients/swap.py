@@ -93,7 +93,8 @@ class SwapStore(DeviceStore):
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        for number, bucket in enumerate(sums.buckets):
+        for number in reversed(range(len(sums.buckets))):  # as backward asks for their room
+            bucket = sums.buckets[number]
             for parameter in bucket.parameters:
                 state = state_of(*groups[id(parameter)], parameter)
                 moments, room = _room(parameter, state)

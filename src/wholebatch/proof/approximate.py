@@ -51,7 +51,7 @@ def approximated(bench: Bench, batch: Any, micro_batch: Any, reading: Reading) -
         'gradients="moments" keeps the old moments in half their bits while a window is open: in '
         f"update {_BEFORE + 1} of this batch the second moment is {said(second)} off, the first "
         f"moment is {exact}, and the update is {said(update.distance)} off",
-        'For the update of the undivided batch use gradients="device", "host" or "release"',
+        'For the update of the undivided batch use gradients="device", "host", "swap" or "release"',
     )
     return Approximation(first, update, second, (whole.loss, ours.loss), cause)
 
