@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from wholebatch.errors import StateError
 
-__all__ = ["Checkpoints", "Found", "check_model", "write_atomically"]
+__all__ = ["Checkpoints", "Found", "check_model", "check_optimizer", "write_atomically"]
 
 _KIND = "wholebatch checkpoint"
 _FORMAT = 1
@@ -184,15 +184,37 @@ def check_model(model: nn.Module, saved: Mapping[str, Any], *, where: str) -> No
         raise StateError(f"{where} is of another model: {shown}{more}")
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:
+    """Refuse the state of another kind of optimizer, which torch loads without a word.
+
+    Called with the state loaded: torch fills in the settings that an older version did not have.
+    """
+    absent = [
+        name
+        for name in optimizer.defaults
+        if any(name not in group for group in optimizer.param_groups)
+    ]
+    if absent:
+        raise StateError(
+            f"{where} is of another optimizer: what {type(optimizer).__name__} needs, "
+            f"{', '.join(absent)}, is not there; resume with the optimizer that it was made with"
+        )
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small file: a reader, or a kill, finds the old text or the new, never a part."""
     temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        _to_disk(file.fileno())
-    temporary.replace(path)
-    _folder_to_disk(path.parent)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            _to_disk(file.fileno())
+        temporary.replace(path)
+        _folder_to_disk(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise StateError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from tests.cli.helpers import assert_same_bits
 from wholebatch import checkpoint as module
-from wholebatch.checkpoint import Checkpoints, check_model, write_atomically
+from wholebatch.checkpoint import Checkpoints, check_model, check_optimizer, write_atomically
 from wholebatch.errors import StateError
 
 
@@ -189,6 +190,28 @@ def test_another_model_is_named_by_what_differs() -> None:
         check_model(here, nn.Linear(4, 3).state_dict(), where="x.pt")
     with pytest.raises(StateError, match=r"0.weight is float64 there and float32 here"):
         check_model(here, copy.deepcopy(here).double().state_dict(), where="x.pt")
+
+
+def test_another_kind_of_optimizer_is_noticed() -> None:
+    model = nn.Linear(4, 3)
+    adam, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    check_optimizer(adam, where="x.pt")
+    sgd.load_state_dict(adam.state_dict())  # torch itself says nothing until the first step
+    with pytest.raises(StateError, match=r"x.pt is of another optimizer: what SGD needs, momentum"):
+        check_optimizer(sgd, where="x.pt")
+
+
+def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    write_atomically(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_to_disk", full)
+    with pytest.raises(StateError, match=r"cannot write .*config.json: No space left on device"):
+        write_atomically(path, "new")
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("config.json", "old")]
 
 
 def test_write_atomically_replaces(tmp_path: Path) -> None:

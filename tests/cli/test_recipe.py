@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cli.helpers import EXACT
+from tests.cli.helpers import EXACT, NOISY, Ran
 from wholebatch.errors import MissingExtraError, RecipeError
 from wholebatch.recipes import EMBEDDED, load_recipe, source_of
 
@@ -135,3 +135,17 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[recipes\]'"):
         load_recipe("digits-cnn").build_data()
+
+
+def test_samples_that_cannot_be_put_together_are_told_in_one_line(
+    command: Callable[..., Ran], recipe: Callable[..., Path]
+) -> None:
+    uneven = ("return Points()", "return [{'x': torch.randn(3 + i % 2)} for i in range(20)]")
+    ran = command("train", recipe(NOISY, uneven))
+    assert ran.status == 2
+    assert ran.err.startswith("error: the samples of data() cannot be put together as they are (R")
+    assert ran.err.endswith("or make them alike\n")
+    broken = ('return {"x": x, "y"', 'raise OSError(\'gone\')\n        return {"x": x, "y"')
+    ran = command("train", recipe(NOISY, broken), "--micro-batch", "auto", "--memory", "1GiB")
+    assert ran.status == 1
+    assert ran.err.startswith("error: OSError: gone\n  at ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import linecache
 import sys
 import traceback
@@ -61,6 +62,10 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
         raise typer.Exit(1 if isinstance(error, _WHILE_TRAINING) else 2) from error
     except Exception as error:
         place = place_of(error, recipe)
+        if place is None and isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            print(f"error: {who}cannot write to {folder}: {error.strerror}", file=sys.stderr)
+            _tell_last(folder, crew)
+            raise typer.Exit(1) from error
         if place is None:
             raise
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
@@ -75,6 +80,7 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 _WHILE_TRAINING = (ArithmeticError, WindowError, torch.OutOfMemoryError)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch import WholeBatch
-from wholebatch.checkpoint import Checkpoints, Found, check_model
+from wholebatch.checkpoint import Checkpoints, Found, check_model, check_optimizer
 from wholebatch.cli.crew import Crew
 from wholebatch.cli.staged import Staged
 from wholebatch.cli.zero import Zero
@@ -135,6 +135,9 @@ def restore(parts: Parts, crew: Crew, found: Found, *, data: Batches, seed: int)
         else:
             parts.model.load_state_dict(state["model"])
             parts.optimizer.load_state_dict(state["optimizer"])
+            check_optimizer(parts.optimizer, where=str(found.path))
+    except StateError:
+        raise
     except (ValueError, KeyError, RuntimeError) as error:
         raise StateError(f"{found.path} does not fit this recipe's optimizer: {error}") from error
     _finish(parts, crew, state, data=data, seed=seed)

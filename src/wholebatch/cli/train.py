@@ -257,9 +257,10 @@ def _train(asked: Asked, crew: Crew) -> int:
             )
         )
         crew.together(lambda: _take_up(session, found, asked.given.batch_size))
-        with terminal.working("choosing the micro-batch"):
-            chosen = crew.together(session.choose)
-        rows = head_rows(session, found, folder=folder.path, chosen=chosen)
+        with training_failures(recipe.path, folder.path, crew):  # a first batch may be read here
+            with terminal.working("choosing the micro-batch"):
+                chosen = crew.together(session.choose)
+            rows = head_rows(session, found, folder=folder.path, chosen=chosen)
         # Everything fits: from here on the folder is written.
         if start.has_changed:
             terminal.note(f"note: {recipe.path} has changed since this run began")

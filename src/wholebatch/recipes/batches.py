@@ -180,7 +180,20 @@ class Batches:
                     _reseed(_mixed(self._seed, self.position.epoch, "sample", place + offset))
                     samples.append(self._data[index])
             _reseed(_mixed(self._seed, self.position.epoch, "collate", self.position.batch))
+            return self._put_together(samples)
+
+    def _put_together(self, samples: list[Any]) -> Any:
+        """The samples as a batch; torch's own collate takes only those of one shape."""
+        if self._collate is not default_collate:
             return self._collate(samples)
+        try:
+            return default_collate(samples)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            raise RecipeError(
+                f"the samples of data() cannot be put together as they are ({reason}): give the "
+                "recipe a function collate(samples) that makes a batch of them, or make them alike"
+            ) from error
 
     def _read_at_once(self, chosen: list[int]) -> list[Any] | None:
         """Samples that draw nothing; None where one drew."""
@@ -241,7 +254,7 @@ class Batches:
                 batch = found[0] if found else None
             else:
                 found = list(islice(self._iterator, size))
-                batch = self._collate(found) if found else None
+                batch = self._put_together(found) if found else None
         if not found:
             return None
         self._in_epoch += 1

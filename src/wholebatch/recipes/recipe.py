@@ -258,9 +258,10 @@ def _parts_of(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
         if not callable(part):
             raise RecipeError(f"recipe {path}: {name} is {_kind(part)}, not a function")
         if not _takes(part, arguments) and not (name == "scheduler" and _takes(part, 2)):
+            many = "1 or 2" if name == "scheduler" else str(arguments)
             raise RecipeError(
-                f"recipe {path}: {name}{inspect.signature(part)} must take {arguments} "
-                f"argument{'' if arguments == 1 else 's'}"
+                f"recipe {path}: {name}{inspect.signature(part)} must take {many} "
+                f"argument{'' if many == '1' else 's'}"
             )
         parts[name] = part
     return parts
