@@ -1,12 +1,15 @@
 """Contrastive losses of large batches on a GPU: time and memory of two passes, side by side.
 
 A ViT-B/32 (88 M parameters, bf16 autocast) encodes two views of every image; the loss is InfoNCE
-over the whole batch. In one run: the whole batch at once, `wb.Coupled`, and sentence-transformers'
-cached loss, at a size where the first fits; then how the memory of the second grows with the batch;
-then one update from 65,536 pairs.
+over the whole batch. In one run: the whole batch at once, `wb.Coupled`, sentence-transformers'
+cached loss and GradCache, at a size where the first fits; then how the memory of the second grows
+with the batch; then one update from 65,536 pairs.
 
     python benchmarks/gpu_contrastive.py                  # on CUDA; writes contrastive.json to $OUT
     python benchmarks/gpu_contrastive.py --small          # a look at the code path, anywhere
+    python benchmarks/gpu_contrastive.py --ratios         # on a CPU, by its time, in turns
+
+GradCache is compared where it is installed (`pip install gradcache`).
 
 Images are drawn from a pool on the device by their numbers: 65,536 pairs of them would be 20 GB.
 """
@@ -18,12 +21,13 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +51,12 @@ class Size:
     compared: int
     grown: tuple[int, ...]
     largest: int
+    low: bool = True
 
 
 LARGE = Size("cuda", 768, 12, 224, 512, 256, 1024, (256, 2048, 8192, 32768), 65536)
 SMALL = Size("cpu", 32, 2, 64, 16, 8, 32, (8, 32), 64)
+MEDIUM = Size("cpu", 192, 4, 128, 16, 16, 64, (), 64, low=False)
 
 
 class Block(nn.Module):
@@ -138,7 +144,7 @@ def by_whole(size: Size, count: int) -> Callable[[], Any]:
     batch = pairs(count, size)
 
     def window() -> None:
-        with torch.autocast(size.device, dtype=torch.bfloat16):
+        with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
             a, b = encode(model, batch)
             a, b = F.normalize(a.float(), dim=-1), F.normalize(b.float(), dim=-1)
             total = F.cross_entropy(SCALE * (a @ b.T), torch.arange(count, device=a.device))
@@ -149,14 +155,16 @@ def by_whole(size: Size, count: int) -> Callable[[], Any]:
     return window
 
 
-def by_wholebatch(size: Size, count: int, micro: int, keep: int = 0) -> Callable[[], Any]:
+def by_wholebatch(
+    size: Size, count: int, micro: int, keep: int | Literal["auto"] = 0
+) -> Callable[[], Any]:
     model = Tower(size).to(size.device)
     train = wb.WholeBatch(
         model,
         optimizer_of(model),
         loss=wb.Coupled(encode, loss, keep=keep),
         micro_batch=micro,
-        precision="bf16",
+        precision="bf16" if size.low else "full",
     )
     batch = pairs(count, size)
     return lambda: train.step(batch)
@@ -172,7 +180,7 @@ def by_halves(size: Size, count: int, micro: int) -> Callable[[], Any]:
         for backward in (False, True):
             for part in parts:
                 with (
-                    torch.autocast(size.device, dtype=torch.bfloat16),
+                    torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low),
                     torch.set_grad_enabled(backward),
                 ):
                     total = loss(encode(model, part)).total if backward else encode(model, part)[0]
@@ -198,7 +206,7 @@ def by_sentence_transformers(size: Size, count: int, micro: int) -> Callable[[],
             self.tower = Tower(size)
 
         def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            with torch.autocast(size.device, dtype=torch.bfloat16):
+            with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
                 return {**features, "sentence_embedding": self.tower(features["input_ids"])}
 
     model = transformer(modules=[Wrapped()], device=size.device)
@@ -211,13 +219,77 @@ def by_sentence_transformers(size: Size, count: int, micro: int) -> Callable[[],
     features = [{"input_ids": batch["a"]}, {"input_ids": batch["b"]}]
 
     def window() -> None:
-        with torch.autocast(size.device, dtype=torch.bfloat16):
+        with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
             made = cached(features, torch.zeros(count, device=size.device))
         made.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return window
+
+
+def by_gradcache(size: Size, count: int, micro: int) -> Callable[[], Any] | str:
+    """Luyu Gao's GradCache on the same tower."""
+    try:
+        # What the registry has is called gradcache, and imports itself as grad_cache.
+        sys.modules.setdefault("grad_cache", import_module("gradcache"))
+        cache = import_module("grad_cache.grad_cache").GradCache
+    except ImportError as error:
+        return f"not installed ({error})"
+    model = Tower(size).to(size.device)
+    optimizer = optimizer_of(model)
+
+    def reps(made: Tensor) -> Tensor:
+        return made.float()
+
+    def contrast(both: Tensor) -> Tensor:
+        a, b = F.normalize(both, dim=-1).chunk(2)
+        return F.cross_entropy(SCALE * (a @ b.T), torch.arange(count, device=a.device))
+
+    # As above, two views of `micro` pairs at once; one input, so that one tower is one model.
+    step = cache([model], 2 * micro, contrast, get_rep_fn=reps)
+    batch = pairs(count, size)
+
+    def window() -> None:
+        with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
+            step(torch.cat([batch["a"], batch["b"]]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return window
+
+
+def ratios(size: Size, rounds: int) -> None:
+    """Processor time of each way over that of the whole batch: the median over rounds, in turns."""
+    torch.set_num_threads(1)
+    count, micro = size.compared, size.micro
+    ways: dict[str, Callable[[], Any] | str] = {"whole batch": by_whole(size, count)}
+    for keep in (0, 1, 2, count // micro):
+        ways[f"wb.Coupled, keep={keep}"] = by_wholebatch(size, count, micro, keep)
+    ways["its two halves alone"] = by_halves(size, count, micro)
+    ways["sentence-transformers"] = by_sentence_transformers(size, count, micro)
+    ways["GradCache"] = by_gradcache(size, count, micro)
+    windows = {name: way for name, way in ways.items() if not isinstance(way, str)}
+    seconds: dict[str, list[float]] = {name: [] for name in windows}
+    for turn in range(rounds + 1):  # the first is a warm-up
+        for name, window in windows.items():
+            begun = time.process_time()
+            window()
+            if turn:
+                seconds[name].append(time.process_time() - begun)
+    for name, way in ways.items():
+        if isinstance(way, str):
+            print(f"{name:24} {way}", flush=True)
+            continue
+        over = [
+            own / whole for own, whole in zip(seconds[name], seconds["whole batch"], strict=True)
+        ]
+        print(
+            f"{name:24} {statistics.median(seconds[name]):7.2f} s of processor time, "
+            f"{statistics.median(over):5.2f} x the whole batch",
+            f"({min(over):.2f} to {max(over):.2f})",
+            flush=True,
+        )
 
 
 def line(name: str, count: int, seconds: float, peak: float, beside: float | None = None) -> None:
@@ -228,7 +300,12 @@ def line(name: str, count: int, seconds: float, peak: float, beside: float | Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    size = SMALL if parser.parse_args().small else LARGE
+    parser.add_argument("--ratios", action="store_true")
+    given = parser.parse_args()
+    if given.ratios:
+        ratios(MEDIUM, rounds=5)
+        return
+    size = SMALL if given.small else LARGE
     found: dict[str, Any] = {"rows": []}
 
     def note(name: str, window: Callable[[], Any] | str, count: int, repeats: int) -> float | None:
@@ -249,7 +326,8 @@ def main() -> None:
     whole = note("whole batch", warm(by_whole(size, size.compared)), size.compared, 3)
     found["whole"] = whole
     _empty(size)
-    for keep in (0, 1, 2):
+    keeps: tuple[int | Literal["auto"], ...] = (0, 1, 2, "auto")
+    for keep in keeps:
         window = warm(by_wholebatch(size, size.compared, size.micro, keep))
         note(f"wb.Coupled, keep={keep}", window, size.compared, 3)
         del window
@@ -258,12 +336,15 @@ def main() -> None:
     note("its two halves alone", window, size.compared, 3)
     del window
     _empty(size)
-    try:
-        theirs = warm(by_sentence_transformers(size, size.compared, size.micro))
-        note("sentence-transformers", theirs, size.compared, 3)
-        del theirs
-    except Exception as error:  # a peer that fails here must not cost us our own figures
-        print(f"sentence-transformers: {type(error).__name__}: {error}", flush=True)
+    for name, peer in (
+        ("sentence-transformers", by_sentence_transformers),
+        ("GradCache", by_gradcache),
+    ):
+        try:
+            note(name, warm(peer(size, size.compared, size.micro)), size.compared, 3)
+        except Exception as error:  # a peer that fails here must not cost us our own figures
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        _empty(size)
     found.pop("whole")
     _empty(size)
     for count in size.grown:

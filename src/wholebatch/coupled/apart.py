@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from wholebatch import randomness
 from wholebatch.errors import LossError
 from wholebatch.loss import Loss, as_loss
 from wholebatch.splitting.layout import Layout
@@ -31,14 +32,16 @@ class Apart:
     together: float
     apart: float
     samples: int
+    how: str = "in two halves"
 
     def __str__(self) -> str:
         gap = abs(self.together - self.apart) / max(abs(self.together), abs(self.apart))
         return (
-            f"the loss of {self.samples} samples is {self.together:.6g}, of the same in two halves "
-            f"{self.apart:.6g} (relative difference {gap:.0e}). Either it compares samples, or "
-            "lets the batch decide something: wb.Coupled(encode, loss) gives it the whole batch. "
-            "Or it adds something once per micro-batch: multiply that by the micro-batch's units"
+            f"the loss of {self.samples} samples is {self.together:.6g}, of the same {self.how} "
+            f"{self.apart:.6g} (relative difference {gap:.0e}). Either it, or the model under it, "
+            "compares samples or lets the batch decide something (a capacity, a path): what the "
+            "loss does so belongs into wb.Coupled(encode, loss), which sees the whole batch. Or it "
+            "adds something once per micro-batch: multiply that by the micro-batch's units"
         )
 
 
@@ -80,18 +83,26 @@ def loss_apart(
     `call(model, batch)` is run on an even number of the first `count` samples, on the same in
     another order, and on each half; in evaluation mode, so that dropout is no reason to differ.
     `begin()` is called before each. None also where nothing can be told: from a loss that is random
-    all the same, say. A BatchNorm that is called and not in the model is an answer by itself.
+    all the same, say. Where nothing is, another order must make no difference either. A BatchNorm
+    that is called and not in the model is an answer by itself.
     """
     half = count // 2
     first, second = list(range(half)), list(range(half, 2 * half))
+    drawn: list[bool] = []
 
     def loss(rows: Sequence[int]) -> dict[str, _Sum]:
-        begin()
-        random.seed(0)  # the same each time: a path that is drawn for the whole batch stays one
-        torch.manual_seed(0)
-        # A loss must lead back to the model to be one; what that would hold is dropped at once.
-        with torch.enable_grad(), saved_tensors_hooks(_dropped, _gone):
-            return _sums(call(model, layout.take(rows)))
+        # A loss must lead back to the model to be one; what that would hold is dropped at once,
+        # unless the loss itself goes that way (a gradient penalty).
+        for holding in (saved_tensors_hooks(_dropped, _gone), nullcontext()):
+            begin()
+            random.seed(0)  # the same each time: a path that is drawn for a batch stays one
+            torch.manual_seed(0)
+            before = randomness.capture()
+            with suppress(_GoesBack), torch.enable_grad(), holding:
+                sums = _sums(call(model, layout.take(rows)))
+                drawn.append(not _are_equal(before, randomness.capture()))
+                return sums
+        return {}
 
     with _evaluating(model), _Called(model) as called:
         try:
@@ -104,18 +115,23 @@ def loss_apart(
     if not all(part.keys() == whole.keys() for part in (shuffled, *parts)):
         return None
     for name, together in whole.items():
-        found = _compared(
+        noise = abs(together.mean - shuffled[name].mean)
+        halves = _compared(
             together,
-            noise=abs(together.mean - shuffled[name].mean),
-            parts=[part[name] for part in parts],
+            [part[name] for part in parts],
             low=called.low,
+            noise=noise if any(drawn) else 0.0,
         )
-        if found is not None:
-            return Apart(together.mean, found, 2 * half)
+        if halves is not None:
+            return Apart(together.mean, halves, 2 * half)
+        if not any(drawn):  # then the order of samples can matter only to what compares them
+            other = _compared(together, [shuffled[name]], low=called.low, noise=0.0)
+            if other is not None:
+                return Apart(together.mean, other, 2 * half, how="in another order")
     return None
 
 
-def _compared(together: _Sum, *, noise: float, parts: Sequence[_Sum], low: bool) -> float | None:
+def _compared(together: _Sum, parts: Sequence[_Sum], *, noise: float, low: bool) -> float | None:
     """The mean loss of the parts, where it is another one."""
     units = sum(part.units for part in parts)
     if not units or not math.isfinite(noise):
@@ -144,12 +160,26 @@ def _sums(result: Any) -> dict[str, _Sum]:
     }
 
 
+def _are_equal(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor):
+        return torch.equal(before, after)
+    if isinstance(before, (list, tuple)):
+        return all(_are_equal(a, b) for a, b in zip(before, after, strict=True))
+    if isinstance(before, dict):
+        return all(_are_equal(before[key], after[key]) for key in before)
+    return bool(before == after)
+
+
 def _dropped(tensor: Tensor) -> None:
     return None
 
 
+class _GoesBack(Exception):
+    """The loss function runs a backward of its own."""
+
+
 def _gone(nothing: None) -> Tensor:
-    raise LossError("a loss function that runs a backward of its own")
+    raise _GoesBack
 
 
 @contextmanager

@@ -52,6 +52,7 @@ class Probe:
         self._norms = norms
         self._call = _call if forward is None else forward
         self._layout = _layout(batch, batch_size, static)
+        self._needs_graph = False
         self._count = 0 if self._layout is None else min(self._layout.size, _SAMPLES)
 
     def moved_by_another_sample(self, known: Collection[str] = ()) -> list[str]:
@@ -65,7 +66,7 @@ class Probe:
         layout, count = self._layout, self._count
         if layout is None or count < 2:
             return []
-        with _Unchanged(self._model), torch.no_grad(), FixedNorms(self._norms) as fixed:
+        with _Unchanged(self._model), FixedNorms(self._norms) as fixed:
             origins = [o for o in self._origins(layout, count, fixed) if o not in known]
             if origins and count > 2:
                 # A dimension that happens to be as long as the samples are many is told by another
@@ -85,10 +86,20 @@ class Probe:
     def _origins(self, layout: Layout, count: int, fixed: FixedNorms) -> list[str]:
         def traced(batch: Any) -> _Traced:
             fixed.begin()
-            return _Trace(self._model, self._call, batch, count).rows
+            with torch.set_grad_enabled(self._needs_graph):
+                return _Trace(self._model, self._call, batch, count).rows
 
         few, changed = _few(layout, count, change=False), _few(layout, count, change=True)
-        return _origins(traced(few), traced(few), traced(changed))
+        try:
+            first = traced(few)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a function that takes gradients itself (a gradient penalty)
+            if self._needs_graph:
+                raise
+            self._needs_graph = True
+            first = traced(few)
+        return _origins(first, traced(few), traced(changed))
 
 
 def _layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
