@@ -58,7 +58,8 @@ class Child:
             env=environment,
             start_new_session=True,  # a group of its own, to be stopped as one
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -92,6 +93,11 @@ class Child:
         """Kill what is left of it."""
         self.signal(signal.SIGKILL)
         self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
 
     def errors(self) -> str:
         """The end of what it wrote to its standard error."""
@@ -136,7 +142,7 @@ def run_rows(
     pending, active, ready = list(specs), list[Child](), list[Child]()
     try:
         while pending or active:
-            pending = _start(pending, active, start, expect, until, together, ready)
+            pending = _start(pending, active, start, expect, until, together)
             if not active:
                 break
             child = _next(active, until, warm_up)
@@ -173,13 +179,12 @@ def _start(
     expect: Callable[[Spec], Expected],
     until: float,
     together: int,
-    ready: Sequence[Child],
 ) -> list[Spec]:
     """Begin what may be prepared now, beside what is; returns what is left."""
     left = []
     for spec in pending:
         wanted = expect(spec)
-        if time.monotonic() + wanted.seconds > until and not ready:
+        if time.monotonic() + wanted.seconds > until:
             left.append(spec)
             continue
         held = sum(child.gib for child in active)
