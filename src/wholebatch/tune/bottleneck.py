@@ -92,7 +92,9 @@ def name_bottleneck(
     shares = {name: seconds / window for name, seconds in split.items()}
     largest = sorted(shares, key=lambda name: -shares[name])[:3]
     if split:
-        parts = ", ".join(f"{shares[name]:.0%} is {name}" for name in largest if shares[name])
+        parts = ", ".join(
+            f"{shares[name]:.0%} is {name}" for name in largest if shares[name] >= 0.005
+        )
         evidence.append(f"of a window, {parts}")
     launching = shares.get("idle", 0.0)
     if fixed is not None and trial.seconds:

@@ -12,9 +12,10 @@ from wholebatch.report.page.elements import Page, Section
 from wholebatch.report.page.html import write_page
 from wholebatch.report.page.memory import memory
 from wholebatch.report.page.sources import Run, Sources, read_sources
-from wholebatch.report.page.timing import PARTS, split, tuning
+from wholebatch.report.page.timing import split, tuning
 from wholebatch.report.page.training import overview, training
 from wholebatch.report.page.verdict import verification
+from wholebatch.words import PARTS
 
 __all__ = ["make_page", "write_report"]
 
