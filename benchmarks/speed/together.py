@@ -37,6 +37,7 @@ class Child:
         self.gib = gib
         self.row: dict[str, Any] | None = None
         self.settled = threading.Event()  # it waits for a word, or has ended
+        self.ended = False
         self.began = time.monotonic()
         self.stopped = 0.0  # seconds that it was made to wait
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the child)
@@ -68,7 +69,8 @@ class Child:
                 self.row = json.loads(line[4:])
             if line.startswith(("READY", "ROW ")):
                 self.settled.set()
-        self.settled.set()  # it ended, with or without a row
+        self.ended = True  # with or without a row; said before it is settled
+        self.settled.set()
 
     def say(self, word: str) -> None:
         """Tell it to go on ("go": time some windows, "end": that was all)."""
@@ -78,6 +80,8 @@ class Child:
             self.process.stdin.write(f"{word}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
+            pass  # it ends, and its last line has been read or will be
+        if self.ended:  # before the event was cleared, perhaps: nobody would set it again
             self.settled.set()
 
     def named(self, error: str) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def run_rows(
                 break
             child = _next(active, until, warm_up)
             active.remove(child)
-            if not child.settled.is_set() or child.row is not None or not _alive(child):
+            if not child.settled.is_set() or child.row is not None or child.ended:
                 report(_result(child))
             elif rounds > 1:
                 child.signal(signal.SIGSTOP)
@@ -233,7 +237,7 @@ def _result(child: Child, *, wait: float | None = None) -> dict[str, Any]:
         child.say("end")
         child.settled.wait(timeout=max(1.0, min(60.0, wait - time.monotonic())))
     row = child.row or child.named(
-        "did not end in time" if _alive(child) else "ended without a result"
+        "ended without a result" if child.ended else "did not end in time"
     )
     if "error" in row:
         print(child.errors(), flush=True)
@@ -241,7 +245,3 @@ def _result(child: Child, *, wait: float | None = None) -> dict[str, Any]:
         row["driver_gib"] = child.driver_gib()
     child.end()
     return row
-
-
-def _alive(child: Child) -> bool:
-    return child.process.poll() is None
