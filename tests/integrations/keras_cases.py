@@ -304,6 +304,8 @@ def test_refusals_and_units_of_ones_own() -> None:
         fit(model, (x, y), SIZES)
 
     if JAX:
+        with pytest.raises(UnsupportedError, match="Nadam on the JAX backend"):
+            GradientAccumulateOptimizer("nadam", 4)
         return
 
     def build(cls: Any, **options: Any) -> Any:

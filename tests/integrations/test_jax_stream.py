@@ -129,6 +129,11 @@ def test_a_window_without_units_makes_no_update() -> None:
     updates, state = tx.update(jnp.full(2, 5.0), tx.init(params), params, units=0)
     assert float(jnp.abs(updates).sum()) == 0.0
     assert int(state.updates) == int(state.place) == int(state.inner[0].count) == 0
+    # Within a window it adds nothing, though the gradient of its mean is 0/0.
+    tx = multi_steps(optax.sgd(1.0), every_k=2)
+    _, state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params, units=0)
+    updates, _ = tx.update(jnp.full(2, 5.0), state, params, units=3)
+    assert updates.tolist() == [-5.0, -5.0]
 
 
 def test_sums_of_16_bit_gradients() -> None:

@@ -97,6 +97,8 @@ def accumulate(
                 loss_of, argnums=argnums, has_aux=True
             )(*call)
             sums = (_scalar(total), _scalar(counted, like=total), gradient)
+            if units is not None:  # the mean over no units is 0/0, and so is its gradient
+                sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
             return jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), sums), extra
 
         if axis_name is not None:  # else every micro-batch would reduce its gradient by itself

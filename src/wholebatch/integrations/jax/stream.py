@@ -105,11 +105,13 @@ def multi_steps(
         if counted.shape:
             raise WindowError(f"units= has shape {counted.shape}: it must be a single number")
         weight = counted if of == "mean" else jnp.ones((), counted.dtype)
-        total = jax.tree.map(
-            lambda sum_, leaf: sum_ + leaf.astype(sum_.dtype) * weight.astype(sum_.dtype),
-            state.total,
-            updates,
-        )
+
+        def added(sum_: Any, leaf: Any) -> Any:
+            more = leaf.astype(sum_.dtype) * weight.astype(sum_.dtype)
+            # The gradient of a mean over no units is 0/0: it adds nothing.
+            return sum_ + (jnp.where(counted == 0, 0, more) if of == "mean" else more)
+
+        total = jax.tree.map(added, state.total, updates)
         place = state.place + 1
         window = state.units + counted
         steps = every_k(state.updates) if callable(every_k) else every_k

@@ -52,6 +52,11 @@ class GradientAccumulateOptimizer(Window):
                 f"the optimizer has gradient_accumulation_steps={base.gradient_accumulation_steps} "
                 "of its own: leave that away, windows would be accumulated twice"
             )
+        if keras.backend.backend() == "jax" and isinstance(base, keras.optimizers.Nadam):
+            raise UnsupportedError(
+                "Nadam on the JAX backend keeps a number outside of its variables, which a "
+                "compiled step loses (in Keras's own training too): use Adam, or another backend"
+            )
         super().__init__(learning_rate=0.0, name=name or "gradient_accumulate_optimizer")
         self.inner_optimizer = inner
         self.accum_steps = check_steps(accum_steps)
