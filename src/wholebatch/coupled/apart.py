@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from wholebatch import randomness
-from wholebatch.errors import LossError
 from wholebatch.loss import Loss, as_loss
 from wholebatch.splitting.layout import Layout
 
@@ -27,17 +26,16 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The mean loss of a few samples, and that of the same samples in two halves."""
+    """The mean loss of a few samples, and that of the same samples taken in another way."""
 
     together: float
     apart: float
-    samples: int
     how: str = "in two halves"
 
     def __str__(self) -> str:
         gap = abs(self.together - self.apart) / max(abs(self.together), abs(self.apart))
         return (
-            f"the loss of {self.samples} samples is {self.together:.6g}, of the same {self.how} "
+            f"the loss of some samples is {self.together:.6g}, of the same {self.how} "
             f"{self.apart:.6g} (relative difference {gap:.0e}). Either it, or the model under it, "
             "compares samples or lets the batch decide something (a capacity, a path): what the "
             "loss does so belongs into wb.Coupled(encode, loss), which sees the whole batch. Or it "
@@ -71,6 +69,9 @@ class _Sum:
         return self.total / self.units if self.units else math.nan
 
 
+_Sums: TypeAlias = dict[str, _Sum]
+
+
 def loss_apart(
     model: nn.Module,
     layout: Layout,
@@ -90,7 +91,7 @@ def loss_apart(
     first, second = list(range(half)), list(range(half, 2 * half))
     drawn: list[bool] = []
 
-    def loss(rows: Sequence[int]) -> dict[str, _Sum]:
+    def loss(rows: Sequence[int]) -> _Sums:
         # A loss must lead back to the model to be one; what that would hold is dropped at once,
         # unless the loss itself goes that way (a gradient penalty).
         for holding in (saved_tensors_hooks(_dropped, _gone), nullcontext()):
@@ -108,26 +109,36 @@ def loss_apart(
         try:
             whole, shuffled = loss(first + second), loss(second + first)
             parts = [loss(first), loss(second)] if half else []
-        except LossError:  # not one, or the step says what is wrong with it
+            found = None
+            if called.outside is None:
+                found = _differing(whole, shuffled, parts, drawn=any(drawn), low=called.low)
+            if found is not None and _differing(
+                whole, loss(first + second), [], drawn=False, low=called.low
+            ):
+                return None  # another one each time: it counts its calls, say
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # not a loss, or none in evaluation mode
             return called.outside
-    if called.outside is not None:
-        return called.outside
+    return called.outside or found
+
+
+def _differing(
+    whole: _Sums, shuffled: _Sums, parts: Sequence[_Sums], *, drawn: bool, low: bool
+) -> Apart | None:
+    """The first term that is another one of the parts or, if nothing is drawn, in another order."""
     if not all(part.keys() == whole.keys() for part in (shuffled, *parts)):
         return None
     for name, together in whole.items():
-        noise = abs(together.mean - shuffled[name].mean)
-        halves = _compared(
-            together,
-            [part[name] for part in parts],
-            low=called.low,
-            noise=noise if any(drawn) else 0.0,
-        )
-        if halves is not None:
-            return Apart(together.mean, halves, 2 * half)
-        if not any(drawn):  # then the order of samples can matter only to what compares them
-            other = _compared(together, [shuffled[name]], low=called.low, noise=0.0)
-            if other is not None:
-                return Apart(together.mean, other, 2 * half, how="in another order")
+        other = shuffled[name]
+        noise = abs(together.mean - other.mean) if drawn else 0.0
+        of_parts = _compared(together, [part[name] for part in parts], noise=noise, low=low)
+        if of_parts is not None:
+            return Apart(together.mean, of_parts)
+        # Without random numbers the order of samples can matter only to what compares them.
+        in_order = None if drawn else _compared(together, [other], noise=0.0, low=low)
+        if in_order is not None:
+            return Apart(together.mean, in_order, how="in another order")
     return None
 
 
@@ -146,7 +157,7 @@ def _compared(together: _Sum, parts: Sequence[_Sum], *, noise: float, low: bool)
     return apart if abs(together.mean - apart) > allowed + 10 * noise else None
 
 
-def _sums(result: Any) -> dict[str, _Sum]:
+def _sums(result: Any) -> _Sums:
     if isinstance(result, Tensor) and result.dim() and result.is_floating_point():
         size = float(result.detach().abs().sum())
         return {"": _Sum(float(result.detach().sum()), result.numel(), size, result.dtype)}
