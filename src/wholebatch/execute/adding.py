@@ -37,6 +37,14 @@ if TYPE_CHECKING:
 __all__ = ["Adding"]
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+_CAN_LOOK = (
+    hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    and hasattr(torch._C, "_are_functorch_transforms_active")
+    and hasattr(torch._C, "_len_torch_dispatch_stack")
+    and hasattr(torch._C, "_len_torch_function_stack")
+    and hasattr(forward_ad, "_current_level")
+)
+"""Whether this torch says who watches; these names are its own, and may go."""
 LossFunction = Callable[[Any, Any], Any]
 
 
@@ -72,7 +80,11 @@ class Adding:
     def possible(self) -> bool:
         """Whether some gradients may never be seen by autograd."""
         window = self._window
-        if not self.allowed or not (self.anywhere or can_add_any_product(self._device)):
+        if (
+            not self.allowed
+            or not _CAN_LOOK
+            or not (self.anywhere or can_add_any_product(self._device))
+        ):
             return False
         sync = window.sync
         return window.store.only_eager is None and sync.takes_graphs and not sync.counts_must_agree
