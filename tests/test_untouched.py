@@ -69,3 +69,10 @@ def test_losses_that_lead_to_no_parameter_of_the_optimizer() -> None:
     acc = wb.Accumulator(model, sgd(another), steps=1)
     with pytest.raises(WindowError, match="lead to none of the optimizer's parameters"):
         acc.backward(summed(model, MICROS[0]), units=5)
+
+
+def test_a_layer_that_moves_with_every_forward_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Spectral normalisation iterates once per forward, and so once per micro-batch."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
+    wb.Accumulator(model, sgd(model), steps=2)
+    assert "0.parametrizations.weight.0 (_SpectralNorm): one power iteration" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from wholebatch import state
 from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import audit
 from wholebatch.coupled.batchnorm import Refuse
 from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
@@ -26,6 +28,8 @@ from wholebatch.untouched import Untouched
 from wholebatch.window import Window
 
 __all__ = ["Accumulator"]
+
+_log = logging.getLogger("wholebatch")
 
 
 class Accumulator:
@@ -92,6 +96,9 @@ class Accumulator:
         self._window = Window(target, options, engine, store)
         self._untouched = Untouched(self._window)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
+        for finding in (finding for model in target.models for finding in audit(model).findings):
+            if finding.kind == "spectral":
+                _log.warning("%s", finding)
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward
