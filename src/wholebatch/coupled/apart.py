@@ -91,7 +91,7 @@ def loss_apart(
     first, second = list(range(half)), list(range(half, 2 * half))
     drawn: list[bool] = []
 
-    def loss(rows: Sequence[int]) -> _Sums:
+    def loss(rows: list[int]) -> _Sums:
         # A loss must lead back to the model to be one; what that would hold is dropped at once,
         # unless the loss itself goes that way (a gradient penalty).
         for holding in (saved_tensors_hooks(_dropped, _gone), nullcontext()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -234,7 +235,7 @@ class _Trace:
 
 
 class _Unchanged:
-    """Leaves buffers and random generators as they were before the probe."""
+    """Leaves buffers and random generators as they were before the probe, and warns of nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._saved = [
@@ -245,9 +246,13 @@ class _Unchanged:
         self._random = randomness.capture()
 
     def __enter__(self) -> None:
-        pass
+        # What is odd about a forward without a graph (checkpoints say so) is not the user's doing.
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.simplefilter("ignore")
 
     def __exit__(self, *exc: object) -> None:
+        self._quiet.__exit__(None, None, None)
         randomness.restore(self._random)
         with torch.no_grad():
             for buffer, saved in self._saved:
