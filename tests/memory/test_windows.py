@@ -90,6 +90,20 @@ def test_one_after_the_other(
     assert beyond in (kept, 0), (beyond, kept)
 
 
+def test_a_window_in_which_the_noise_scale_is_measured() -> None:
+    """Gradients wait to be looked at, so that autograd must copy what it would have kept."""
+    model = mlp(256)
+    optimizer = sgd(model.parameters())
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=4, noise=1, units=lambda micro: len(micro["y"])
+    )
+    options: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 3}
+    found = predict_peak(model, loss, vectors(4), noise=True, **options)
+    assert found.peak > predict_peak(model, loss, vectors(4), **options).peak
+    beyond = really(train, model, optimizer, vectors(12)) - predicted(found)
+    assert 0 <= beyond <= 12 * 2 + 4 * 3, "totals, units, the seed; a norm of each micro-batch"
+
+
 def normed() -> nn.Module:
     def block(before: int, after: int) -> nn.Module:
         return nn.Sequential(

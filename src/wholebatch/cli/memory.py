@@ -20,8 +20,8 @@ __all__ = ["PeakMemory"]
 class PeakMemory:
     """Measures a run: CUDA's allocator keeps its own peak, on the CPU a few windows are metered.
 
-    Metered until one whole window was, with the optimizer's state there already: the first
-    window makes that state at its end, and so shows less than all later ones use.
+    Metered until one whole window after the first was, with the optimizer's state there already:
+    the first makes that state at its end, and so shows less than all later ones use.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class PeakMemory:
         self._device = device
         self._measured: int | None = None
         self._is_first = True
+        self._metered = 0
         self.settled = self._device.type != "cpu"
         if self._device.type == "cuda":
             reset_cuda_peak(self._device)
@@ -49,9 +50,12 @@ class PeakMemory:
         has_state = bool(self._optimizer.state)
         with MemoryMeter(model=self._model, optimizer=self._optimizer) as meter:
             yield
-        self._measured = max(meter.peak, self._measured or 0)
+        self._metered += 1
+        # A run's first window begins with a look at the model, which may take more than a step.
+        before = 0 if self._metered <= 2 or self._measured is None else self._measured
+        self._measured = max(meter.peak, before)
         self._is_first = not has_state
-        self.settled = has_state and whole_window
+        self.settled = has_state and whole_window and self._metered > 1
 
     @property
     def measured(self) -> int | None:

@@ -81,6 +81,7 @@ def choose_on_device(
     most: int | None = None,
     static: Static = (),
     gradients: str = "device",
+    noise: bool = False,
 ) -> Choice:
     """`choose_micro_batch`, put right by what two smaller steps take on the model's device.
 
@@ -94,6 +95,7 @@ def choose_on_device(
         "most": most,
         "static": static,
         "gradients": gradients,
+        "noise": noise,
     }
     choice = choose_micro_batch(model, loss, batch, **options)
     on_cuda = next(model.parameters()).device.type == "cuda"

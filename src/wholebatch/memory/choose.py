@@ -90,6 +90,7 @@ def choose_micro_batch(
     static: Static = (),
     correct: Callable[[int, int], int] | None = None,
     gradients: str = "device",
+    noise: bool = False,
 ) -> Choice:
     """The largest micro-batch whose predicted peak is within `budget` bytes.
 
@@ -110,6 +111,7 @@ def choose_micro_batch(
             precision=precision,
             micro_batches=1 if samples == most else 2,
             gradients=gradients,
+            noise=noise,
         )
         predictions[samples] = corrected(predicted, samples, correct)
         return predictions[samples].peak + spare(predictions[samples], predictor.device)

@@ -58,8 +58,10 @@ class Fitting:
         is_coupled: Callable[[], bool],
         hold: Callable[[Hold], None] = lambda hold: None,
         gradients: str = "device",
+        noise: bool = False,
     ) -> None:
         self._gradients = gradients
+        self._noise = noise
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._optimizer = optimizer
@@ -229,7 +231,9 @@ class Fitting:
                 if not choice.fits:
                     raise self._refused(batch, choice)
             else:
-                choice = choose_on_device(self._model, self._loss, batch, budget=budget, **options)
+                choice = choose_on_device(
+                    self._model, self._loss, batch, budget=budget, noise=self._noise, **options
+                )
                 choice = try_out(self._model, self._loss, batch, choice, **options)
                 if choice.measured is None:
                     raise self._refused(batch, choice)

@@ -12,6 +12,7 @@ from wholebatch import precision as precisions
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.loss import Loss, as_loss
 from wholebatch.memory.stores import Elsewhere
+from wholebatch.noise.incoming import Incoming
 from wholebatch.runners.lockstep import Hold, LockStep
 from wholebatch.sync.buckets import Buckets
 
@@ -38,6 +39,7 @@ class PlainWindow:
         reduction: Reduction | None = None,
         sent: Callable[[torch.Tensor], None] = lambda flat: None,
         gradients: str = "device",
+        noise: bool = False,
     ) -> None:
         self._model = model
         self._lock_step: LockStep | None = None
@@ -45,6 +47,7 @@ class PlainWindow:
             norms = [*batchnorms(model), *tracked_instance_norms(model)]
             self._lock_step = LockStep(norms, model=model, hold=lock_step)
         self._reduction = reduction
+        self._incoming = Incoming() if noise else None
         self._sent = sent
         self._loss = loss
         self._optimizer = optimizer
@@ -103,12 +106,18 @@ class PlainWindow:
                 pass
         else:
             overlap = self._reduction == "overlap"
+            if self._incoming is not None:
+                self._incoming.attach([p for p in self._model.parameters() if p.requires_grad])
             for place, micro in enumerate(micros):
                 totals = self._forward(micro)
                 is_last = place == len(micros) - 1
                 with self._reducing(overlap and is_last, overlap=True), self._leaving(is_last):
                     self._backward(totals)
+                if self._incoming is not None:
+                    self._incoming.take()
                 del totals
+            if self._incoming is not None:
+                self._incoming.detach()
             with self._reducing(self._reduction == "after", overlap=False):
                 pass
         self._casts.end()

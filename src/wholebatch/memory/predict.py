@@ -80,6 +80,7 @@ class Predictor:
         lock_step: Hold | None = None,
         reduction: Reduction | None = None,
         gradients: str = "device",
+        noise: bool = False,
     ) -> Prediction:
         """What `predict_peak` says for micro-batches like `batch`."""
         if micro_batches < 1:
@@ -93,6 +94,7 @@ class Predictor:
             # What has left the device is reduced a bucket at a time, at the close.
             reduction=reduction if gradients == "device" else None,
             gradients=gradients,
+            noise=noise and gradients == "device",  # else it is not measured
         )
 
         def run(count: int) -> Ran:
@@ -127,6 +129,7 @@ def predict_peak(
     lock_step: Hold | None = None,
     reduction: Reduction | None = None,
     gradients: str = "device",
+    noise: bool = False,
 ) -> Prediction:
     """The peak of a training step with micro-batches like `batch`, as (bytes, by category).
 
@@ -137,7 +140,8 @@ def predict_peak(
     `lock_step` says what is held of micro-batches that meet at every BatchNorm ("graphs",
     "inputs"); all `micro_batches` then count. `reduction` adds the buckets in which data-parallel
     ranks sum their gradients: "overlap" in the last backward, or "after" it. `gradients` says where
-    they go, as `WholeBatch` has it ("host" gains nothing where the host is the device).
+    they go, as `WholeBatch` has it ("host" gains nothing where the host is the device). `noise`
+    counts what a window holds in which the gradient noise scale is measured.
 
     The model may live on any device, also `meta`; it is neither run nor changed. `device` is
     where the step would run (default: where the model is). For a CUDA device that this machine
@@ -151,6 +155,7 @@ def predict_peak(
         lock_step=lock_step,
         reduction=reduction,
         gradients=gradients,
+        noise=noise,
     )
 
 

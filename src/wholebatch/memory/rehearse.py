@@ -57,6 +57,7 @@ class Way:
     lock_step: Hold | None = None
     reduction: Reduction | None = None
     gradients: str = "device"
+    noise: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ class Rehearsal:
                 reduction=way.reduction,
                 sent=lambda flat: meter.mark("communication", [flat]),
                 gradients=self._gradients(way),
+                noise=way.noise and way.lock_step is None,
             )
             # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
             numbers = meter.answering() if way.lock_step is not None else nullcontext()
