@@ -93,6 +93,11 @@ def distance(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
+def quick_eagerly() -> bool:
+    """Whether a few steps are quicker without a graph: the truth needs none."""
+    return bool(keras.backend.backend() == "tensorflow")
+
+
 def train(case: Case, mode: Mode) -> Any:
     """One epoch of `fit`; how far the weights moved. The three differ in these lines only."""
     own = {"gradient_accumulation_steps": STEPS} if mode == "own" else {}
@@ -102,7 +107,7 @@ def train(case: Case, mode: Mode) -> Any:
     else:
         model = model_of(masked=case.masked)
     start = flat(model)
-    model.compile(optimizer, squared)
+    model.compile(optimizer, squared, run_eagerly=mode == "whole" and quick_eagerly())
     sizes = case.windows if mode == "whole" else case.sizes
     model.fit(Slices(data(sum(case.sizes)), sizes), epochs=1, shuffle=False, verbose=0)
     return flat(model) - start

@@ -10,7 +10,17 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from compare.keras_problem import CASES, Slices, data, distance, flat, model_of, squared, train
+from compare.keras_problem import (
+    CASES,
+    Slices,
+    data,
+    distance,
+    flat,
+    model_of,
+    quick_eagerly,
+    squared,
+    train,
+)
 from keras import layers, ops
 
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
@@ -64,6 +74,8 @@ def both(build: Callable[..., Any], compile_: Callable[[Any], None], arrays: Any
         keras.utils.set_random_seed(0)
         model = build(GradientAccumulateModel, accum_steps=4) if ours else build(keras.Model)
         compile_(model)
+        if not ours:
+            model.run_eagerly = quick_eagerly()
         moved.append(fit(model, arrays, SIZES if ours else WINDOWS))
     return distance(moved[1], moved[0])
 
@@ -100,6 +112,8 @@ def test_several_outputs_with_units_of_their_own() -> None:
             else two_outputs(keras.Model)
         )
         compile_(model)
+        if not ours:
+            model.run_eagerly = quick_eagerly()
         start = flat(model)
         pairs = Pairs((x, y, y[:, 0, :2]), SIZES if ours else WINDOWS)
         model.fit(pairs, epochs=2, shuffle=False, verbose=0)
@@ -144,7 +158,7 @@ def test_a_window_is_kept_by_saving(tmp_path: Path) -> None:
 
     def fresh() -> Any:
         model = model_of(GradientAccumulateModel, masked=True, accum_steps=4)
-        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=quick_eagerly())
         return model
 
     straight, stopped = fresh(), fresh()
@@ -207,12 +221,12 @@ def test_half_precision_skips_whole_windows() -> None:
     got = fit(model, (x, y), (2, 2, 2, 2), epochs=1)
     assert float(ops.convert_to_numpy(scaler.dynamic_scale)) == 2.0**11
     whole = model_of(masked=False)
-    whole.compile(keras.optimizers.SGD(0.01), squared)
+    whole.compile(keras.optimizers.SGD(0.01), squared, run_eagerly=quick_eagerly())
     assert isinstance(whole.optimizer, keras.mixed_precision.LossScaleOptimizer)
     want = fit(whole, (x, y), (8,), epochs=1)
     keras.config.set_dtype_policy("float32")
     truth = model_of(masked=False)
-    truth.compile(keras.optimizers.SGD(0.01), squared)
+    truth.compile(keras.optimizers.SGD(0.01), squared, run_eagerly=quick_eagerly())
     exact = fit(truth, (x, y), (8,), epochs=1)
     assert distance(got, exact) <= 1.25 * distance(want, exact)
 
@@ -221,7 +235,7 @@ def test_bfloat16_gradients_are_added_in_float32() -> None:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("bfloat16")
     model = model_of(GradientAccumulateModel, masked=False, accum_steps=2)
-    model.compile("sgd", squared)
+    model.compile("sgd", squared, run_eagerly=quick_eagerly())
     model.optimizer.build(model.trainable_variables)
     assert {str(each.dtype) for each in model.optimizer._window[0][2]} == {"float32"}
     assert str(model.trainable_variables[0].dtype) == "bfloat16"
@@ -238,7 +252,8 @@ def test_running_statistics_of_the_window() -> None:
         keras.utils.set_random_seed(0)
         inputs = keras.Input((4,))
         model = cls(inputs=inputs, outputs=layers.Dense(2)(norm(inputs)), **options)
-        model.compile("sgd", squared)
+        eagerly = quick_eagerly() and not isinstance(norm, AccumBatchNormalization)
+        model.compile("sgd", squared, run_eagerly=eagerly)
         fit(model, (x, y), sizes, epochs=1)
         return np.concatenate(
             [ops.convert_to_numpy(norm.moving_mean), ops.convert_to_numpy(norm.moving_variance)]

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from wholebatch.integrations.transformers import ExactWindows, exact
+from wholebatch.integrations.transformers.host import EpochEnd, nothing_through
 
 pytestmark = [
     pytest.mark.slow,
@@ -293,6 +294,23 @@ def test_resume_in_the_middle_of_a_window(hosts: Any, problem: Any, tmp_path: Pa
             model=with_dropout(),
             resume=str(checkpoint),
         )
+
+
+def test_what_stands_between_the_mixin_and_the_trainer() -> None:
+    end = EpochEnd(9)  # the Trainer's guess
+    step = 8
+    assert (step + 1) == end
+    end.found = 5  # where the loader ran out
+    assert (step + 1) != end
+    step = 4
+    assert (step + 1) == end
+    assert end % 4 == 1
+    # A rank without units makes a backward that reaches every parameter: the others wait for it.
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].bias.requires_grad_(False)
+    nothing_through(model).backward()
+    assert model[0].bias.grad is None
+    assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)  # type: ignore[union-attr]
 
 
 def test_what_is_refused(hosts: Any, problem: Any, tmp_path: Path) -> None:

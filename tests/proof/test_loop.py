@@ -264,6 +264,7 @@ def test_the_whole_batch_is_the_reference_not_a_formula() -> None:
         functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
         seen.append(batch["y"])
         optimizer.step()
+        optimizer.zero_grad()
 
     assert verify_loop(loop, case="cnn").same
     assert any(len(labels) == sum(len(micro["y"]) for micro in micros) for labels in seen)

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.errors import OptionError
+from wholebatch.proof.across import apart
 from wholebatch.proof.bench import Bench
 from wholebatch.proof.chance import SILENCES
 from wholebatch.proof.hypotheses import always_active, fits_of, moved_otherwise, parts_of
 from wholebatch.proof.loop_verdict import Fit, LoopVerdict, Trial
-from wholebatch.proof.mistakes import RIGHT
+from wholebatch.proof.mistakes import RIGHT, flat
 from wholebatch.proof.observe import Run, Watch
 from wholebatch.proof.reference import Numbers, ranks
 from wholebatch.proof.scaler import gentle_loss_scale
@@ -175,7 +176,43 @@ class _Trials:
             clips = clips or bool(watch.clip_norms)
         if clips:
             trials.append(self._trial(_Window(True, full, clipped=True))[0])
+        if ranks() == 1 and all(trial.found == RIGHT for trial in trials):
+            trials += self._in_a_row(trials[0])
         return trials
+
+    def _in_a_row(self, first: Trial) -> list[Trial]:
+        """Where gradients are left behind: whether they are in the next window.
+
+        The same window again, from the same weights: right loops see the same gradient again.
+        """
+        micros = self.case.window(self.steps, True, self.rank)
+        model = copy.deepcopy(self.model)
+        optimizer = self.make(model)
+        start = Start(model, optimizer)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        seen: list[Tensor] = []
+        for _ in range(2):
+            mine = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
+            with Watch(model, trained, clip_to=_NO_LIMIT) as watch:
+                try:
+                    self.loop(model, optimizer, mine)
+                except Exception:  # one that sets things up cannot be called again: not our matter
+                    return []
+                run = watch.run(start)
+            left = [(one, one.grad) for one in model.parameters()]
+            if len(run.steps) != 1 or not any(_holds(gradient) for _, gradient in left):
+                return []
+            seen.append(flat(run.steps[0].gradients, trained))
+            start.restore()
+            for parameter, gradient in left:
+                parameter.grad = gradient
+        far, doubled = apart(seen[1], seen[0]), apart(seen[1], 2 * seen[0])
+        if far <= first.tolerance or doubled > first.tolerance:
+            return []
+        stale = Fit("never-cleared", "the same window twice in a row", doubled, True)
+        right = Fit(RIGHT, "the undivided batch", far, False)
+        named = replace(first, name="2 windows in a row", found=stale.key, fits=(stale, right))
+        return [named]
 
     # ---------------------------------------------------------------- one window
 
@@ -248,6 +285,10 @@ class _Trials:
             self.loop(handed, optimizer, mine)
             run = watch.run(start)
         return run, watch
+
+
+def _holds(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.detach().abs().sum() > 0)
 
 
 def _silent(bench: Bench, micro: Any) -> bool:

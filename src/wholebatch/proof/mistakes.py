@@ -49,6 +49,21 @@ MISTAKES: dict[str, Mistake] = {
         "the step is made after the first micro-batch and the others are not in it",
         "step when (i + 1) % steps == 0, not when i % steps == 0",
     ),
+    "left-out": Mistake(
+        "a micro-batch left out",
+        "the first or the last micro-batch of the window is not in the update",
+        "step after the last backward of the window, and leave no micro-batch behind",
+    ),
+    "counted-twice": Mistake(
+        "a micro-batch counted twice",
+        "the first or the last micro-batch of the window is in the update twice",
+        "one backward for every micro-batch",
+    ),
+    "never-cleared": Mistake(
+        "gradients never cleared",
+        "the gradients of a window are still there in the next one, and are added to its own",
+        "call zero_grad() once per window: after the step, or before the first backward",
+    ),
     "mean-of-means": Mistake(
         "mean of means",
         "every micro-batch counts the same, however many samples or tokens it has",
@@ -204,6 +219,18 @@ def _locals(parts: Parts) -> Iterator[tuple[tuple[str, str], Tensor]]:
         scales |= {"its share of the units": size / total, "its sum": size}
         for variant, scale in scales.items():
             yield (key, variant), one * scale
+        which = key.rpartition("-")[2]
+        if count > 2:
+            yield ("left-out", f"the {which}, over the units"), (sums - one * size) / total
+            if total > size:
+                others = (sums - one * size) / (total - size)
+                yield ("left-out", f"the {which}, over the others' units"), others
+            yield ("left-out", f"the {which} of the means / {count}"), (means - one) / count
+            yield ("left-out", f"the {which} of the means"), (means - one) / (count - 1)
+        twice = sums + one * size
+        yield ("counted-twice", f"the {which}, over the units"), twice / total
+        yield ("counted-twice", f"the {which}, over the units and its own"), twice / (total + size)
+        yield ("counted-twice", f"the {which} of the means / {count}"), (means + one) / count
 
 
 def _weighted(parts: Parts, weights: Sequence[float]) -> Tensor:

@@ -159,6 +159,28 @@ def off_by_one(model: Any, optimizer: Any, micros: Any) -> None:
             optimizer.zero_grad()
 
 
+def never_cleared(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
+    optimizer.step()
+
+
+def last_left_out(model: Any, optimizer: Any, micros: Any) -> None:
+    """The step comes before the last backward; what that adds is thrown away."""
+    for micro in micros:
+        if micro is micros[-1]:
+            optimizer.step()
+        (total(model, micro) / units(micros)).backward()
+    optimizer.zero_grad()
+
+
+def first_counted_twice(model: Any, optimizer: Any, micros: Any) -> None:
+    for micro in [micros[0], *micros]:
+        (mean(model, micro) / len(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 PLANTED = {
     not_divided: "not-divided",
     not_divided_sums: "not-divided",
@@ -176,5 +198,8 @@ PLANTED = {
     stepped_without_clearing: "stepped-every-micro-batch",
     tail_dropped: "no-update",
     off_by_one: "only-the-first",
+    never_cleared: "never-cleared",
+    last_left_out: "left-out",
+    first_counted_twice: "counted-twice",
 }
 """Each loop with the key of the mistake that it makes, the first to be named."""

@@ -27,6 +27,9 @@ class EpochEnd(int):
     def __eq__(self, other: object) -> bool:
         return other == (int(self) if self.found is None else self.found)
 
+    def __ne__(self, other: object) -> bool:  # int has one of its own
+        return not self == other
+
     __hash__ = int.__hash__
 
 
