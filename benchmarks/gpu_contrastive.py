@@ -56,7 +56,7 @@ class Size:
 
 LARGE = Size("cuda", 768, 12, 224, 512, 256, 1024, (256, 2048, 8192, 32768), 65536)
 SMALL = Size("cpu", 32, 2, 64, 16, 8, 32, (8, 32), 64)
-MEDIUM = Size("cpu", 192, 4, 128, 16, 16, 64, (), 64, low=False)
+MEDIUM = Size("cpu", 192, 4, 96, 16, 12, 48, (), 48, low=False)
 
 
 class Block(nn.Module):
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--ratios", action="store_true")
     given = parser.parse_args()
     if given.ratios:
-        ratios(MEDIUM, rounds=5)
+        ratios(MEDIUM, rounds=3)
         return
     size = SMALL if given.small else LARGE
     found: dict[str, Any] = {"rows": []}

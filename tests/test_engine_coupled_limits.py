@@ -116,7 +116,7 @@ def test_a_run_resumes_between_steps() -> None:
 
 def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> None:
     model = Clip()
-    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), memory="60KiB")
+    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), memory="40KiB")
     whole = Whole(model, loss=mean_of("clip"))
     train.step(batch(64))
     whole.step(batch(64))

@@ -256,7 +256,7 @@ def test_options() -> None:
         OptionError, match='hold="disk": must be "graphs", "inputs", "host" or "auto"'
     ):
         LockStep([], hold="disk")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="found no blocks"):
+    with pytest.raises(OptionError, match="has no blocks to compute again"):
         LockStep([], hold="inputs")
 
 

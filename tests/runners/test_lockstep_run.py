@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import copy
+import signal
 import threading
 from typing import Any
 
@@ -154,10 +155,15 @@ def test_interrupt_of_the_caller_ends_the_threads() -> None:
             _thread.interrupt_main()
         return total(model, micro)
 
-    with pytest.raises(KeyboardInterrupt):
-        LockStep(batchnorms(model)).run(
-            split(batch(64), [1] * 64), forward=forward, backward=lambda v: v.backward()
-        )
+    # A process that was started in the background ignores interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LockStep(batchnorms(model)).run(
+                split(batch(64), [1] * 64), forward=forward, backward=lambda v: v.backward()
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not _party_threads()
 
 
