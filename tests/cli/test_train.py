@@ -233,6 +233,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_place_and_the_way_back(
     path = recipe(EXACT, ("    x, y = micro\n", "    x, y = micro\n    x = x / (len(y) != 4)\n"))
     ran = command("train", path, "--micro-batch", 5, "--steps", 3, "--out", "here")
     assert ran.status == 1  # the third batch of the epoch has four samples
+    assert ran.err.splitlines()[0].endswith("and optimizer state are as before this window")
     assert "finite" in ran.err.splitlines()[0]
     assert "--resume --out here" in ran.err.splitlines()[-1]
 

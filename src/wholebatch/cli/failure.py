@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import linecache
+import re
 import sys
 import traceback
 import warnings
@@ -17,7 +18,13 @@ import typer
 from wholebatch.checkpoint import Checkpoints
 from wholebatch.cli.crew import Crew
 from wholebatch.cli.folder import RunFolder, resume_command
-from wholebatch.errors import RankError, WholebatchError, WindowError
+from wholebatch.errors import (
+    EmptyWindowError,
+    NonFiniteError,
+    RankError,
+    WholebatchError,
+    WindowError,
+)
 from wholebatch.recipes import place_of
 
 __all__ = ["short_warnings", "training_failures"]
@@ -84,8 +91,14 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 _WHILE_TRAINING = (ArithmeticError, WindowError, torch.OutOfMemoryError)
 
 
+# Advice that the command has no option for.
+_OF_THE_LIBRARY = re.compile(r"[;,] (or )?pass (nonfinite|zero_units)='skip'[^.;]*")
+
+
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, NonFiniteError | EmptyWindowError):
+        return _OF_THE_LIBRARY.sub("", text)
     if isinstance(error, WholebatchError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
