@@ -172,6 +172,7 @@ class WholeBatch:
             is_coupled=self._feeding.needs_lock_step,
             hold=self._feeding.hold,
             gradients=gradients,
+            noise=noise is not None,
         )
         if self._feeding.whole_loss is not None:
             self._feeding.whole_loss.keeping.room = self._fitting.room
