@@ -17,11 +17,12 @@ def state_of(
     state: dict[str, Any] = optimizer.state[parameter]
     if not state:
         on = parameter.device if group.get("fused") else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=_step_dtype(group), device=on)
+        made = {"step": torch.zeros((), dtype=_step_dtype(group), device=on)}
         names = ["exp_avg", "exp_avg_sq"]
         for name in names + (["max_exp_avg_sq"] if group["amsgrad"] else []):
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state[name].requires_grad_(False)
+            made[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            made[name].requires_grad_(False)
+        state.update(made)  # all or nothing: memory may have run out on the way
     return state
 
 
