@@ -238,6 +238,12 @@ def test_a_loss_that_is_not_finite_stops_with_its_place_and_the_way_back(
     assert "--resume --out here" in ran.err.splitlines()[-1]
 
 
+def test_one_process_says_that_it_is_one(command: Command, recipe: Write) -> None:
+    ran = command("train", recipe(EXACT), "--steps", 1, "--parallel", "fsdp2")
+    assert ran.status == 0, ran.err
+    assert "note: --parallel fsdp2 is for torchrun; this is one process" in ran.out
+
+
 def test_help_names_every_option_and_the_recipes(command: Command) -> None:
     text = command("train", "--help").out
     for word in ("--batch-size", "--micro-batch", "--precision", "--clip-norm", "--steps", "--out",

@@ -80,7 +80,9 @@ def wait_for(processes: list[int]) -> int:
 
 
 def main() -> None:
-    assert len(os.listdir("/proc/self/task")) == 1, "forking is for a process with one thread"
+    if len(os.listdir("/proc/self/task")) > 1:  # a process with threads is not one to fork
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, *run])
     port, held = hold_store()
     started = start(int(sys.argv[1]), port, held)
     if started is not None:

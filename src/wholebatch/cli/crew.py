@@ -38,6 +38,7 @@ class Crew:
         self.device = device
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.is_first = rank == 0
+        self.asked = parallel
         self.parallel = parallel if self.ranks > 1 else "ddp"
         self.is_sharded = self.parallel == "fsdp2"
         # A pipeline is one model: every rank has every batch, and its own stages.

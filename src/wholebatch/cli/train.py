@@ -274,6 +274,8 @@ def _train(asked: Asked, crew: Crew) -> int:
         precision = session.config.precision
         if session.device.type == "cpu" and precision != "full":
             terminal.note(f"note: {precision} is slow on a CPU without hardware for it")
+        if crew.asked != crew.parallel:
+            terminal.note(f"note: --parallel {crew.asked} is for torchrun; this is one process")
         if session.train.updates >= session.config.steps:
             done = session.train.updates
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
