@@ -35,6 +35,7 @@ from typing import Any
 __all__ = ["Estimator", "NoiseScale", "Observation"]
 
 _Z = 1.96  # of the 95% interval
+_AGREE = 1.5  # standard deviations: stretches of windows closer to each other tell the same
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class NoiseScale:
     def advice(self, unit: str = "units") -> str:
         """The verdict in words, with the numbers it rests on."""
         here = f"{_said(self.batch)} {unit} an update"
-        interval = f"{_said(self.critical)} ({_said(self.low)} to {_said(self.high)})"
+        interval = self._interval()
         if self.verdict == "enlarge":
             return (
                 f"enlarge the batch: at {here} it is far below the critical {interval}, so twice "
@@ -158,65 +159,82 @@ class NoiseScale:
             )
         if self.high > 8.0 * max(self.low, 1.0):
             return (
-                f"keep the batch: at {here}, the critical one is not known well yet: {interval}, "
-                f"from {self.samples} windows"
+                f"keep the batch: at {here}, the critical {interval} is not known well yet, from "
+                f"{self.samples} windows"
             )
         return f"keep the batch: {here} is near the critical {interval}"
 
+    def _interval(self) -> str:
+        if math.isinf(self.critical):
+            return f"one, which is at least {_said(self.low)}"
+        if math.isinf(self.high):
+            return f"{_said(self.critical)} (at least {_said(self.low)})"
+        return f"{_said(self.critical)} ({_said(self.low)} to {_said(self.high)})"
+
 
 class Estimator:
-    """Averages observations, newer ones more, and says how sure the ratio of them is."""
+    """Averages observations, newer ones more, and says how sure the ratio of them is.
 
-    def __init__(self, *, half_life: float = 32.0, most: int = 256) -> None:
-        self._decay = 0.5 ** (1.0 / half_life)
+    Its memory halves in `half_life` windows; in twice as many, and twice again, as long as the
+    windows before those say the same: what does not change is known the better the longer it is
+    looked at.
+    """
+
+    def __init__(self, *, half_life: float = 32.0, most: int = 1024) -> None:
+        self._half_life = half_life
         self._most = most
         self._seen: list[Observation] = []
+        self._told: tuple[Observation, NoiseScale] | None = None  # up to which one, and what
 
     def add(self, observation: Observation) -> None:
         self._seen.append(observation)
-        del self._seen[: -self._most]
+        if len(self._seen) > self._most:
+            del self._seen[: self._most // 4]
 
     def estimate(self) -> NoiseScale | None:
-        """What the windows so far say; None before there are two of them."""
-        seen = self._seen
-        if len(seen) < 2:
+        """What the windows so far say; None before there are two of them.
+
+        Of many, it is told anew only with every further 64th of them: it costs a millisecond, and
+        is asked for in every window. Where that is depends on their number alone, so that a run
+        that was resumed says the same.
+        """
+        number = len(self._seen)
+        told = self._seen[: number - number % max(1, number // 64)]
+        if len(told) < 2:
             return None
-        raw = [self._decay**age for age in range(len(seen) - 1, -1, -1)]
-        total = math.fsum(raw)
-        weights = [weight / total for weight in raw]
+        if self._told is None or self._told[0] is not told[-1]:
+            self._told = told[-1], self._estimate(told)
+        return self._told[1]
+
+    def _estimate(self, seen: Sequence[Observation]) -> NoiseScale:
         sizes = _sizes([one.square for one in seen])
         spreads = [one.spread / own for one, own in zip(seen, sizes, strict=True)]
         signals = [one.signal / own for one, own in zip(seen, sizes, strict=True)]
-        spread = math.fsum(w * value for w, value in zip(weights, spreads, strict=True))
-        signal = math.fsum(w * value for w, value in zip(weights, signals, strict=True))
+        recent = _averages(spreads, signals, _fading(len(seen), self._half_life))
+        low, high = fieller(
+            recent.above,
+            recent.below,
+            recent.var_above,
+            recent.var_below,
+            recent.cov,
+            z=student(recent.count - 1.0),
+        )
+        # The interval is of the newest windows, what it grows by in the meantime included; the
+        # estimate in it may rest on more.
+        weights = _fading(len(seen), _memory(spreads, signals, self._half_life))
+        found = _averages(spreads, signals, weights)
+        if not low <= found.ratio <= high:
+            weights, found = _fading(len(seen), self._half_life), recent
         squares = math.fsum(w * one.square for w, one in zip(weights, seen, strict=True))
         size = squares / math.fsum(
             w * one.square / own for w, one, own in zip(weights, seen, sizes, strict=True)
         )
-        count = 1.0 / math.fsum(weight * weight for weight in weights)
-        fair = count / (count - 1.0)
-
-        def covariance(a: tuple[list[float], float], b: tuple[list[float], float]) -> float:
-            return fair * math.fsum(
-                w * w * (one - a[1]) * (other - b[1])
-                for w, one, other in zip(weights, a[0], b[0], strict=True)
-            )
-
-        above, below = (spreads, spread), (signals, signal)
-        low, high = fieller(
-            spread,
-            signal,
-            covariance(above, above),
-            covariance(below, below),
-            covariance(above, below),
-            z=student(count - 1.0),
-        )
         return NoiseScale(
-            critical=spread / signal if spread > 0.0 and signal > 0.0 else _edge(spread),
+            critical=found.ratio,
             low=low,
             high=high,
-            spread=spread * size,
-            signal=signal * size,
+            spread=found.above * size,
+            signal=found.below * size,
             samples=len(seen),
             # Not of the last alone: that may be the short one at the end of an epoch.
             batch=median(one.units for one in seen[-5:]),
@@ -228,6 +246,76 @@ class Estimator:
 
     def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
         self._seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
+
+
+def _memory(spreads: Sequence[float], signals: Sequence[float], shortest: float) -> float:
+    """The half-life to average with: doubled while the windows before tell the same ratio.
+
+    Two stretches of one length, the newest and the one before it, have the averages s, g and s', g'
+    of tr Σ and |G|². With the same ratio, s g' − s' g is zero but for noise of a known variance.
+    """
+    half_life = shortest
+    while 4 * half_life <= len(spreads):
+        number = int(2 * half_life)
+        even = [1.0 / number] * number
+        new = _averages(spreads[-number:], signals[-number:], even)
+        old = _averages(spreads[-2 * number : -number], signals[-2 * number : -number], even)
+        gap = new.above * old.below - old.above * new.below
+        if gap * gap > _AGREE**2 * (new.gap_variance(old) + old.gap_variance(new)):
+            break
+        half_life *= 2
+    return half_life
+
+
+def _fading(number: int, half_life: float) -> list[float]:
+    """Weights with the sum 1, the newest last and most."""
+    decay = 0.5 ** (1.0 / half_life)
+    raw = [decay**age for age in range(number - 1, -1, -1)]
+    total = math.fsum(raw)
+    return [weight / total for weight in raw]
+
+
+@dataclass(frozen=True)
+class _Averages:
+    """Of tr Σ (above) and |G|² (below), with the variances of both averages, their covariance, and
+    the number of equal windows that would know as much."""
+
+    above: float
+    below: float
+    var_above: float
+    var_below: float
+    cov: float
+    count: float
+
+    @property
+    def ratio(self) -> float:
+        if self.above > 0.0 and self.below > 0.0:
+            return self.above / self.below
+        return math.inf if self.above > 0.0 else 0.0
+
+    def gap_variance(self, other: _Averages) -> float:
+        """What this stretch adds to the variance of `above × other.below − other.above × below`."""
+        a, b = other.below, other.above
+        return a * a * self.var_above - 2 * a * b * self.cov + b * b * self.var_below
+
+
+def _averages(
+    above: Sequence[float], below: Sequence[float], weights: Sequence[float]
+) -> _Averages:
+    mean_above = math.fsum(w * value for w, value in zip(weights, above, strict=True))
+    mean_below = math.fsum(w * value for w, value in zip(weights, below, strict=True))
+    count = 1.0 / math.fsum(weight * weight for weight in weights)
+    fair = count / (count - 1.0)
+    a = [w * (value - mean_above) for w, value in zip(weights, above, strict=True)]
+    b = [w * (value - mean_below) for w, value in zip(weights, below, strict=True)]
+    return _Averages(
+        mean_above,
+        mean_below,
+        fair * math.fsum(x * x for x in a),
+        fair * math.fsum(x * x for x in b),
+        fair * math.fsum(x * y for x, y in zip(a, b, strict=True)),
+        count,
+    )
 
 
 def _sizes(squares: Sequence[float]) -> list[float]:
@@ -276,9 +364,5 @@ def student(freedom: float) -> float:
     )
 
 
-def _edge(spread: float) -> float:
-    return math.inf if spread > 0.0 else 0.0
-
-
 def _said(value: float) -> str:
-    return "unbounded" if math.isinf(value) else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
