@@ -201,7 +201,7 @@ class Hosted:
         on all ranks. Without `parameters` the gradients are the host's to keep.
         """
         totals, units = read_scalars(self._totals), read_scalars(self._units)
-        saved = {
+        saved: dict[str, Any] = {
             "updates": self.updates,
             "next_seed": self._next_seed,
             "micro_batches": self.micro_batches,

@@ -148,7 +148,7 @@ class ExactWindows(_Trainer):
         model.eval()
         try:
             with torch.no_grad(), self.compute_loss_context_manager():
-                given = {} if count is None else {"num_items_in_batch": count}
+                given: dict[str, Any] = {} if count is None else {"num_items_in_batch": count}
                 loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), **given)
             mean: Tensor = loss
             return mean
@@ -176,7 +176,7 @@ class ExactWindows(_Trainer):
         resumed = kwargs["resume_from_checkpoint"] is not None and not self.args.ignore_data_skip
         first = kwargs["epoch"] == kwargs["epochs_trained"]
         self._batches = kwargs["steps_trained_in_current_epoch"] if resumed and first else 0
-        super()._run_epoch(*args, **kwargs)
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if not self._is_counting:
@@ -270,7 +270,8 @@ class ExactWindows(_Trainer):
             wide = units.double() if isinstance(units, Tensor) else units
             share = wide / self._divisor * self.accelerator.num_processes
             if self.accelerator.num_processes > 1 and not units:
-                loss = nothing_through(self.model) * 1.0
+                trained: Any = self.model
+                loss = nothing_through(trained)
             else:
                 loss = mean_loss(mean, share).total
             return (loss, *result[1:]) if return_outputs else loss
