@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,3 +54,20 @@ def test_maps_only_tensors() -> None:
         "a",
         [1],
     )
+
+
+def test_a_batch_is_gone_when_nobody_holds_it() -> None:
+    """Not only when garbage is collected: a micro-batch on a device is memory."""
+    gc.disable()
+    try:
+        batch = {"x": torch.zeros(4, 3), "more": [torch.zeros(4)]}
+        held = [weakref.ref(batch["x"]), weakref.ref(batch["more"][0])]
+        made = resize_batch(batch, 6)
+        del batch
+        assert [one() for one in held] == [None, None]
+        held = [weakref.ref(made["x"])]
+        map_tensors(made, torch.clone)
+        del made
+        assert held[0]() is None
+    finally:
+        gc.enable()
