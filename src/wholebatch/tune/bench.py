@@ -214,7 +214,11 @@ class Bench:
         best = self.best
         if best is None or best.seconds is None:
             return None
-        usual = best.seconds if partner is None else max(best.seconds, partner.window()[0])
+        usual = best.seconds
+        if partner is not None:  # as long as it takes now, by the clock that a first window is read
+            began = self.now()
+            partner.window()
+            usual = max(usual, self.since(began))
         return max(HOPELESS * usual, usual + 2.0)
 
     def again(self) -> None:
