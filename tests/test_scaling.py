@@ -369,3 +369,9 @@ def test_impossible_following_is_refused() -> None:
         Follow(optimizer, base_batch=1, betas="both")
     with pytest.raises(OptionError, match="'keep', 'beta2' or 'both'"):
         Follow(optimizer, base_batch=1, betas="all")
+
+
+def test_numbers_that_fill_the_memory_are_refused() -> None:
+    for one in ({"global_batch": 10**12}, {"steps": 10**11}):
+        with pytest.raises(OptionError, match="micro-batches; at most 10,000,000"):
+            solve(micro_batch=8, **one)

@@ -48,7 +48,9 @@ def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.05}, {"units": lambda m: len(m["y"])}], ids=str
+    "options",
+    [{}, {"clip_norm": 0.05}, {"units": lambda m: len(m["y"])}],
+    ids=["plain", "clipped", "units"],
 )
 def test_update_is_that_of_the_undivided_batch(sizes: list[int], options: dict[str, Any]) -> None:
     clips = {name: value for name, value in options.items() if name.startswith("clip")}

@@ -28,7 +28,8 @@ from wholebatch.gradients.norm import norm_of_row
 __all__ = ["Pipe", "add_on_host", "ring_bytes"]
 
 _WAITING_BYTES = 96 * 2**20
-"""Gradients that may wait for the thread where they are on the host already."""
+"""Gradients that may wait for the thread where they are on the host already: at most these, and
+at most a 32nd of all gradients, so that the peak does not grow with the number of micro-batches."""
 _SLOTS = 8
 _LARGEST_SLOT = 16 * 2**20
 _SMALLEST_SLOT = 64 * 2**10
@@ -138,10 +139,10 @@ class Pipe:
     """Adds gradients of one device into sums on the host; `nbytes` is the size of all sums."""
 
     def __init__(
-        self, device: torch.device, nbytes: int = 0, *, waiting_bytes: int = _WAITING_BYTES
+        self, device: torch.device, nbytes: int = 0, *, waiting_bytes: int | None = None
     ) -> None:
         self.device = device
-        self._limit = waiting_bytes
+        self._limit = min(_WAITING_BYTES, nbytes // 32) if waiting_bytes is None else waiting_bytes
         self._size = _slot_bytes(nbytes)
         self._shared = _Shared()
         self._thread: threading.Thread | None = None

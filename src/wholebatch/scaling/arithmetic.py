@@ -88,6 +88,10 @@ class Arithmetic:
         }
 
 
+MOST = 10_000_000
+"""Micro-batches of one update. Nobody makes so many; lists of more of them fill the memory."""
+
+
 def solve(
     *,
     global_batch: int | None = None,
@@ -130,7 +134,7 @@ def solve(
         assert micro_batch is not None
         assert steps is not None
         assert ranks is not None
-        return Arithmetic(micro_batch * steps * ranks, micro_batch, ranks)
+        return solve(global_batch=micro_batch * steps * ranks, micro_batch=micro_batch, ranks=ranks)
     if micro_batch is None:
         assert steps is not None
         assert ranks is not None
@@ -139,6 +143,11 @@ def solve(
     if ranks is None:
         assert steps is not None
         ranks = -(-global_batch // (micro_batch * steps))
+    if global_batch // micro_batch > MOST:
+        raise OptionError(
+            f"global_batch={global_batch}, micro_batch={micro_batch}: make "
+            f"{global_batch // micro_batch:,} micro-batches; at most {MOST:,} are reckoned with"
+        )
     found = Arithmetic(global_batch, micro_batch, ranks)
     if steps is not None and found.steps != steps:
         raise OptionError(
