@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.distributed.launch import ROOT, forked
+from tests.distributed.launch import ROOT, torchrun
 from tests.execute.nets import mode_of, traced
 from tests.support import mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
@@ -360,7 +360,7 @@ def test_samples_that_depend_on_each_other_are_refused_or_left_alone() -> None:
 @pytest.mark.distributed
 def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) -> None:
     """DDP on two ranks, uneven shares, one rank without data in some windows; one micro-batch."""
-    forked(ROOT / "tests" / "noise_worker.py", 2, str(tmp_path / "report.json"))
+    torchrun(ROOT / "tests" / "noise_worker.py", 2, str(tmp_path / "report.json"))
     for case in json.loads((tmp_path / "report.json").read_text()):
         assert case["spread"] == pytest.approx(TRACE, rel=0.05), case
         assert case["critical"] == pytest.approx(CRITICAL, rel=0.1), case

@@ -16,28 +16,8 @@ def torchrun(
     script: Path, ranks: int, *arguments: str, timeout: float = 240, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """One run of `script` with `ranks` processes, gloo on loopback."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return _run([*command, str(script), *arguments], script.name, timeout=timeout, check=check)
-
-
-def forked(
-    script: Path, ranks: int, *arguments: str, timeout: float = 240, check: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """The same without torchrun: torch is imported once, and the ranks are forked from there.
-
-    What torchrun itself does (restarts, signals, its store) is not in it: the tests of the command
-    keep it. Where processes are not listed in /proc, it is torchrun all the same.
-    """
-    if not Path("/proc/self/task").is_dir():
-        return torchrun(script, ranks, *arguments, timeout=timeout, check=check)
-    launcher = str(Path(__file__).with_name("forked.py"))
-    command = [launcher, str(ranks), str(script), *arguments]
-    return _run(command, script.name, timeout=timeout, check=check)
-
-
-def _run(
-    command: list[str], name: str, *, timeout: float, check: bool
-) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(script), *arguments]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -46,7 +26,7 @@ def _run(
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     done = subprocess.run(
-        [sys.executable, *command],
+        command,
         env=environment,
         capture_output=True,
         text=True,
@@ -54,13 +34,13 @@ def _run(
         check=False,
     )
     if check and done.returncode:
-        raise AssertionError(f"{name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+        raise AssertionError(f"{script.name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     return done
 
 
 def reports(script: Path, ranks: int, folder: Path, *arguments: str) -> dict[str, Any]:
     """What rank 0 of the script wrote to the report file that it was given."""
     report = folder / "report.json"
-    forked(script, ranks, str(report), *arguments)
+    torchrun(script, ranks, str(report), *arguments)
     found: dict[str, Any] = json.loads(report.read_text())
     return found
