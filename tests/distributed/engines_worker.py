@@ -40,6 +40,12 @@ DEEPSPEED: dict[str, list[str]] = {
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     os.environ["DS_ACCELERATOR"] = "cpu"
+    if sys.argv[2] == "deepspeed":
+        import deepspeed
+
+        # DeepSpeed compiles a collective of its own that waits by spinning: many times slower than
+        # gloo where other processes want the core too.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found = {}
