@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from speed.models import DEVICE, Case, Micro, mean, summed
+from wholebatch.bench.frameworks import driven
 from wholebatch.execute.joint import JointStep
 
 __all__ = ["LOOPS", "Loop", "synchronize"]
@@ -151,47 +152,10 @@ def _either(*names: str) -> Iterator[Any]:
     raise ImportError(f"none of {', '.join(names)} is installed")
 
 
-class _Done(Exception):
-    """Ends a framework's own loop."""
-
-
-def _driven(run: Callable[[Callable[[float], None]], None]) -> Iterator[float]:
-    """A framework that calls us, as a generator: it runs in a thread, one update at a time."""
-    import queue
-    import threading
-
-    updates: queue.Queue[float | BaseException] = queue.Queue(maxsize=1)
-    go = threading.Semaphore(0)
-    stop = threading.Event()
-
-    def updated(loss: float) -> None:
-        updates.put(loss)
-        go.acquire()
-        if stop.is_set():
-            raise _Done
-
-    def body() -> None:
-        go.acquire()
-        try:
-            run(updated)
-        except _Done:
-            return
-        except BaseException as problem:
-            updates.put(problem)
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    try:
-        while True:
-            go.release()
-            update = updates.get()
-            if isinstance(update, BaseException):
-                raise update
-            yield update
-    finally:
-        stop.set()
-        go.release()
-        thread.join(timeout=20)
+def _driven(run: Callable[[Callable[[], None]], None]) -> Iterator[float]:
+    """A framework that calls us, as a generator; its losses are its own affair."""
+    for _ in driven(run):
+        yield float("nan")
 
 
 def _lightning(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
@@ -210,7 +174,7 @@ def _lightning(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
         def configure_optimizers(self) -> Any:
             return _adamw(self.model)
 
-    def run(updated: Callable[[float], None]) -> None:
+    def run(updated: Callable[[], None]) -> None:
         class Watch(pl.Callback):  # type: ignore[misc, name-defined]
             seen = 0
 
@@ -218,7 +182,7 @@ def _lightning(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
                 if trainer.global_step > self.seen:
                     self.seen = trainer.global_step
                     synchronize()
-                    updated(float("nan"))
+                    updated()
 
         trainer = pl.Trainer(
             accelerator=DEVICE,
@@ -248,11 +212,11 @@ def _hf_trainer(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
         def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {"loss": mean(self.model, {"x": x, "y": y})}
 
-    def run(updated: Callable[[float], None]) -> None:
+    def run(updated: Callable[[], None]) -> None:
         class Watch(transformers.TrainerCallback):
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 synchronize()
-                updated(float("nan"))
+                updated()
 
         with tempfile.TemporaryDirectory() as folder:
             arguments = transformers.TrainingArguments(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wholebatch.bench.job import Job
 
-__all__ = ["accelerate", "fabric", "lightning", "transformers"]
+__all__ = ["accelerate", "driven", "fabric", "lightning", "transformers"]
 
 _LIGHTNING = {"full": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -102,7 +102,7 @@ def lightning(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> I
             callbacks=[Watch()],
         ).fit(Module(), job.loader())
 
-    return _driven(run)
+    return driven(run)
 
 
 def transformers(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -144,7 +144,7 @@ def transformers(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -
                 callbacks=[Watch()],
             ).train()
 
-    return _driven(run)
+    return driven(run)
 
 
 def _constant(optimizer: torch.optim.Optimizer) -> Any:
@@ -155,7 +155,7 @@ class _Done(Exception):
     """Ends a framework's own loop."""
 
 
-def _driven(run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+def driven(run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """A framework that calls us, as a generator: it runs in a thread, one update at a time."""
     updates: queue.Queue[BaseException | None] = queue.Queue(maxsize=1)
     go = threading.Semaphore(0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from wholebatch.bench.job import Job
 from wholebatch.bench.reference import Reference
 from wholebatch.bench.ways import WAYS, Way
 from wholebatch.errors import OptionError
-from wholebatch.jsonable import finite
+from wholebatch.jsonable import finite, write_json
 from wholebatch.memory.meter import MemoryMeter
 
 __all__ = ["Bench", "Row", "bench"]
@@ -47,8 +47,7 @@ class Row:
         """Seconds of a window: the median of the faster half, what else the machine does aside."""
         if not self.seconds:
             return None
-        faster = sorted(self.seconds)[: -(-len(self.seconds) // 2)]
-        return (faster[len(faster) // 2] + faster[(len(faster) - 1) // 2]) / 2
+        return statistics.median(sorted(self.seconds)[: -(-len(self.seconds) // 2)])
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,7 @@ class Bench:
 
     def write(self, path: Path) -> None:
         """Write `to_dict` as JSON."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from error
+        write_json(path, self.to_dict())
 
 
 def bench(

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from wholebatch.cli.measuring import CLOCKS, check_measuring, full_batches, made, page_beside
 from wholebatch.cli.options import check
-from wholebatch.errors import MissingExtraError, OptionError
+from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
+    import torch
+
     from wholebatch.bench import Bench, Job
     from wholebatch.cli.options import Config
     from wholebatch.recipes import Recipe
@@ -85,12 +88,7 @@ def bench(
         raise OptionError(f"--micro-batch {micro_batch}: must be 1 or more")
     if precision not in (None, "full", "fp32", "bf16", "fp16"):
         raise OptionError(f"--precision {precision}: must be full, bf16 or fp16")
-    if out.suffix != ".json":
-        raise OptionError(f"--out {out}: must be the name of a .json file")
-    if clock not in ("wall", "cpu"):
-        raise OptionError(f"--clock {clock}: must be wall or cpu")
-    if seconds <= 0:
-        raise OptionError(f"--seconds {seconds:g}: must be above 0")
+    check_measuring(out=out, clock=clock, seconds=seconds)
 
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.bench import WAYS
@@ -130,11 +128,11 @@ def bench(
                 seconds=seconds,
                 begin=bar.begin,
                 end=bar.end,
-                clock=time.perf_counter if clock == "wall" else time.process_time,
+                clock=CLOCKS[clock],
                 about=about,
             )
     measured.write(out)
-    show(console, measured, out=out, page=_page(out))
+    show(console, measured, out=out, page=page_beside(out))
 
 
 def _job(
@@ -145,10 +143,7 @@ def _job(
     micro_batch: int | None,
     precision: str | None,
 ) -> tuple[Config, Job]:
-    import torch
-
     from wholebatch.bench import Job
-    from wholebatch.cli.full import full_batches
     from wholebatch.cli.options import Given, resolve
 
     given = Given(
@@ -164,16 +159,11 @@ def _job(
             "give --micro-batch N"
         )
     config, take = full_batches(recipe, config)
-    is_pure = config.precision == "bf16-pure"
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(config.seed)
-        model = recipe.build_model()
-        if is_pure:
-            model.to(torch.bfloat16)
-        model.to(where)
-        model.train()
-        return model, recipe.build_optimizer(model, lr=config.lr)
+        model, optimizer = made(recipe, config, where)
+        model.train()  # as other libraries' trainers have it
+        return model, optimizer
 
     options = {} if recipe.units is None else {"units": recipe.units}
     return config, Job(
@@ -196,13 +186,3 @@ def _device_said(device: Any) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU"
-
-
-def _page(out: Path) -> Path | None:
-    """The page beside the file; None without the package that draws it."""
-    from wholebatch.report.page import write_report
-
-    try:
-        return write_report([out], out.with_suffix(".html"))
-    except MissingExtraError:
-        return None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from wholebatch.cli.measuring import CLOCKS, check_measuring, full_batches, made, page_beside
 from wholebatch.cli.options import PRECISIONS, check
-from wholebatch.errors import MissingExtraError, OptionError
+from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -116,12 +116,7 @@ def tune(
     Then: wholebatch train --from tune.json
     """
     check("batch_size", batch_size, "--batch-size")
-    if out.suffix != ".json":
-        raise OptionError(f"--out {out}: must be the name of a .json file")
-    if clock not in ("wall", "cpu"):
-        raise OptionError(f"--clock {clock}: must be wall or cpu")
-    if seconds <= 0:
-        raise OptionError(f"--seconds {seconds:g}: must be above 0")
+    check_measuring(out=out, clock=clock, seconds=seconds)
     names = None if precision is None else _names("--precision", precision, PRECISIONS)
     sizes = None if micro_batch is None else _numbers("--micro-batch", micro_batch)
     numbers = _numbers("--ranks", ranks)
@@ -154,12 +149,12 @@ def tune(
                 bandwidth=link,
                 ranks=numbers,
                 watch=bar,
-                clock=time.perf_counter if clock == "wall" else time.process_time,
+                clock=CLOCKS[clock],
             )
     if rank:
         return
     tuned.write(out)
-    page = _page(out)
+    page = page_beside(out)
     show(console, tuned, subject=found.name, out=out, page=page)
 
 
@@ -176,7 +171,6 @@ def _tune(
 
     import torch
 
-    from wholebatch.cli.full import full_batches
     from wholebatch.cli.options import Given, resolve
     from wholebatch.cli.session import about_here
     from wholebatch.tune import tune as tuned_by
@@ -195,12 +189,7 @@ def _tune(
     inner: list[Any] = []
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(config.seed)
-        model = recipe.build_model()
-        if is_pure:
-            model.to(torch.bfloat16)
-        model.to(where)
-        optimizer = recipe.build_optimizer(model, lr=config.lr)
+        model, optimizer = made(recipe, config, where)
         inner[:] = [model]
         if world > 1:
             return torch.nn.parallel.DistributedDataParallel(model), optimizer
@@ -231,16 +220,6 @@ def _tune(
         "measured_on_ranks": world,
     }
     return dataclasses.replace(tuned, settings=settings, about=about)
-
-
-def _page(out: Path) -> Path | None:
-    """The page beside the file; None without the package that draws it."""
-    from wholebatch.report.page import write_report
-
-    try:
-        return write_report([out], out.with_suffix(".html"))
-    except MissingExtraError:
-        return None
 
 
 def _split(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from wholebatch.coupled.moments import Merged, merge, moments, normalise
 from wholebatch.coupled.replaced import ReplacedForwards
 
-__all__ = ["PLAIN", "FixedNorms", "given_to"]
+__all__ = ["PLAIN", "FixedNorms", "InsideNorm", "given_to"]
 
 PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 """Forwards of which all is known: what a BatchNorm does, and nothing else."""
@@ -59,7 +59,11 @@ class FixedNorms:
                 assert isinstance(module, _BatchNorm)
                 x = given_to(args, kwargs)
                 return self.norm(name, x, module.weight, module.bias, module.eps)
-            with _Inside(self, name):
+            with InsideNorm(
+                lambda x, running, weight, bias, momentum, eps: self.norm(
+                    name, x, weight, bias, eps
+                )
+            ):
                 return found(*args, **kwargs)
 
         return forward
@@ -71,13 +75,22 @@ def given_to(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     return given
 
 
-class _Inside(TorchFunctionMode):
-    """Fixes F.batch_norm, called inside a layer with a forward of its own."""
+Normed = Callable[
+    [Tensor, "tuple[Tensor | None, Tensor | None]", "Tensor | None", "Tensor | None", float, float],
+    Tensor,
+]
+"""Of the input, the running statistics, weight, bias, momentum and eps."""
 
-    def __init__(self, fixed: FixedNorms, name: str) -> None:
+
+class InsideNorm(TorchFunctionMode):
+    """Puts `normed` where a layer with a forward of its own calls F.batch_norm.
+
+    Calls that use the running statistics stay as they are.
+    """
+
+    def __init__(self, normed: Normed) -> None:
         super().__init__()
-        self._fixed = fixed
-        self._name = name
+        self._normed = normed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
@@ -97,4 +110,4 @@ class _Inside(TorchFunctionMode):
     ) -> Tensor:
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
-        return self._fixed.norm(self._name, input, weight, bias, eps)
+        return self._normed(input, (running_mean, running_var), weight, bias, momentum, eps)

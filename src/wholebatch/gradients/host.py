@@ -76,14 +76,8 @@ class HostStore(Store):
         super().begin(parameters, known)
         self.target.sixteen_bit.begin()  # hooks see what the plain window would add
         if self._sums is None or not self._sums.is_for(parameters):
-            mine = {id(parameter) for parameter in parameters}
             self._sums = None  # first, so that two sets never exist at once
-            self._sums = Sums(
-                [
-                    [p for group in o.param_groups for p in group["params"] if id(p) in mine]
-                    for o in self.target.optimizers
-                ]
-            )
+            self._sums = Sums.of(parameters, self.target.optimizers)
         self._sums.filled = set()
         for parameter in parameters:
             if parameter.device not in self._pipes:

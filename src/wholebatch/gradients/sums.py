@@ -49,6 +49,19 @@ class Sums:
                 self._of[id(parameter)] = flat
         self.bytes = slabs.taken
 
+    @classmethod
+    def of(
+        cls, parameters: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Sums:
+        """Those of the parameters, in the order in which the optimizers have them."""
+        mine = {id(parameter) for parameter in parameters}
+        return cls(
+            [
+                [p for group in o.param_groups for p in group["params"] if id(p) in mine]
+                for o in optimizers
+            ]
+        )
+
     def is_for(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether exactly these parameters have their place here."""
         return len(parameters) == len(self._of) and all(id(p) in self._of for p in parameters)

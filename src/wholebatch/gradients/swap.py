@@ -73,14 +73,8 @@ class SwapStore(DeviceStore):
     ) -> None:
         super().begin(parameters, known)
         if self._sums is None or not self._sums.is_for(parameters):
-            mine = {id(parameter) for parameter in parameters}
             self._sums = None  # first, so that two sets never exist at once
-            self._sums = Sums(
-                [
-                    [p for group in o.param_groups for p in group["params"] if id(p) in mine]
-                    for o in self.target.optimizers
-                ]
-            )
+            self._sums = Sums.of(parameters, self.target.optimizers)
         self._send(self._sums)
         self.hook(self._made)
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
 from wholebatch.coupled.audit import running_buffers, uses_batch_statistics
-from wholebatch.coupled.fixed import PLAIN, given_to
+from wholebatch.coupled.fixed import PLAIN, InsideNorm, given_to
 from wholebatch.coupled.moments import (
     InputGradient,
     Merged,
@@ -287,11 +285,11 @@ def _instancenorm(
     return forward
 
 
-class _Inside(TorchFunctionMode):
+class _Inside(InsideNorm):
     """Turns F.batch_norm, called inside a layer with a forward of its own, into a meeting."""
 
     def __init__(self, meetings: Meetings, name: str, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__(self._meet)
         self.calls = 0
         self._meetings = meetings
         self._name = name
@@ -304,32 +302,23 @@ class _Inside(TorchFunctionMode):
             self._count = self._tracked.detach().clone()
             self._tracked.sub_(1)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _batch_norm(
+    def _meet(
         self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
+        x: Tensor,
+        running: tuple[Tensor | None, Tensor | None],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,
+        eps: float,
     ) -> Tensor:
-        if not training:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
         self.calls += 1
         if self._tracked is not None:
             self._tracked.copy_(self._count)
         return self._meetings.norm(
             self._name,
-            input,
+            x,
             weight,
             bias,
             eps,
-            lambda whole: move_buffers(running_mean, running_var, momentum, whole),
+            lambda whole: move_buffers(*running, momentum, whole),
         )

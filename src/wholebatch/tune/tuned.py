@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wholebatch.errors import OptionError
-from wholebatch.jsonable import finite
+from wholebatch.jsonable import finite, write_json
 from wholebatch.memory.budget import bytes_said
 from wholebatch.tune.bottleneck import Bottleneck
 from wholebatch.tune.settings import Trial
@@ -67,11 +65,7 @@ class Tuned:
 
     def write(self, path: Path) -> None:
         """Write `to_dict` as JSON."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from error
+        write_json(path, self.to_dict())
 
 
 def advice_of(best: Trial, trials: tuple[Trial, ...], *, budget: int, unit: str) -> tuple[str, ...]:

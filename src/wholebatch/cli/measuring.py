@@ -1,0 +1,84 @@
+"""What commands that measure a recipe have in common: its batches, its clock, its page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wholebatch.errors import MissingExtraError, OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+    from wholebatch.cli.options import Config
+    from wholebatch.recipes import Recipe
+
+__all__ = ["CLOCKS", "check_measuring", "full_batches", "made", "page_beside"]
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""What `--clock` may be."""
+
+
+def check_measuring(*, out: Path, clock: str, seconds: float) -> None:
+    """Refuse what `--out`, `--clock` and `--seconds` cannot be."""
+    if out.suffix != ".json":
+        raise OptionError(f"--out {out}: must be the name of a .json file")
+    if clock not in CLOCKS:
+        raise OptionError(f"--clock {clock}: must be {' or '.join(CLOCKS)}")
+    if seconds <= 0:
+        raise OptionError(f"--seconds {seconds:g}: must be above 0")
+
+
+def full_batches(
+    recipe: Recipe, config: Config, *, rank: int = 0, ranks: int = 1
+) -> tuple[Config, Callable[[], Any]]:
+    """The settings as the data has them, and a function that gives the next full batch.
+
+    Of several ranks this one's share; epoch after epoch.
+    """
+    from wholebatch.cli.session import fitted_to
+    from wholebatch.recipes import Batches
+
+    batches = Batches(
+        recipe.build_data,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        collate=recipe.collate,
+        rank=rank,
+        ranks=ranks,
+    )
+    config = fitted_to(config, batches)
+    whole = None if batches.length is None else batches.length // config.batch_size
+
+    def take() -> Any:
+        if whole and batches.position.batch >= whole:
+            batches.take()  # the short last one of an epoch says nothing about the others
+        return batches.take()
+
+    return config, take
+
+
+def made(
+    recipe: Recipe, config: Config, where: torch.device
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The recipe's model on its device and its optimizer, the same every time."""
+    import torch
+
+    torch.manual_seed(config.seed)
+    model = recipe.build_model()
+    if config.precision == "bf16-pure":
+        model.to(torch.bfloat16)
+    model.to(where)
+    return model, recipe.build_optimizer(model, lr=config.lr)
+
+
+def page_beside(out: Path) -> Path | None:
+    """The page beside the file; None without the package that draws it."""
+    from wholebatch.report.page import write_report
+
+    try:
+        return write_report([out], out.with_suffix(".html"))
+    except MissingExtraError:
+        return None
