@@ -162,7 +162,7 @@ def test_a_model_without_bytes() -> None:
 
 def test_a_gpu_that_is_not_there_counts_in_its_blocks() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("predicts for a GPU that is not there, and this machine has one")
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     predicted = predict_peak(model, loss, vectors(4), optimizer=optimizer, device="cuda")
