@@ -169,18 +169,43 @@ def _joules() -> float | None:
         return None
 
 
-def _profile(updates: Iterator[float]) -> dict[str, Any]:
-    """What ran on the device in one window: kernel time in all, and of the longest kernels."""
+def _profile(updates: Iterator[float], windows: int = 2) -> dict[str, Any]:
+    """What ran on the device in a window: the longest kernels, and when there was none."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        next(updates)
+        for _ in range(windows):
+            next(updates)
         torch.cuda.synchronize()
-    kernels = sorted(
-        (
-            (event.device_time_total / 1e3, event.count, event.key)
-            for event in profiler.key_averages()
-        ),
-        reverse=True,
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.key)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
     )
-    return {"kernel_ms": sum(ms for ms, _, _ in kernels), "kernels": kernels[:32]}
+    by_kernel: dict[str, tuple[float, int]] = {}
+    for start, end, name in spans:
+        ms, count = by_kernel.get(name, (0.0, 0))
+        by_kernel[name] = (ms + (end - start) / 1e3 / windows, count + 1)
+    kernels = sorted(((ms, n / windows, name) for name, (ms, n) in by_kernel.items()), reverse=True)
+    return {
+        "kernel_ms": sum(ms for ms, _, _ in kernels),
+        "kernels": kernels[:32],
+        **_gaps(spans, windows),
+    }
+
+
+def _gaps(spans: list[tuple[float, float, str]], windows: int) -> dict[str, Any]:
+    """Where the device had nothing to run: short gaps in all, and each of the long ones."""
+    short, long, until, last = 0.0, list[tuple[float, str, str]](), math.inf, ""
+    for start, end, name in spans:
+        if start - until > 20.0:  # microseconds
+            long.append((start - until, last, name))
+        else:
+            short += max(0.0, start - until)
+        if until == math.inf or end > until:
+            until, last = end, name
+    return {
+        "short_gaps_ms": short / 1e3 / windows,
+        "long_gaps_ms": sum(gap for gap, _, _ in long) / 1e3 / windows,
+        "long_gaps": [(gap, a[:80], b[:80]) for gap, a, b in sorted(long, reverse=True)[:16]],
+    }
