@@ -38,6 +38,7 @@ __all__ = [
     "power_of_two_near",
     "read_scalars",
     "read_units",
+    "scalar_on",
     "stepping",
     "takes_grad_scale",
 ]
@@ -198,6 +199,13 @@ def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
         for index, number in zip(indices, stacked.tolist(), strict=True):
             result[index] = float(number)
     return result
+
+
+def scalar_on(device: torch.device, value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor there. It is filled in: a copy from the host waits for the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def power_of_two_near(value: float) -> float:

@@ -26,6 +26,7 @@ from wholebatch.close import (
     power_of_two_near,
     read_scalars,
     read_units,
+    scalar_on,
 )
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
 from wholebatch.gradients import DeviceStore, Store, refuse_stray
@@ -223,7 +224,7 @@ class Window:
         elif self.known is not None:
             counted = self.known[name]
             seed = weight / counted if counted else 0.0
-        value = torch.as_tensor(seed, dtype=total.dtype, device=total.device)
+        value = scalar_on(total.device, seed, total.dtype)
         if self.sync.averaged_by != 1:
             value = value * self.sync.averaged_by
         if self.target.scale is not None:

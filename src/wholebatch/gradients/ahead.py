@@ -22,7 +22,14 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from wholebatch.close import Closed, CloseOptions, Holder, dense_gradients, takes_grad_scale
+from wholebatch.close import (
+    Closed,
+    CloseOptions,
+    Holder,
+    dense_gradients,
+    scalar_on,
+    takes_grad_scale,
+)
 
 __all__ = ["Ahead", "Numbers", "Sums", "can_close_ahead", "close_ahead"]
 
@@ -96,7 +103,7 @@ def close_ahead(
     units = {name: _column(sums.units[name], device) for name in names}
     sum_of = torch.stack([totals[name].sum() for name in names])
     units_of = torch.stack([units[name].sum() for name in names])
-    seed = torch.as_tensor(sums.seed, dtype=torch.float64, device=device)
+    seed = scalar_on(device, sums.seed, torch.float64)
     largest = units_of.max()
     good = sum_of.isfinite().all() & (largest > 0)
     if sums.known is None:
@@ -146,9 +153,7 @@ def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     if not any(isinstance(value, Tensor) for value in values):
         column = torch.tensor(values, dtype=torch.float64)
         return column.to(device, non_blocking=True)
-    return torch.stack(
-        [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
-    )
+    return torch.stack([scalar_on(device, value, torch.float64) for value in values])
 
 
 class _Reading:
