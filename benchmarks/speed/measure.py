@@ -88,6 +88,7 @@ def _row(
     return {
         **_summed_up(case, turns),
         **(_profile(updates) if profiled else {}),
+        "pools": _pools(),
         "warm_up_gib": peak_of_warm_up,
         "warm_up_s": warm,
         "losses": [loss if math.isfinite(loss) else None for loss in losses[:5]],
@@ -153,6 +154,18 @@ def _summed_up(case: Case, turns: list[Turn]) -> dict[str, Any]:
         "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.memory_reserved() / GIB,
     }
+
+
+def _pools() -> dict[str, list[float]]:
+    """GiB that each pool of the allocator holds, has live tensors in, and its largest segment."""
+    pools: dict[str, list[float]] = {}
+    for segment in torch.cuda.memory_snapshot() if DEVICE == "cuda" else []:
+        name = f"pool {segment['segment_pool_id']} of stream {segment['stream']}"
+        held, live, largest = pools.get(name, (0.0, 0.0, 0.0))
+        size = segment["total_size"] / GIB
+        live += segment["active_size"] / GIB
+        pools[name] = [held + size, live, max(largest, size)]
+    return pools
 
 
 def _joules() -> float | None:

@@ -46,7 +46,7 @@ VARIANTS: list[Spec] = [
     ("gpt-124m", mode, 4)
     for mode in (
         OURS,
-        "wholebatch graph, softmax in three passes",
+        "wholebatch graph, loss by Inductor",
         "wholebatch graph, small kernels combined",
         "wholebatch graph, activations held",
         "wholebatch graph, gradients added apart",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.execute.buffers import Casts, Gradients
+from wholebatch.execute.entropy import can_fuse_entropy
 from wholebatch.execute.fused import can_add_products
 from wholebatch.execute.rewrite import Options, rewrite
 from wholebatch.execute.trace import Form, State, Traced
@@ -32,6 +33,9 @@ class JointStep:
 
     fuses_products = True
     """Whether weight gradients add themselves where the device can; off to measure the gain."""
+
+    fuses_entropy = True
+    """Whether a cross-entropy and its gradient are one kernel where the device can."""
 
     recomputes = True
     """Whether a compiled step makes cheap activations again instead of holding them."""
@@ -64,6 +68,7 @@ class JointStep:
             Options(
                 products=self.fuses_products and can_add_products(device),
                 products_in_full=not compiled,
+                entropy=self.fuses_entropy and can_fuse_entropy(device),
                 recompute=compiled and self.recomputes,
             ),
         )

@@ -1,11 +1,12 @@
 """From the traced graph to the one that runs: weights cast outside, gradients added in place.
 
-Three changes, none of which changes a number beyond the order of additions:
+Four changes, none of which changes a number beyond the order of additions:
 
 - a weight that autocast casts to 16 bit becomes an input that is cast once per window;
 - each gradient is added into its buffer where it is made, so that it lives no longer than that;
 - a weight gradient that is a matrix product, or rows of an embedding, is added by the very
-  operation that makes it, and never exists on its own.
+  operation that makes it, and never exists on its own;
+- a cross-entropy and its gradient become one operation (`entropy`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from wholebatch.execute import fused
+from wholebatch.execute.entropy import fuse_entropy
 from wholebatch.execute.recompute import recompute
 from wholebatch.execute.trace import Traced
 
@@ -36,6 +38,8 @@ class Options:
     products_in_full: bool = False
     """Products of the buffer's own dtype (`addmm_`): pays where nothing fuses behind it."""
     embeddings: bool = True
+    entropy: bool = False
+    """A cross-entropy and its gradient as one kernel, in the memory of the logits (CUDA only)."""
     recompute: bool = False
     """Cheap activations are made again in the backward (pays where kernels are fused)."""
 
@@ -50,6 +54,7 @@ class Rewritten:
     fused_products: int
     fused_embeddings: int
     recomputed: int
+    fused_losses: int
 
 
 def rewrite(
@@ -63,6 +68,7 @@ def rewrite(
     output = graph.graph_copy(traced.graph.graph, {})
     results = list(output) if isinstance(output, (list, tuple)) else [output]
     _drop_detach(graph, results)
+    losses = fuse_entropy(graph, results) if options.entropy else 0
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -97,7 +103,7 @@ def rewrite(
     graph.eliminate_dead_code()
     graph.lint()
     module = fx.GraphModule(traced.graph, graph)  # with the constants that the graph names
-    return Rewritten(module, tuple(casts), adder.products, adder.embeddings, recomputed)
+    return Rewritten(module, tuple(casts), adder.products, adder.embeddings, recomputed, losses)
 
 
 def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:

@@ -1,0 +1,67 @@
+"""The kernel of `entropy`: a row of logits becomes its gradient, and its loss is returned.
+
+Imported only where a CUDA device asks for it: Triton comes with torch's CUDA builds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+__all__ = ["launch"]
+
+_LARGEST_BLOCK = 16384
+_ELEMENTS_PER_WARP = 512
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rows(  # type: ignore[no-untyped-def]
+    logits, labels, seed, losses, classes, ignored, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    start = logits + row * classes
+    lanes = tl.arange(0, block)
+    if label == ignored:
+        for first in range(0, classes, block):
+            here = first + lanes
+            nothing = tl.zeros([block], dtype=logits.dtype.element_ty)
+            tl.store(start + here, nothing, mask=here < classes)
+        tl.store(losses + row, 0.0)
+        return
+    # A label out of range would be read outside of the row: its loss is not a number instead.
+    known = (label >= 0) & (label < classes)
+    at_label = tl.load(start + label, mask=known, other=float("nan")).to(tl.float32)
+    largest = float("-inf")
+    total = 0.0
+    for first in range(0, classes, block):
+        here = first + lanes
+        x = tl.load(start + here, mask=here < classes, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        largest = larger
+    normaliser = largest + tl.log(total)
+    tl.store(losses + row, normaliser - at_label)
+    factor = tl.load(seed).to(tl.float32)
+    for first in range(0, classes, block):  # the row is in the cache still
+        here = first + lanes
+        x = tl.load(start + here, mask=here < classes, other=0.0).to(tl.float32)
+        share = tl.exp(x - normaliser)
+        gradient = tl.where(here == label, share - 1.0, share) * factor
+        tl.store(start + here, gradient.to(logits.dtype.element_ty), mask=here < classes)
+
+
+def launch(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
+    """The loss of every row; `logits` are its gradient, times the seed, afterwards."""
+    rows, classes = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block = min(triton.next_power_of_2(classes), _LARGEST_BLOCK)
+    warps = min(max(block // _ELEMENTS_PER_WARP, 1), 32)
+    if rows:
+        kernel: Any = _rows[(rows,)]
+        kernel(logits, labels, seed, losses, classes, ignored, block=block, num_warps=warps)
+    return losses

@@ -1,0 +1,125 @@
+"""Cross-entropy and its gradient as one operation, in the memory of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.execute.nets import Micro, loss, tagged
+from tests.support import distance
+from wholebatch.execute.entropy import can_fuse_entropy
+from wholebatch.execute.inputs import take_apart
+from wholebatch.execute.rewrite import Options, rewrite
+from wholebatch.execute.trace import Form, State, trace
+from wholebatch.precision import choose
+
+
+class Reader(nn.Module):
+    """Logits straight from a linear layer."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(11, 8)
+        self.read = nn.Linear(8, 11, bias=bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.read(torch.tanh(self.embed(tokens)))
+        return logits
+
+
+def mean_times_count(model: nn.Module, micro: Micro) -> wb.Loss:
+    """A mean as models of Hugging Face make it, times what it is over."""
+    logits = model(micro["x"]).float()
+    labels = micro["y"].flatten()
+    count = (labels != -100).sum()
+    mean = functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels)
+    return wb.Loss(mean * count, count)
+
+
+def halved(model: nn.Module, micro: Micro) -> wb.Loss:
+    """The seed reaches the loss through another operation."""
+    whole = loss(model, micro)
+    return wb.Loss(whole.total * 0.5, whole.units)
+
+
+def squared(model: nn.Module, micro: Micro) -> wb.Loss:
+    """The gradient depends on the loss itself."""
+    whole = loss(model, micro)
+    return wb.Loss(whole.total * whole.total, whole.units)
+
+
+def with_z(model: nn.Module, micro: Micro) -> wb.Loss:
+    """The logits are used twice."""
+    logits = model(micro["x"])
+    whole = wb.cross_entropy(logits, micro["y"])
+    return wb.Loss(whole.total + logits.float().logsumexp(-1).square().sum(), whole.units)
+
+
+def smoothed(model: nn.Module, micro: Micro) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"], label_smoothing=0.1)
+
+
+def weighted(model: nn.Module, micro: Micro) -> wb.Loss:
+    weight = torch.linspace(0.5, 1.5, 11)
+    return wb.cross_entropy(model(micro["x"]), micro["y"], weight=weight)
+
+
+def _run(
+    model: nn.Module, loss: Callable[[Any, Any], wb.Loss], precision: Any, *, fuses: bool
+) -> tuple[int, list[Tensor], list[Tensor], set[str]]:
+    """Fused losses, outputs and buffers of the rewritten graph, and what it calls."""
+    micro = tagged(5)
+    state = State.of(model, list(model.parameters()))
+    inputs = take_apart(micro)
+    with precision.forward():
+        form = Form.of(loss(model, micro), "loss")
+    traced = trace(model, loss, precision, state, inputs, form, "loss")
+    trained = [parameter.detach() for parameter in state.trained.values()]
+    rewritten = rewrite(
+        traced, len(trained), [torch.float32] * len(trained), Options(entropy=fuses)
+    )
+    buffers = [torch.zeros_like(parameter) for parameter in trained]
+    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
+    arguments = [*trained, *inputs.tensors, torch.tensor(0.25), *casts, *buffers]
+    with torch.no_grad():
+        outputs = rewritten.graph(*arguments)
+    called = {str(node.target) for node in rewritten.graph.graph.nodes}
+    return rewritten.fused_losses, list(outputs), buffers, called
+
+
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("loss", [loss, mean_times_count, halved])
+def test_the_same_numbers_without_a_second_tensor_of_that_size(
+    loss: Callable[[Any, Any], wb.Loss], bias: bool, precision: str
+) -> None:
+    chosen = choose(precision, "cpu")
+    plain = _run(Reader(bias=bias), loss, chosen, fuses=False)
+    fused = _run(Reader(bias=bias), loss, chosen, fuses=True)
+    assert (plain[0], fused[0]) == (0, 1)
+    assert not any("softmax" in name or "nll_loss" in name for name in fused[3])
+    for one, other in zip(plain[1], fused[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert distance(fused[2], plain[2]) <= (1e-6 if precision == "full" else 2e-3)
+    assert all(buffer.abs().sum() > 0 for buffer in fused[2])
+
+
+@pytest.mark.parametrize("loss", [squared, with_z, smoothed, weighted])
+def test_what_it_cannot_be_stays_as_it_is(loss: Callable[[Any, Any], wb.Loss]) -> None:
+    chosen = choose("bf16", "cpu")
+    plain = _run(Reader(), loss, chosen, fuses=False)
+    fused = _run(Reader(), loss, chosen, fuses=True)
+    assert fused[0] == 0
+    for one, other in zip([*plain[1], *plain[2]], [*fused[1], *fused[2]], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_cpu_has_the_kernel() -> None:
+    assert not can_fuse_entropy(torch.device("cpu"))
