@@ -1,0 +1,56 @@
+"""The kernel of a cross-entropy with its gradient, against float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wholebatch.execute.entropy import _operation, can_fuse_entropy
+
+DEVICE = torch.device("cuda")
+
+
+def _in_float64(logits: Tensor, labels: Tensor, seed: float) -> tuple[Tensor, Tensor]:
+    exact = logits.double().requires_grad_()
+    rows = functional.cross_entropy(exact, labels, reduction="none")
+    [gradient] = torch.autograd.grad(rows.sum() * seed, exact)
+    return rows.detach(), gradient
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def test_every_dtype_and_width_is_as_near_to_float64_as_its_rounding() -> None:
+    torch.manual_seed(0)
+    limits = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+    for classes in (1, 7, 1000, 16384, 50304, 128256):
+        for dtype, limit in limits.items():
+            logits = (torch.randn(37, classes, device=DEVICE) * 4).to(dtype)
+            labels = torch.randint(0, classes, (37,), device=DEVICE)
+            labels[::5] = -100
+            labels[1] = classes - 1
+            seed = torch.full((), 0.25, device=DEVICE)
+            rows, gradient = _in_float64(logits, labels, 0.25)
+            found = _operation()(logits, labels, seed, -100)
+            if classes > 1:  # of one class, loss and gradient are zero
+                assert _distance(found, rows) <= 1e-6, (classes, dtype)
+                assert _distance(logits, gradient) <= limit, (classes, dtype)
+            else:
+                assert float(found.abs().max()) <= 1e-6
+                assert float(logits.abs().max()) <= 1e-6
+            assert not logits[::5].any()
+            assert not found[::5].any()
+
+
+def test_labels_out_of_range_and_infinite_logits_are_not_finite() -> None:
+    logits = torch.randn(4, 100, device=DEVICE)
+    logits[2, 5] = torch.inf
+    labels = torch.tensor([100, -3, 7, 8], device=DEVICE)
+    rows = _operation()(logits, labels, torch.ones((), device=DEVICE), -100)
+    assert rows.isfinite().tolist() == [False, False, False, True]
+
+
+def test_this_device_has_it() -> None:
+    assert can_fuse_entropy(DEVICE)
