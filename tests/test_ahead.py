@@ -77,6 +77,19 @@ def test_same_bits_as_the_close_on_the_host(
     assert here == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("gradients", ["swap", "release"])
+def test_not_where_the_store_steps_bucket_by_bucket(here: list[int], gradients: str) -> None:
+    """Of what a step of all parameters would read, some is on the host, or gone."""
+    ours, train = make(units=count, nonfinite="skip", gradients=gradients)
+    plain, other = make(units=count, nonfinite="skip")
+    for seed in range(3):
+        train.step(batch(seed))
+        assert here == [1] * seed
+        other.step(batch(seed))
+    assert all(map(torch.equal, bits(ours), bits(plain)))
+    assert all(map(torch.equal, train_state(train), train_state(other)))
+
+
 def test_a_window_that_is_not_finite_changes_nothing(here: list[int]) -> None:
     model, train = make()
     train.step(batch(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -111,6 +112,26 @@ def test_page_counts_and_escapes(gpu: ModuleType) -> None:
     assert "1 passed, 1 failed, 0 skipped." in page
     assert "| `a::b` | failed | 1.50 | x \\| y |" in page
     assert "NVIDIA H200, torch 2.11.0; run by scripts/gpu.py" in page
+
+
+def test_gpu_tests_take_no_arguments_and_no_pytest() -> None:
+    """What scripts/gpu.py asks of them, found before a GPU is asked."""
+    files = sorted((ROOT / "tests" / "gpu").rglob("test_*.py"))
+    assert files
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tests = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ]
+        assert tests, file.name
+        for test in tests:
+            assert not ast.unparse(test.args), f"{file.name}::{test.name}"
+            assert not test.decorator_list, f"{file.name}::{test.name}"
+        imports = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Import)]
+        imports += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        assert not any("pytest" in name for name in imports), file.name
 
 
 def test_refuses_without_cuda() -> None:

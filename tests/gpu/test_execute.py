@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from wholebatch.execute import plan
 
 Micro = dict[str, Tensor]
 VOCABULARY = 96
@@ -242,16 +245,24 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     )
     logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
     whole = batch(16)
-    train.step(whole)
-    assert train._feeding.executor.mode == "eager"
-    train._feeding.executor._plan.started -= 3.0  # as if it had run for three seconds
-    train.step(whole)
-    assert train._feeding.executor.mode == "graph of operations"
-    train._feeding.executor._plan.started -= 300.0
-    with warnings_of_the_compiler():
+    executor = train._feeding.executor
+
+    def older_than(seconds: float) -> None:
+        executor._plan.started = time.perf_counter() - seconds
+
+    # Compiling so small a graph would pay for itself at once; here it takes hours.
+    with mock.patch.object(plan, "_COMPILE_PER_OPERATION", 1e3):
+        older_than(-1e9)
         train.step(whole)
+        assert executor.mode == "eager"
+        older_than(plan._TRACE_AFTER)
         train.step(whole)
-    assert train._feeding.executor.mode == "graph of compile"
+        assert executor.mode == "graph of operations"
+        older_than(1e9)
+        with warnings_of_the_compiler():
+            train.step(whole)
+            train.step(whole)
+        assert executor.mode == "graph of compile"
 
 
 def test_a_tensor_that_moved_is_recorded_anew() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -55,10 +54,27 @@ def run(
     torch.manual_seed(0)
     model = Net(width, layers).to(dtype).to(device)
     fused = options.pop("fused", True)
+    adding = options.pop("adding", True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     options = {"micro_batch": 3, "units": lambda m: m["y"].numel(), **options}
     train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager", **options)
+    train._feeding.executor._eager.allowed = adding
     return model, [train.step(batch()) for _ in range(updates)], train
+
+
+def same_bits(dtype: torch.dtype, gradients: str, **options: Any) -> wb.WholeBatch:
+    """Hold a store to the bits of the plain window in which autograd adds, as it does here.
+
+    Left to itself the plain window has kernels that add into `.grad`: an embedding's rows, 16-bit
+    products. They round in another order, which a test of memory has no say in.
+    """
+    with torch.backends.cudnn.flags(enabled=False):  # torch's convolution repeats its bits
+        plain, _, _ = run(dtype, adding=False, **options)
+        ours, _, train = run(dtype, gradients=gradients, **options)
+    # The plain window reckons a clipping on the device, these on the host.
+    at_most = 1e-6 if "clip_norm" in options else 0.0
+    assert far(ours, plain) <= at_most, (dtype, gradients, options, far(ours, plain))
+    return train
 
 
 def far(ours: nn.Module, right: nn.Module) -> float:
@@ -82,30 +98,19 @@ def test_host_sums_make_the_update_of_the_plain_window() -> None:
 
 def test_host_sums_have_the_bits_of_the_plain_window() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        with torch.backends.cudnn.flags(deterministic=True):
-            plain, _, _ = run(dtype)
-            host, _, _ = run(dtype, gradients="host")
-        assert all(map(torch.equal, plain.parameters(), host.parameters())), dtype
+        same_bits(dtype, "host")
 
 
 def test_release_has_the_bits_of_the_plain_window() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for micro in (3, 13):
-            options: dict[str, Any] = {"micro_batch": micro, "nonfinite": "skip"}
-            plain, _, _ = run(dtype, **options)
-            ours, _, _ = run(dtype, gradients="release", **options)
-            assert far(ours, plain) <= 1e-6, (dtype, micro)
+            same_bits(dtype, "release", micro_batch=micro, nonfinite="skip")
 
 
 def test_swap_has_the_bits_of_the_plain_window() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for options in ({}, {"clip_norm": 0.05}, {"fused": False}):
-            with torch.backends.cudnn.flags(deterministic=True):
-                plain, _, _ = run(dtype, **options)
-                ours, _, train = run(dtype, gradients="swap", **options)
-            # A clipping is reckoned on the device in the plain window, here on the host.
-            at_most = 1e-5 if "clip_norm" in options else 0.0
-            assert far(ours, plain) <= at_most, (dtype, options, far(ours, plain))
+            train = same_bits(dtype, "swap", **options)
             states = train._window.target.optimizers[0].state.values()
             assert {s["exp_avg"].device.type for s in states} == {"cuda"}
 
@@ -140,9 +145,13 @@ def test_state_on_the_host_leaves_none_on_the_device() -> None:
     assert {t.device.type for state in states for t in state.values()} == {"cpu"}
 
 
-@pytest.mark.parametrize("gradients", ["host", "swap"])
-def test_resume_in_the_middle_of_a_window(gradients: str) -> None:
-    torch.backends.cudnn.deterministic = True
+def test_resume_in_the_middle_of_a_window() -> None:
+    with torch.backends.cudnn.flags(enabled=False):  # torch's convolution repeats its bits
+        for gradients in ("host", "swap"):
+            resume_in_the_middle(gradients)
+
+
+def resume_in_the_middle(gradients: str) -> None:
     straight, _, train = run(torch.float32, gradients=gradients, updates=1)
     saved: dict[str, Any] = {}
 
@@ -162,7 +171,7 @@ def test_resume_in_the_middle_of_a_window(gradients: str) -> None:
     again._window.target.optimizers[0].load_state_dict(optimizer)
     again.load_state_dict(saved["train"])
     again.step(batch())
-    assert all(map(torch.equal, straight.parameters(), resumed.parameters()))
+    assert all(map(torch.equal, straight.parameters(), resumed.parameters())), gradients
 
 
 def peak(**options: Any) -> tuple[int, int]:

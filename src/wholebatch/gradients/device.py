@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wholebatch.close import Closed, close_gradients, stepping
@@ -18,6 +19,8 @@ __all__ = ["DeviceStore"]
 
 class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read them there."""
+
+    at_once = True
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
@@ -33,18 +36,25 @@ class DeviceStore(Store):
         while_waiting: Callable[[], None] | None,
     ) -> Ahead | None:
         target = self.target
+        if not self.in_grad:  # gradients, or the state beside them, are not all there at once
+            return None
         if self.sync.ranks > 1 or self.sync.grows_own_graph or hooks or target.sixteen_bit:
             return None
         if not can_close_ahead(target.optimizers, self.options, target.device):
             return None
-        return close_ahead(
-            sums,
-            groups,
-            target.optimizers,
-            self.options,
-            total_norm=self.sync.total_norm,
-            while_waiting=while_waiting,
-        )
+        before = self.before_step()
+        try:
+            return close_ahead(
+                sums,
+                groups,
+                target.optimizers,
+                self.options,
+                total_norm=self.sync.total_norm,
+                while_waiting=while_waiting,
+            )
+        except torch.OutOfMemoryError as error:
+            failure = str(error)
+        self.failed_in_step(before, failure)
 
     def close(
         self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
