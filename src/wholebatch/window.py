@@ -342,7 +342,7 @@ class Window:
 
     def _update(self, closed: Closed, loss: float) -> None:
         if not closed.stepped:
-            self.store.step(closed.remaining)
+            self.store.update(closed.remaining)
         self.updates += 1
         for scheduler in self.target.schedulers:
             step_scheduler(scheduler, loss)

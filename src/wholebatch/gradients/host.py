@@ -52,6 +52,7 @@ class HostStore(Store):
     ) -> None:
         super().__init__(target, options, sync)
         self._steps_on_host = steps_on_host
+        self.counts_changes = not steps_on_host  # there the parameters' memory is changed
         self._sums: Sums | None = None
         self._pipes: dict[torch.device, Pipe] = {}
         self._is_last = False

@@ -57,6 +57,7 @@ class MomentsStore(Store):
         "Adam's second moment is made of old moments that were kept in half their bits while the "
         "gradients were added up"
     )
+    counts_changes = False  # moments are changed by backwards
     after_failure = (
         "the parameters are as before this window, and the optimizer's moments too, but rounded to "
         "half their bits"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, check_counts, read_scalars
-from wholebatch.errors import OptionError, WindowError
+from wholebatch.errors import OptionError
 from wholebatch.gradients.ahead import Numbers
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.parts import only
@@ -53,10 +53,10 @@ class ReleaseStore(DeviceStore):
     in_grad = False  # the window's last backward must not reduce them: this does
     only_eager = 'with gradients="release" the update is made by hooks that only eager code calls'
     counts_first = True
+    counts_changes = False  # the update is made in backwards
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._spoiled: list[tuple[nn.Parameter, int]] = []
         self._post_hooks: dict[torch.optim.Optimizer, Any] = {}
         self._clear()
 
@@ -79,12 +79,6 @@ class ReleaseStore(DeviceStore):
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
     ) -> None:
-        if any(parameter._version == version for parameter, version in self._spoiled):
-            raise WindowError(
-                "an earlier window failed after some of its parameters had been updated: load the "
-                "model and the optimizer from the last checkpoint before going on"
-            )
-        self._spoiled = []
         super().begin(parameters, known)
         self._clear()
         assert known is not None
@@ -262,7 +256,7 @@ class ReleaseStore(DeviceStore):
         return hooks
 
     def discard(self) -> None:
-        self._spoiled += [(parameter, parameter._version) for parameter in self._released]
+        self.spoiled += [(parameter, parameter._version) for parameter in self._released]
         self._give_back()
         super().discard()
         self._clear()

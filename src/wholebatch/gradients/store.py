@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wholebatch.close import Closed, CloseOptions
 from wholebatch.errors import LossError, StateError, WindowError
 from wholebatch.gradients.ahead import Ahead, Numbers, Sums
+from wholebatch.gradients.undone import Before
 from wholebatch.hooks import DeferredHooks
 from wholebatch.sync import Sync
 
@@ -47,11 +48,18 @@ class Store(ABC):
     )
     """What a window leaves behind whose gradients turned out not to be finite."""
 
+    at_once: bool = False
+    """Whether an optimizer's step is one step on all of its parameters."""
+
+    counts_changes: bool = True
+    """Whether torch's counts of changes tell how far a step has come."""
+
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         self.target = target
         self.options = options
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
+        self.spoiled: list[tuple[nn.Parameter, int]] = []
         self._handles: list[Any] = []
 
     def begin(
@@ -61,6 +69,13 @@ class Store(ABC):
 
         `known`: the units of each term over the whole window and all ranks, where counted before.
         """
+        if any(parameter._version == version for parameter, version in self.spoiled):
+            raise WindowError(
+                "an earlier window failed after some of its parameters had been updated, or may "
+                "have been: load the model and the optimizer from the last checkpoint before going "
+                "on"
+            )
+        self.spoiled = []
         self.parameters = parameters
 
     def hook(self, made: Callable[[Tensor], None]) -> None:
@@ -126,9 +141,49 @@ class Store(ABC):
     ) -> Closed:
         """Bring the gradients to what the optimizer must see."""
 
+    def update(self, remaining: float) -> None:
+        """`step`; where it runs out of memory, all of it is undone, or what is left is said."""
+        before = self.before_step()
+        try:
+            self.step(remaining)
+            return
+        except torch.OutOfMemoryError as error:
+            failure = str(error)  # only its text: the traceback holds what has been allocated
+        self.failed_in_step(before, failure)
+
     @abstractmethod
     def step(self, remaining: float) -> None:
         """One step of every optimizer; `remaining` is what the gradients are still to get."""
+
+    def before_step(self) -> Before:
+        """What tells, should the step fail, how far it has come."""
+        return Before(self.target.optimizers, self.parameters, at_once=self.at_once)
+
+    def failed_in_step(self, before: Before, failure: str) -> NoReturn:
+        """A step has run out of memory: put back what can be, and say what cannot."""
+        left = before.undo()
+        first_line = failure.strip().partition("\n")[0]
+        ran_out = f"the optimizer's step ran out of memory ({first_line or 'no reason given'})"
+        unsure = left.unknown or not self.counts_changes
+        if not left.changed and not unsure and self.sync.ranks == 1:
+            raise torch.OutOfMemoryError(
+                f"{ran_out} before it had changed anything: parameters and optimizer state are as "
+                "before this window, and the run can go on once there is room for the optimizer's "
+                "state and its copies of the gradients. fused=True makes no such copies, "
+                'gradients="host" takes the gradients away, and a smaller micro-batch leaves less '
+                "scattered memory"
+            )
+        self.spoiled = [(parameter, parameter._version) for parameter in self.parameters]
+        if left.changed:
+            what = f"after it had changed {left.changed} of {len(self.parameters)} parameters"
+        elif unsure:
+            what = "when it may have changed parameters or optimizer state already"
+        else:
+            what = "here, and other ranks may have made theirs"
+        raise torch.OutOfMemoryError(
+            f"{ran_out} {what}, which cannot be put back: load the model and the optimizer from "
+            "the last checkpoint before going on"
+        )
 
     @abstractmethod
     def saved(self) -> Any:
