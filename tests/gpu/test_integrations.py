@@ -10,6 +10,7 @@ import importlib.util
 import os
 import tempfile
 import unittest
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 STEPS, MICRO, WINDOWS, LENGTH, WORDS = 4, 4, 3, 16, 64
+LONG = 2**14
+"""Samples so long that a few of them outweigh the 64 MiB that a prediction counts for cuBLAS."""
 RATE = 0.2
+_LIBRARIES = r"(accelerate|lightning|transformers|torch\.distributed)\b"
 
 
 def need(*packages: str) -> None:
@@ -29,12 +33,26 @@ def need(*packages: str) -> None:
         raise unittest.SkipTest(f"needs CUDA and {', '.join(packages)}")
 
 
-def samples() -> Any:
+@contextmanager
+def libraries_may_warn() -> Iterator[None]:
+    """What they say of themselves and of each other, not of what is tested here.
+
+    FSDP of a single rank says that it shards nothing; Lightning makes a LeafSpec, which torch is
+    about to give up.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("default", module=_LIBRARIES)
+        for message in ("FSDP is switching to use `NO_SHARD`", ".*LeafSpec.* is deprecated"):
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+def samples(length: int = LENGTH) -> Any:
     draw = torch.Generator().manual_seed(1)
     number = MICRO * STEPS * WINDOWS - 2 * MICRO  # the last window is a short one
-    tokens = torch.randint(0, WORDS, (number, LENGTH), generator=draw)
-    lengths = torch.randint(1, LENGTH + 1, (number, 1), generator=draw)
-    labels = tokens.masked_fill(torch.arange(LENGTH) >= lengths, -100)
+    tokens = torch.randint(0, WORDS, (number, length), generator=draw)
+    lengths = torch.randint(1, length + 1, (number, 1), generator=draw)
+    labels = tokens.masked_fill(torch.arange(length) >= lengths, -100)
     return [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
 
 
@@ -58,13 +76,13 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat(parts)
 
 
-def undivided(autocast: torch.dtype | None = None) -> Tensor:
+def undivided(autocast: torch.dtype | None = None, length: int = LENGTH) -> Tensor:
     """Plain torch on whole batches; in float64, or in autocast with fp16's loss scale."""
     model = Model().cuda()
     model = model.double() if autocast is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     scaler = torch.amp.GradScaler("cuda", enabled=autocast is torch.float16, init_scale=1024.0)
-    for batch in DataLoader(samples(), batch_size=MICRO * STEPS):
+    for batch in DataLoader(samples(length), batch_size=MICRO * STEPS):
         batch = {name: leaf.cuda() for name, leaf in batch.items()}
         with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
             loss = model(**batch)["loss"]
@@ -82,9 +100,9 @@ def error(trained: Tensor, reference: Tensor) -> float:
     return float((trained - reference).norm() / (reference - start).norm())
 
 
-def hold(trained: Tensor, autocast: torch.dtype) -> None:
-    exact = undivided()
-    ours, whole = error(trained, exact), error(undivided(autocast), exact)
+def hold(trained: Tensor, autocast: torch.dtype, length: int = LENGTH) -> None:
+    exact = undivided(length=length)
+    ours, whole = error(trained, exact), error(undivided(autocast, length), exact)
     print(f"  {str(autocast)[6:]}: {ours:.2e} from float64, the undivided batch {whole:.2e}")
     assert ours <= 1.25 * whole + 1e-6, (ours, whole)
 
@@ -149,11 +167,13 @@ def test_accelerate_fsdp() -> None:
 
     for version in (1, 2):
         with one_process():
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-            found = error(accelerated(fsdp_plugin=plugin), undivided())
+            with libraries_may_warn():
+                plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+                trained = accelerated(fsdp_plugin=plugin)
+            found = error(trained, undivided())
             os.environ.pop("ACCELERATE_USE_FSDP", None)
         print(f"  FSDP{version}, one rank, float32: {found:.2e}")
-        assert found <= 1e-5, found
+        assert found <= 2e-5, found  # float32 parameters round more than the update's last digits
 
 
 def test_lightning_fp16_and_bf16() -> None:
@@ -181,19 +201,20 @@ def test_lightning_fp16_and_bf16() -> None:
         (MixedPrecision("bf16-mixed", "cuda"), torch.bfloat16),
     ):
         module = Module()
-        Trainer(
-            max_epochs=1,
-            accelerator="cuda",
-            devices=1,
-            plugins=[plugin],
-            accumulate_grad_batches=STEPS,
-            gradient_clip_val=0.5,
-            callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(module, DataLoader(samples(), batch_size=MICRO))
+        with libraries_may_warn():
+            Trainer(
+                max_epochs=1,
+                accelerator="cuda",
+                devices=1,
+                plugins=[plugin],
+                accumulate_grad_batches=STEPS,
+                gradient_clip_val=0.5,
+                callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            ).fit(module, DataLoader(samples(), batch_size=MICRO))
         hold(flat(module), dtype)
 
 
@@ -235,8 +256,9 @@ def test_transformers_bf16_and_auto_micro_batch() -> None:
         trainer.train()
         hold(flat(trainer.model), torch.bfloat16)
         whole = {"per_device_train_batch_size": MICRO * STEPS, "gradient_accumulation_steps": 1}
-        options = {"micro_batch": "auto", "memory": "24MiB"}
-        cut = trainer_on(samples(), folder, options, **whole, bf16=True)
+        options = {"micro_batch": "auto", "memory": "200MiB"}
+        cut = trainer_on(samples(LONG), folder, options, **whole, bf16=True)
         cut.train()
         print(f"  auto: micro-batch {cut._chosen} of {MICRO * STEPS}")
-        hold(flat(cut.model), torch.bfloat16)
+        assert 1 < cut._chosen < MICRO * STEPS
+        hold(flat(cut.model), torch.bfloat16, LONG)
