@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.coupled.probe import FUNCTION, Probe
-from wholebatch.splitting import to_device
 from wholebatch.splitting.layout import BatchSize, Static
 
 __all__ = [
@@ -146,6 +145,7 @@ def audit(
     forward: Callable[[Any, Any], Any] | None = None,
     batch_size: BatchSize = None,
     static: Static = (),
+    parts: int = 1,
 ) -> Audit:
     """The layers of `model` that couple the samples of a batch.
 
@@ -155,7 +155,8 @@ def audit(
     batch)` says how the model is called (default: with the batch, or with its items as keywords or
     positions). It may be a loss function: then the loss of those samples is also held against that
     of their halves, and one that compares samples with each other is found. `batch_size` and
-    `static` say how the batch is to be read, as in `WholeBatch`. Buffers and random generators are
+    `static` say how the batch is to be read, as in `WholeBatch`; of a batch that memory holds only
+    in `parts`, about as many samples are run as one part has. Buffers and random generators are
     left as found.
 
     >>> import torch
@@ -165,7 +166,8 @@ def audit(
     findings = list(_by_type(model))
     if batch is not None:
         loss = forward is not None
-        findings += _by_probe(model, batch, forward, batch_size, static, findings, loss=loss)
+        reading = Reading(batch_size, static, parts)
+        findings += _by_probe(model, batch, forward, reading, findings, loss=loss)
     return Audit(tuple(findings), probed=batch is not None)
 
 
@@ -176,31 +178,44 @@ def audit_layers(
     forward: Callable[[Any, Any], Any],
     batch_size: BatchSize,
     static: Static,
+    parts: int,
 ) -> Audit:
     """The same without a look at the loss itself: no more forwards, and none with a graph."""
     known = list(_by_type(model))
-    found = _by_probe(model, batch, forward, batch_size, static, known, loss=False)
+    reading = Reading(batch_size, static, parts)
+    found = _by_probe(model, batch, forward, reading, known, loss=False)
     return Audit((*known, *found), probed=True)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a batch is to be read, and into how many parts it will be split."""
+
+    batch_size: BatchSize
+    static: Static
+    parts: int
 
 
 def _by_probe(
     model: nn.Module,
     batch: Any,
     forward: Callable[[Any, Any], Any] | None,
-    batch_size: BatchSize,
-    static: Static,
+    reading: Reading,
     by_type: Sequence[Finding],
     *,
     loss: bool,
 ) -> list[Finding]:
     first = next(model.parameters(), None)
+    device = None if first is None else first.device
     probe = Probe(
         model,
-        batch if first is None else to_device(batch, first.device),
+        batch,
+        device=device,
         norms=[(name, norm) for name, norm in batchnorms(model) if uses_batch_statistics(norm)],
         forward=forward,
-        batch_size=batch_size,
-        static=static,
+        batch_size=reading.batch_size,
+        static=reading.static,
+        parts=reading.parts,
     )
     known = {finding.name for finding in by_type if finding.kind in _BY_TYPE}
     named = dict(model.named_modules())

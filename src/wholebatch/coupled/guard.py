@@ -21,7 +21,8 @@ _log = logging.getLogger("wholebatch")
 class Guard:
     """Audits a model by type when it is made, and by the probe when a first batch is there.
 
-    The probe runs the loss function on at most 8 samples, without a backward: three times to see
+    The probe runs the loss function on at most 8 samples, and on hardly more than a micro-batch
+    has, without a backward: three times to see
     which modules couple them and, in one process, four times to see whether the loss itself does.
     It is left out where every module is one of PyTorch's own, whose types say all; where the model
     is compiled, since hooks would compile it again; and where forwards run collectives of their
@@ -51,6 +52,7 @@ class Guard:
         *,
         batch_size: BatchSize,
         static: Static,
+        parts: int,
         summed: Callable[[float], float],
         alone: bool,
     ) -> None:
@@ -59,13 +61,24 @@ class Guard:
         found: list[str] = []
         try:
             look = audit if alone else audit_layers
-            made = look(self._model, batch, forward=forward, batch_size=batch_size, static=static)
+            made = look(
+                self._model,
+                batch,
+                forward=forward,
+                batch_size=batch_size,
+                static=static,
+                parts=parts,
+            )
             found = [str(finding) for finding in made.beyond_batchnorm]
         except torch.OutOfMemoryError:
             _log.warning("no memory to probe the model for layers that couple samples")
         except Exception as error:
             # Most often it is the loss function's, and the step will raise it.
             _log.warning("the model could not be probed for layers that couple samples: %r", error)
+        finally:
+            torch.clear_autocast_cache()
+            if torch.cuda.is_initialized():  # what comes now stays: not in the gaps of what was
+                torch.cuda.empty_cache()
         _refuse(found, summed)
 
     def join(self, summed: Callable[[float], float]) -> None:

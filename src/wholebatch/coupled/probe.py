@@ -15,6 +15,7 @@ from wholebatch import randomness
 from wholebatch.coupled.apart import Apart, Outside, loss_apart
 from wholebatch.coupled.fixed import FixedNorms
 from wholebatch.errors import LossError, SplitError
+from wholebatch.splitting import to_device
 from wholebatch.splitting.layout import BatchSize, Layout, Static, layout_of, take
 from wholebatch.splitting.structure import flatten
 
@@ -46,15 +47,21 @@ class Probe:
         *,
         norms: Sequence[tuple[str, nn.Module]] = (),
         forward: Forward | None = None,
+        device: torch.device | None = None,
         batch_size: BatchSize = None,
         static: Static = (),
+        parts: int = 1,
     ) -> None:
+        """`parts`: in so many the batch will be trained on; hardly more than one is run."""
         self._model = model
         self._norms = norms
-        self._call = _call if forward is None else forward
+        call = _call if forward is None else forward
+        self._call = call if device is None else _there(call, device)
         self._layout = _layout(batch, batch_size, static)
         self._needs_graph = False
-        self._count = 0 if self._layout is None else min(self._layout.size, _SAMPLES)
+        size = 0 if self._layout is None else self._layout.size
+        self._part = -(-size // parts)
+        self._count = min(size, _SAMPLES, max(self._part, 3))
 
     def moved_by_another_sample(self, known: Collection[str] = ()) -> list[str]:
         """Names of the modules whose output for one sample moves when another sample changes.
@@ -78,7 +85,7 @@ class Probe:
 
     def loss_apart(self) -> Apart | Outside | None:
         """The loss of the samples beside that of their halves, where it is not the same loss."""
-        layout, count = self._layout, self._count
+        layout, count = self._layout, min(self._count, max(self._part, 2))
         if layout is None or count < 2:
             return None
         with _Unchanged(self._model), FixedNorms(self._norms) as fixed:
@@ -101,6 +108,11 @@ class Probe:
             self._needs_graph = True
             first = traced(few)
         return _origins(first, traced(few), traced(changed))
+
+
+def _there(call: Forward, device: torch.device) -> Forward:
+    """The same, with the few samples (never the whole batch) on the model's device."""
+    return lambda model, few: call(model, to_device(few, device))
 
 
 def _layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:

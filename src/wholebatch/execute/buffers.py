@@ -74,6 +74,12 @@ class Gradients:
             self.parameters[first].grad is self._buffers.get(first, self)
         )
 
+    def take_in(self) -> None:
+        """What autograd has made moves into the buffers, unless it is sparse."""
+        made = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+        if all(gradient.layout == torch.strided for _, gradient in made):
+            self.put_in_place(tuple(index for index, _ in made))
+
     @torch.no_grad()
     def put_in_place(self, used: tuple[int, ...]) -> None:
         """Make the buffers these parameters' `.grad`, with what that holds already (or zero)."""

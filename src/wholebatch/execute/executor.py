@@ -140,18 +140,18 @@ class Executor:
         """
         if self._device.type != "cuda" or self._window.updates or self._gradients.parameters:
             return
+        torch.cuda.empty_cache()  # nor may they lie in what something before has left
         self._parameters = [p for group in self._window.target.groups() for p in group]
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))
 
-    def _settle(self) -> None:
+    def _settle(self, *, always: bool = False) -> None:
         """In the first window: gradients into their buffers, and what eager code took goes back."""
-        if self._device.type != "cuda" or self._plan.eager or self._window.updates:
-            return
-        made = (i for i, p in enumerate(self._gradients.parameters) if p.grad is not None)
-        self._gradients.put_in_place(tuple(made))
-        torch.cuda.empty_cache()
+        first = always or not self._window.updates
+        if first and self._device.type == "cuda" and not self._plan.eager:
+            self._gradients.take_in()
+            torch.cuda.empty_cache()
 
     def _make_buffers(self, state: State) -> None:
         parameters = list(state.trained.values())
@@ -252,6 +252,7 @@ class Executor:
         form = Form.of(loss, self._single)
         totals = [total.detach() for total in totals_of(loss)]
         del loss
+        self._settle(always=True)
         after = Snapshot(self._model)
         began = time.perf_counter()
         try:

@@ -134,8 +134,8 @@ class Feeding:
             with self._precision.forward():
                 return function(self.model, self._moved(few))
 
-        self._guard.look(batch, forward, **layout, summed=self._summed, alone=sync.ranks == 1)
-        torch.clear_autocast_cache()
+        alone, parts = sync.ranks == 1, len(micros)
+        self._guard.look(batch, forward, **layout, parts=parts, summed=self._summed, alone=alone)
 
     def join_look(self) -> None:
         """A rank without a sample takes part in the look of the others."""
