@@ -265,6 +265,12 @@ LOOPS: dict[str, Loop] = {
     "wholebatch graph, small kernels combined": _wholebatch(
         "graph", inductor={"combo_kernels": True}
     ),
+    "wholebatch graph, kernels tuned": _wholebatch(
+        "graph", inductor={"coordinate_descent_tuning": True}
+    ),
+    "wholebatch graph, kernels chosen": _wholebatch(
+        "graph", inductor={"max_autotune_pointwise": True}
+    ),
     "wholebatch eager, gradients by autograd": _wholebatch("eager", adding=False),
     "wholebatch compile": _wholebatch("compile"),
     "wholebatch auto": _wholebatch("auto"),
