@@ -6,8 +6,9 @@
     python benchmarks/gpu_gradients.py --tables              # gradients.md from its json again
 
 The link and the addition on the host are measured first, by themselves. Rows then run one after the
-other in one process; each is printed as it comes, with what it comes to beside its aim, and
-`--budget` seconds end the run. Everything is written to docs/benchmarks/gradients.json and .md.
+other in one process, in the order of `--rows`; each is printed as it comes, with what it comes to
+beside its aim. After `--budget` seconds the micro-batch that runs is the last: a row with a window
+measured keeps it. Everything is written to docs/benchmarks/gradients.json and .md, row by row.
 """
 
 from __future__ import annotations
@@ -220,8 +221,14 @@ def driver_bytes() -> int:
     return int(total - left)
 
 
-def measured(case_name: str, row: Row) -> dict[str, Any]:
+def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
+    """The row's figures, from the windows that end before `until`; TimeoutError: none does."""
     case = CASES[case_name]
+
+    def in_time(done: int, of: int) -> None:
+        if time.monotonic() > until:
+            raise TimeoutError(f"no time left in micro-batch {done} of {of}")
+
     free()
     before = driver_bytes()
     torch.manual_seed(0)
@@ -246,20 +253,27 @@ def measured(case_name: str, row: Row) -> dict[str, Any]:
         **options,
     )
     began = time.perf_counter()
-    losses = [train.step(batch).loss]
+    losses = [train.step(batch, after_micro=in_time).loss]
     synchronize()
     first = time.perf_counter() - began
     if HAS_CUDA:
         torch.cuda.reset_peak_memory_stats()
     out_before = getattr(train._window.store, "bytes_out", 0)
-    times = []
+    times: list[float] = []
+    adding = out = 0.0
     with Stopwatch() as stopwatch:
-        for _ in range(row.windows):
+        for number in range(1, row.windows + 1):
             began = time.perf_counter()
-            losses.append(train.step(batch).loss)
+            try:
+                losses.append(train.step(batch, after_micro=in_time).loss)
+            except TimeoutError:
+                if not times:
+                    raise
+                break
             synchronize()
             times.append(time.perf_counter() - began)
-    out = (getattr(train._window.store, "bytes_out", 0) - out_before) / row.windows
+            out = (getattr(train._window.store, "bytes_out", 0) - out_before) / number
+            adding = stopwatch.seconds / number
     parameters = sum(p.numel() for p in model.parameters())
     found = {
         **asdict(row),
@@ -274,7 +288,7 @@ def measured(case_name: str, row: Row) -> dict[str, Any]:
         "micro_batches": -(-samples // min(row.micro, samples)),
         "bytes_out": out,
         "host_gib": getattr(train._window.store, "host_bytes", 0) / GIB,
-        "adding_seconds": stopwatch.seconds / row.windows,
+        "adding_seconds": adding,
         "losses": losses,
     }
     del train, model, optimizer
@@ -296,6 +310,8 @@ def judged(machine: dict[str, Any], all_rows: dict[str, dict[str, Any]], name: s
     row["limits"] = limits
     row["times_largest_limit"] = row["seconds"] / max(limits)
     row["times_plain"] = row["seconds"] / beside["seconds"]
+    pairs = zip(row["losses"], beside["losses"], strict=False)
+    row["losses_off"] = max(abs(a - b) / abs(b) for a, b in pairs)
     for kind in ("allocated", "driver") if HAS_CUDA else ():
         saved = beside[f"{kind}_gib"] - row[f"{kind}_gib"]
         row[f"{kind}_saved_of_gradients"] = saved / row["gradient_gib"]
@@ -319,7 +335,7 @@ def page(data: dict[str, Any]) -> str:
             f"{row['samples'] or machine['window']} | {row['seconds']:.2f} | "
             + (f"{row['times_plain']:.2f}×" if "times_plain" in row else "")
             + " | "
-            + (f"{row['times_largest_limit']:.2f}×" if row["gradients"] == "host" else "")
+            + (f"{row['times_largest_limit']:.2f}×" if len(row.get("limits", ())) > 1 else "")
             + f" | {row['allocated_gib']:.1f} GiB | "
             + (f"{saved:.0%} of {row['gradient_gib']:.1f} GiB" if saved is not None else "")
             + " |"
@@ -350,22 +366,22 @@ def main() -> int:
         return 0
     began = time.monotonic()
     case = CASES[options.model]
+    known = rows(min(options.large, case.window))
+    unknown = [name for name in options.rows or () if name not in known]
+    if unknown:
+        parser.error(f"--rows {' '.join(unknown)}: must be of {', '.join(known)}")
     found = Found(options.out, options.model)
     found.tell(window=case.window, large=min(options.large, case.window))
     is_small = options.model == "gpt-tiny"
     link(found, 2**20 if is_small else 2**30)
     addition(found, 2**20 if is_small else 2**29)
-    chosen = rows(min(options.large, case.window))
-    longest = 0.0
-    for name, row in chosen.items():
-        if options.rows and name not in options.rows:
-            continue
-        started = time.monotonic()
-        if started - began + longest > options.budget:
+    until = began + options.budget
+    for name in options.rows or known:
+        if time.monotonic() > until:
             print(f"{name}: no time left", flush=True)
             continue
         try:
-            result = measured(options.model, row)
+            result = measured(options.model, known[name], until)
         except Exception as problem:
             result = {"error": f"{type(problem).__name__}: {str(problem)[:300]}", "beside": ""}
             free()
@@ -373,14 +389,10 @@ def main() -> int:
             found.rows[name] = result
             judged(found.machine, found.rows, name)
         found.add(name, result)
-        longest = max(longest, time.monotonic() - started)
         print(f"after {time.monotonic() - began:.0f} s", flush=True)
     text = page({"machine": found.machine, "rows": found.rows})
     page_file.write_text(text, encoding="utf-8")
-    print(text)
-    for name, result in found.rows.items():
-        for line in aims(name, result):
-            print(f"{name}: {line}", flush=True)
+    print(text, flush=True)
     return 0
 
 

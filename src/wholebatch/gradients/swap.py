@@ -177,6 +177,7 @@ class SwapStore(DeviceStore):
                     with stepping(optimizer, remaining), only(optimizer, parameters):
                         optimizer.step()
                     self._settle(parameters, back)
+                    del back  # before the next but one is sent
 
     def _returning(self, optimizer: int) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
         """Bucket by bucket the parameters that have a gradient, with their moments on the device.
