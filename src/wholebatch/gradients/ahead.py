@@ -121,7 +121,8 @@ def close_ahead(
         limit = torch.full_like(norm, options.clip_norm)
         clip = (limit / (norm + 1e-6)).clamp(max=1.0)
     good = good & norm.isfinite()
-    scale = torch.where(good, 1.0 / (normalise * clip), 1.0).float()
+    ones = torch.ones_like(norm)  # a number of Python's would be copied from the host
+    scale = torch.where(good, 1.0 / (normalise * clip), ones).float()
     bad = good.logical_not()
 
     columns = [torch.stack([norm, clip, bad.double(), seed])]
