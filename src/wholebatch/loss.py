@@ -254,7 +254,8 @@ def cross_entropy(
     counted = labels != ignore_index
     if weight is None:
         return Loss(total, counted.sum())
-    return Loss(total, (weight[labels.where(counted, 0)] * counted).sum())
+    places = labels.masked_fill(~counted, 0)  # where() would copy its 0 from the host, and wait
+    return Loss(total, (weight[places] * counted).sum())
 
 
 def causal_lm(model: Any, micro: Any) -> Loss:

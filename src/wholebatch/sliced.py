@@ -106,7 +106,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 h, y = hidden[start : start + rows], labels[start : start + rows, None]
                 logits = functional.linear(h, weight, bias).to(wide)
                 counted = y != -100
-                y = y.where(counted, 0)
+                y = y.masked_fill(~counted, 0)  # where() would copy its 0 from the host
                 log_sum = logits.logsumexp(-1, keepdim=True)
                 total += ((log_sum - logits.gather(1, y)) * counted).sum()
                 slope = logits.sub_(log_sum).exp_()  # the softmax, in the memory of the logits

@@ -238,6 +238,30 @@ def test_no_replay_waits_for_the_host() -> None:
     assert train._feeding.executor.mode == "graph of operations"
 
 
+def test_a_recorded_step_waits_for_its_numbers_alone() -> None:
+    """From the split to the optimizer's step; the numbers are read after it, through an event."""
+    model = fresh()
+    train = wb.WholeBatch(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        loss=loss,
+        micro_batch=4,
+        precision="bf16",
+        clip_norm=1.0,
+        execute="graph",
+    )
+    train._feeding.executor._plan.compiles = False
+    on_host = batch(20)
+    for whole in ({name: leaf.cuda() for name, leaf in on_host.items()}, on_host):
+        for _ in range(3):
+            train.step(whole)
+        with waiting_is_an_error():
+            step = train.step(whole)
+        assert train._feeding.executor.mode == "graph of operations"
+        assert step.units == int((on_host["y"] != -100).sum())
+    assert train.updates == 8
+
+
 def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     model = fresh()
     train = wb.WholeBatch(
