@@ -4,8 +4,9 @@ A plain window needs the gradients from the first backward to the step, and the 
 the step alone. So both can use the same memory of the device: when a window opens, the first moment
 of every parameter goes to the host, and the gradients add up where it was; at the close the moments
 come back bucket by bucket, the optimizer steps, and the new moments take their place again. The
-same gradients reach the same step as in the plain window, so the update has the same bits. What
-travels is each moment once out and once back in a window, however many micro-batches it has.
+same gradients reach the same step as in the plain window, so where autograd adds in both, as on a
+CPU, the update has the same bits. What travels is each moment once out and once back in a window,
+however many micro-batches it has.
 
 The sums of 16-bit parameters are float32, as large as both of their moments together: there both
 go, and lie side by side to make room.
