@@ -298,7 +298,8 @@ def _total(mean: Tensor, units: Units) -> Tensor | float:
         mean = mean.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
     if isinstance(units, Tensor):
         units = units.to(mean.device)
-        return torch.where(units == 0, 0.0, mean * units)
+        # Not 0.0: where() would copy it from the host, and wait for the device.
+        return torch.where(units == 0, mean.new_zeros(()), mean * units)
     return mean * units if units else 0.0
 
 

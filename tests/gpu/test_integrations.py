@@ -165,10 +165,11 @@ def test_accelerate_fsdp() -> None:
     need("accelerate")
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    for version in (1, 2):
+    # The optimizer is made before the model is wrapped: FSDP1 must leave it its parameters.
+    for version, options in ((1, {"use_orig_params": True}), (2, {})):
         with one_process():
             with libraries_may_warn():
-                plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+                plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
                 trained = accelerated(fsdp_plugin=plugin)
             found = error(trained, undivided())
             os.environ.pop("ACCELERATE_USE_FSDP", None)
