@@ -286,6 +286,7 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         "gradient_gib": 4 * parameters / GIB,
         "numbers": parameters,
         "micro_batches": -(-samples // min(row.micro, samples)),
+        "recoveries": train.recoveries,
         "bytes_out": out,
         "host_gib": getattr(train._window.store, "host_bytes", 0) / GIB,
         "adding_seconds": adding,
@@ -364,17 +365,16 @@ def main() -> int:
         data = json.loads((options.out / "gradients.json").read_text(encoding="utf-8"))
         page_file.write_text(page(data), encoding="utf-8")
         return 0
-    began = time.monotonic()
-    case = CASES[options.model]
+    began, case = time.monotonic(), CASES[options.model]
     known = rows(min(options.large, case.window))
     unknown = [name for name in options.rows or () if name not in known]
     if unknown:
         parser.error(f"--rows {' '.join(unknown)}: must be of {', '.join(known)}")
     found = Found(options.out, options.model)
     found.tell(window=case.window, large=min(options.large, case.window))
-    is_small = options.model == "gpt-tiny"
-    link(found, 2**20 if is_small else 2**30)
-    addition(found, 2**20 if is_small else 2**29)
+    size = 2**20 if options.model == "gpt-tiny" else 2**29
+    link(found, 2 * size)
+    addition(found, size)
     until = began + options.budget
     for name in options.rows or known:
         if time.monotonic() > until:

@@ -119,6 +119,7 @@ def one_process() -> Iterator[None]:
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # the plugin sets it
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -172,7 +173,6 @@ def test_accelerate_fsdp() -> None:
                 plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
                 trained = accelerated(fsdp_plugin=plugin)
             found = error(trained, undivided())
-            os.environ.pop("ACCELERATE_USE_FSDP", None)
         print(f"  FSDP{version}, one rank, float32: {found:.2e}")
         assert found <= 2e-5, found  # float32 parameters round more than the update's last digits
 
