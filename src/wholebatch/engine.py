@@ -136,7 +136,8 @@ class WholeBatch:
         self.last_step: Step | None = None
         self._units = units
         self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
-        self._precision = precisions.choose(precision, target.device.type)
+        keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
+        self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
         store = choose_store(
             gradients,
             optimizer_on=optimizer_on,

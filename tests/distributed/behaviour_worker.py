@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import json
 import os
@@ -11,13 +12,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
 from tests.distributed.exact_worker import wrapped
 from tests.distributed.problem import loss, micro
+from tests.memory.models import GPT, tokens
+from tests.memory.models import loss as gpt_loss
 from tests.support import adamw, distance, mean, samples, sgd, summed
+from wholebatch.memory.meter import MemoryMeter
+
+SHARDED = {
+    "hold": ("full", "hold"),
+    "every": ("full", "every"),
+    "hold-bf16": ("bf16", "hold"),
+    "every-bf16": ("bf16", "every"),
+}
+
+
+def sharded_gpt() -> GPT:
+    return GPT(layers=3)
 
 
 class Counted(TorchDispatchMode):
@@ -134,6 +152,7 @@ def refused() -> list[str]:
         (plain, {"sync": "every"}),
         (plain, {"sync": "sometimes"}),
         (nn.Sequential(plain), {}),
+        (fully_shard(nn.Linear(4, 1).bfloat16()), {}),
     ):
         try:
             wb.Accumulator(model, sgd(model), steps=2, **options)  # type: ignore[arg-type]
@@ -151,6 +170,46 @@ def refused() -> list[str]:
     return messages
 
 
+def sharded_windows() -> dict[str, dict[str, float]]:
+    """Two windows of three micro-batches, the same on all ranks, beside those of a whole model.
+
+    With the bytes at the peak of the second, beyond those of the batch.
+    """
+    found = {}
+    for name, (precision, sync) in SHARDED.items():
+        torch.manual_seed(4)
+        whole = sharded_gpt()
+        model = copy.deepcopy(whole)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        batch = tokens(18)
+        for one, options in ((whole, {}), (model, {"sync": sync})):
+            optimizer = torch.optim.AdamW(one.parameters())
+            train = wb.WholeBatch(
+                one,
+                optimizer,
+                loss=gpt_loss,
+                micro_batch=6,
+                units=lambda micro: micro["y"].numel(),
+                precision=precision,
+                **options,  # type: ignore[arg-type]
+            )
+            train.step(batch)
+            with MemoryMeter(model=one, optimizer=optimizer) as meter:
+                train.step(batch)
+        found[name] = {
+            "peak": meter.peak - sum(leaf.nbytes for leaf in batch.values()),
+            "off": distance([full(p) for p in model.parameters()], whole.parameters()),
+        }
+    return found
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(120, exit=True)  # a hang shows where
     dist.init_process_group("gloo")
@@ -164,6 +223,7 @@ def main() -> None:
         "nonfinite": nonfinite_raises_everywhere(),
         "batchnorm": exact_batchnorm(),
         "refused": refused(),
+        "sharded": sharded_windows(),
         "policy": wb.Accumulator(m := wrapped("fsdp2"), sgd(m), steps=2)._window.sync.policy,
     }
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.distributed.behaviour_worker import SHARDED, sharded_gpt
 from tests.distributed.launch import ROOT, reports
+from tests.memory.models import loss as gpt_loss
+from tests.memory.models import tokens
 from tests.support import EXACT
+from wholebatch.memory.predict import predict_peak
+from wholebatch.memory.sharding import Sharding
 
 HERE = Path(__file__).parent
 
@@ -56,8 +62,34 @@ def test_exact_batchnorm_over_the_global_batch(ranks: Any) -> None:
         assert rank["batchnorm"]["buffers"] <= EXACT
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_memory_of_a_sharded_window_was_predicted(name: str, ranks: Any) -> None:
+    precision, sync = SHARDED[name]
+    model, batch = sharded_gpt(), tokens(6)
+    found = predict_peak(
+        model,
+        gpt_loss,
+        batch,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        precision=precision,
+        sharding=Sharding(len(ranks), sync),  # type: ignore[arg-type]
+    )
+    predicted = found.peak - sum(leaf.nbytes for leaf in batch.values())
+    assert found.peak == sum(found.by_category.values())
+    for rank in ranks:  # totals and units of two micro-batches, and two numbers
+        assert rank["sharded"][name]["peak"] - predicted == 2 * 12 + 2 * 4
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_windows_make_the_update_of_a_whole_model(name: str, ranks: Any) -> None:
+    for rank in ranks:
+        assert rank["sharded"][name]["off"] <= 1e-7
+
+
 def test_refusals_name_what_was_given(ranks: Any) -> None:
-    hook, sparse, every, unknown, inside, state, flush = ranks[0]["refused"]
+    hook, sparse, every, unknown, inside, narrow, state, flush = ranks[0]["refused"]
+    assert narrow.startswith("weight is torch.bfloat16, and FSDP2 would round the sum")
     assert "communication hook" in hook
     assert "module: sparse gradients" in sparse
     assert 'sync="every" with DistributedDataParallel' in every

@@ -238,6 +238,26 @@ def test_ledger_remembers_who_was_alive_at_the_peak() -> None:
     assert by_category["temporaries"] == 0
 
 
+def test_sees_a_storage_that_gets_another_size() -> None:
+    before = torch.UntypedStorage.resize_
+    with MemoryMeter() as meter:
+        held = kib(8)
+        held.untyped_storage().resize_(0)  # as FSDP2 frees a gathered parameter
+        assert meter.current == 0
+        assert meter.peak_by_category["temporaries"] == meter.peak == 8 * KIB
+        other = kib(4)
+        with MemoryMeter() as inner:
+            held.untyped_storage().resize_(2 * KIB)
+            assert inner.current == 0, "it was never seen there"
+        assert meter.current == 6 * KIB
+        held.untyped_storage().resize_(8 * KIB)
+        assert meter.peak == 12 * KIB
+        del held, other
+        assert meter.current == 0
+    assert sum(meter.peak_by_category.values()) == meter.peak
+    assert torch.UntypedStorage.resize_ is before
+
+
 def test_costs_little_beside_operations_of_ordinary_size() -> None:
     a = torch.randn(400, 400)
 

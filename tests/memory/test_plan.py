@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.cli.plan import plan
-from wholebatch.errors import MissingExtraError, OptionError, RecipeError
-from wholebatch.memory.plan import make_plan
+from wholebatch.errors import MissingExtraError, OptionError, RecipeError, UnsupportedError
+from wholebatch.memory.plan import Plan, make_plan
 from wholebatch.memory.predict import predict_peak
+from wholebatch.memory.sharding import Sharding, pretended_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -222,3 +223,69 @@ def test_command_names_the_extra_that_is_missing(
     error = refused(f"hf:{path}")
     assert isinstance(error, MissingExtraError)
     assert "wholebatch[transformers]" in str(error)
+
+
+def test_plans_a_sharded_model() -> None:
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def planned(sync: Literal["hold", "every"] | None, **options: Any) -> Plan:
+        return make_plan(
+            model,
+            loss,
+            tokens(1),
+            batch_size=8,
+            ranks=4,
+            optimizer=optimizer,
+            sync=sync,
+            **{"budget": 2**40, "variants": False, **options},
+        )
+
+    whole, hold, every = (planned(sync).points[0] for sync in (None, "hold", "every"))
+    slices = sum(p.nbytes for p in model.parameters()) // 4
+    counts = 4 * len(list(model.parameters()))
+    assert hold.by_category["optimizer state"] == 2 * slices + counts
+    assert every.peak < hold.peak < whole.peak
+    assert every.by_category["gradients"] == slices
+    assert not torch.distributed.is_initialized()
+
+    assert planned("hold", budget=every.peak).micro_batch is None
+    rows = planned("every", budget=hold.peak, variants=True).variants
+    assert [row.sync for row in rows] == [*["every"] * 4, "hold"]
+
+
+def test_refuses_what_cannot_be_sharded() -> None:
+    model = mlp().bfloat16()
+    with pytest.raises(UnsupportedError, match="and FSDP2 would round the sum"):
+        predict_peak(model, loss, vectors(2), sharding=Sharding(2))
+    with pytest.raises(OptionError, match="ranks=1: sharding takes at least 2"):
+        Sharding(1)
+    with pytest.raises(OptionError, match="sync='never'"):
+        Sharding(2, "never")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="sharding with gradients='host'"):
+        predict_peak(mlp(), loss, vectors(2), gradients="host", sharding=Sharding(2))
+    with (
+        pretended_ranks(2),
+        pytest.raises(UnsupportedError, match="in a process that is one of 2 itself"),
+    ):
+        predict_peak(mlp(), loss, vectors(2), sharding=Sharding(4))
+
+
+def test_the_command_shards() -> None:
+    sharded = [
+        "digits-cnn",
+        "--gpus",
+        "2",
+        "--parallel",
+        "fsdp2",
+        "--gpu-memory",
+        "1GiB",
+        "--quick",
+    ]
+    found = command(*sharded, "--json")
+    assert found.exit_code == 0
+    assert json.loads(found.output)["sync"] == "hold"
+    assert "sharded by FSDP2 (sync every)" in command(*sharded, "--sync", "every").output
+    assert "--parallel zero: must be one of ddp, fsdp2" in str(refused("--parallel", "zero"))
+    assert "--gpus 1: give the number" in str(refused("--parallel", "fsdp2"))
+    assert "--sync every: must be hold or every, with" in str(refused("--sync", "every"))

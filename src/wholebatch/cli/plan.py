@@ -8,33 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from wholebatch.cli.options import check
+from wholebatch.cli.plan_show import show
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
-
-if TYPE_CHECKING:
-    from wholebatch.memory.plan import Plan
 
 __all__ = ["plan"]
 
-_COLORS = {
-    "parameters": "blue",
-    "gradients": "cyan",
-    "optimizer state": "magenta",
-    "activations": "green",
-    "temporaries": "yellow",
-    "buffers": "white",
-    "inputs": "white",
-    "communication": "red",
-}
-_BAR = 42
 _MOST_SAMPLES = 16  # so many of the data are looked at; larger batches are made by repeating them
+_PARALLEL = ("ddp", "fsdp2")
 _PRECISIONS = ("full", "fp32", "bf16", "fp16")
 
 
@@ -60,6 +46,21 @@ def plan(
         ),
     ] = None,
     gpus: Annotated[int, typer.Option(metavar="N", help="Data-parallel GPUs.")] = 1,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="ddp: all of the model on every GPU; fsdp2: sharded over them, block by block.",
+        ),
+    ] = "ddp",
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With fsdp2, when gradients are reduced: hold (once per update), every (after "
+            "each micro-batch). Default: as a run would choose.",
+        ),
+    ] = None,
     precision: Annotated[
         str | None, typer.Option(metavar="NAME", help="full (or fp32), bf16 or fp16.")
     ] = None,
@@ -77,25 +78,30 @@ def plan(
         raise OptionError(f"--gpus {gpus}: must be a whole number, at least 1")
     if precision is not None and precision not in _PRECISIONS:
         raise OptionError(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
+    _check_parallel(parallel, sync, gpus)
     if seq is not None and seq < 1:
         raise OptionError(f"--seq {seq}: must be a number of tokens, at least 1")
 
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.memory.plan import make_plan
+    from wholebatch.memory.sharding import choose_sync
 
     if recipe is not None and recipe.startswith("hf:"):
-        subject = _from_configuration(Path(recipe[3:]), seq)
+        subject = _from_configuration(Path(recipe[3:]), seq, wide=parallel == "fsdp2")
     elif seq is not None:
         raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
     else:
         subject = _from_recipe(recipe)
     device, budget, where = _budget(gpu_memory)
     size = batch_size or subject.batch_size
+    if parallel == "fsdp2":
+        sync = sync or choose_sync(subject.model, ranks=gpus, budget=budget)
     console = Console()
     if not as_json:
+        over = "" if sync is None else f", sharded by FSDP2 (sync {sync})"
         console.print(
             f"[bold]{subject.name}[/]: {subject.parameters:,} parameters, {subject.sample};"
-            f" {gpus} × {where}",
+            f" {gpus} × {where}{over}",
             highlight=False,
             soft_wrap=True,
         )
@@ -111,13 +117,23 @@ def plan(
             precision=_known(precision or subject.precision),
             device=device,
             variants=not quick,
+            sync=sync,  # type: ignore[arg-type]
         )
     if as_json:
         about = {"subject": subject.name, "parameters": subject.parameters, "device": device}
         print(json.dumps({**about, **asdict(made)}, indent=2))
     else:
-        _show(console, made)
+        show(console, made)
     raise typer.Exit(0 if made.micro_batch is not None else 1)
+
+
+def _check_parallel(parallel: str, sync: str | None, gpus: int) -> None:
+    if parallel not in _PARALLEL:
+        raise OptionError(f"--parallel {parallel}: must be one of {', '.join(_PARALLEL)}")
+    if sync is not None and (parallel != "fsdp2" or sync not in ("hold", "every")):
+        raise OptionError(f"--sync {sync}: must be hold or every, with --parallel fsdp2")
+    if parallel == "fsdp2" and gpus < 2:
+        raise OptionError(f"--parallel fsdp2 with --gpus {gpus}: give the number of GPUs, from 2")
 
 
 @contextmanager
@@ -195,11 +211,11 @@ def _from_recipe(name: str | None) -> _Subject:
     )
 
 
-def _from_configuration(path: Path, seq: int | None) -> _Subject:
+def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Subject:
     """A Hugging Face language model: its shapes are in the configuration, no weights.
 
     Encoders (BERT and its kin) are planned with masked language modelling, all others as causal
-    language models.
+    language models. `wide`: with parameters in float32, whatever they are stored in.
     """
     import torch
 
@@ -232,6 +248,8 @@ def _from_configuration(path: Path, seq: int | None) -> _Subject:
             config, "is_decoder", False
         )
         kind: Any = AutoModelForMaskedLM if is_masked else AutoModelForCausalLM
+        if wide:
+            config.dtype = torch.float32
         with torch.device("meta"):
             model = kind.from_config(config)
     except (ValueError, KeyError, TypeError) as error:
@@ -279,91 +297,3 @@ def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
         return "cuda", budget, f"{torch.cuda.get_device_name()} with {bytes_said(budget)}"
     budget = device_memory("cpu")
     return "cpu", budget, f"this machine's {bytes_said(budget)} (no GPU; see --gpu-memory)"
-
-
-# --- how it is shown --------------------------------------------------------------------------
-
-
-def _show(console: Console, plan: Plan) -> None:
-    from wholebatch.memory.budget import bytes_said
-
-    scale = max(plan.budget, *(point.peak for point in plan.points)) / _BAR
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("micro-batch", justify="right", no_wrap=True)
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("used", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for point in plan.points:
-        chosen = point.micro_batch == plan.micro_batch
-        style = "bold" if chosen else "" if point.fits else "dim"
-        table.add_row(
-            Text(("▶ " if chosen else "") + str(point.micro_batch), style),
-            Text(bytes_said(point.peak), style),
-            Text(f"{100 * point.peak / plan.budget:.0f}%", style if point.fits else "red"),
-            _bar(point.by_category, scale, limit=round(plan.budget / scale)),
-        )
-    console.print(table)
-    console.print(_legend(plan), highlight=False)
-    if plan.micro_batch is None:
-        from wholebatch.memory.fit import refusal
-
-        said = refusal(list(plan.rungs), plan.budget)
-        console.print(f"\n[red]{said}[/]", highlight=False, soft_wrap=True)
-    else:
-        larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
-        console.print(f"\n[bold]{plan.arithmetic()}[/]{larger}", highlight=False, soft_wrap=True)
-    if plan.variants:
-        console.print(_variants(plan))
-
-
-def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
-    """One stacked bar; `│` is where the budget ends."""
-    bar = Text()
-    filled, at = 0, 0.0
-    for name in _COLORS:
-        at += by_category.get(name, 0) / scale
-        bar.append("█" * (round(at) - filled), style=_COLORS[name])
-        filled = round(at)
-    if filled < limit:
-        bar.append(" " * (limit - filled) + "│")
-    elif filled > limit:
-        bar = bar[:limit] + Text("│", "bold red") + bar[limit:]
-    else:
-        bar.append("│")
-    return bar
-
-
-def _legend(plan: Plan) -> Text:
-    legend = Text()
-    for name, color in _COLORS.items():
-        if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points):
-            legend.append("█ ", style=color).append(f"{name}  ")
-    return legend
-
-
-def _variants(plan: Plan) -> Table:
-    from wholebatch.memory.budget import bytes_said
-
-    size = plan.variants[0].micro_batch
-    table = Table(
-        box=None,
-        padding=(0, 2, 0, 0),
-        header_style="bold",
-        title="\nWhat other settings would change",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("precision")
-    table.add_column("checkpointing")
-    table.add_column("gradients")
-    table.add_column(f"peak at {size}", justify="right")
-    table.add_column("micro-batch that fits, about", justify="right")
-    for variant in plan.variants:
-        table.add_row(
-            variant.precision,
-            "per block" if variant.checkpointing else "no",
-            variant.gradients + (" (approximate)" if variant.gradients == "moments" else ""),
-            bytes_said(variant.peak),
-            str(variant.about) if variant.about else "not even 1",
-        )
-    return table

@@ -24,6 +24,7 @@ from wholebatch.memory.checkpointing import (
 )
 from wholebatch.memory.choose import Choice, choose_micro_batch, spare
 from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.memory.sharding import Sharding
 from wholebatch.splitting.layout import Static
 
 __all__ = ["Fit", "Rung", "fit", "ladder", "lower_precisions", "refusal"]
@@ -117,17 +118,18 @@ def ladder(
     precision: str = "full",
     device: torch.device | str | None = None,
     lowers: bool = True,
+    sharding: Sharding | None = None,
 ) -> list[Rung]:
     """What a micro-batch like `sample` needs as things are, and on each rung below.
 
-    With `lowers=False` the precision stays as it is.
+    With `lowers=False` the precision stays as it is. `sharding` is how the model is spread already.
     """
 
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     target = predictor.device
 
     def predict(precision: str, gradients: str = "device") -> Prediction:
-        return predictor.peak(sample, precision=precision, gradients=gradients)
+        return predictor.peak(sample, precision=precision, gradients=gradients, sharding=sharding)
 
     def fits(found: Prediction) -> bool:
         return found.peak + spare(found, target) <= budget
@@ -148,6 +150,8 @@ def ladder(
         what += f"checkpointing of {len(blocks)} blocks"
         rungs.append(Rung(what, found.peak, fits(found), also or precision, True))
         best = min(best, as_is, found, key=lambda one: one.peak)
+    if sharding is not None:
+        return rungs
     if target.type == "cuda":  # with all of the above; the host is slower than any of it
         last = rungs[-1]
         around: AbstractContextManager[object] = nullcontext()

@@ -66,13 +66,11 @@ class Ledger:
         key = storage._cdata
         record = self._live.get(key)
         if record is not None:
-            nbytes = self._rounded(storage.nbytes())
-            if nbytes != record.nbytes:
-                if record.is_given:
-                    self.given += nbytes - record.nbytes
-                self._grow(nbytes - record.nbytes)
-                record.nbytes = nbytes
-            return record
+            if record.nbytes == self._rounded(storage.nbytes()):
+                return record
+            category = record.category  # another size: the old one is gone, but may be the peak's
+            if record.ref is not None:
+                self._died(record.ref)
         self.clock += 1
         record = Record(self._rounded(storage.nbytes()), category, self.clock)
         reference = _StorageRef(storage, self._died)
@@ -85,6 +83,12 @@ class Ledger:
             self.given += record.nbytes
         self._grow(record.nbytes)
         return record
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size than before; one that was never seen is not counted."""
+        record = self._live.get(storage._cdata)
+        if record is not None:
+            self.see(storage, record.category)
 
     def reset_peak(self) -> None:
         """Forget the peak: from now on it is the most that is alive from here on."""

@@ -123,6 +123,7 @@ class MemoryMeter(TorchDispatchMode):
             self.mark("parameters", self._model.parameters())
         self._mark_known()
         self._forward_began = self._ledger.clock
+        _watch_sizes(self._ledger)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -133,6 +134,7 @@ class MemoryMeter(TorchDispatchMode):
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        _unwatch_sizes(self._ledger)
         self._follow(in_backward=False, recomputing=False)
         self._mark_known()
 
@@ -213,6 +215,32 @@ class MemoryMeter(TorchDispatchMode):
         elif self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 yield from group["params"]
+
+
+_LEDGERS: list[Ledger] = []
+"""Those of the meters that are on."""
+
+
+def _watch_sizes(ledger: Ledger) -> None:
+    """Tell the ledger of storages that get another size, which no operation shows.
+
+    So FSDP2 frees its gathered parameters, and a window in lock-step what it sends to the host.
+    """
+    _LEDGERS.append(ledger)
+    torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+
+
+def _unwatch_sizes(ledger: Ledger) -> None:
+    _LEDGERS.remove(ledger)
+    if not _LEDGERS:
+        del torch.UntypedStorage.resize_  # the base class's own is there again
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    resized = super(torch.UntypedStorage, storage).resize_(size)
+    for ledger in _LEDGERS:
+        ledger.resized(storage)
+    return resized
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:

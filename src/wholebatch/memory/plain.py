@@ -11,6 +11,7 @@ import torch
 from wholebatch import precision as precisions
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.loss import Loss, as_loss
+from wholebatch.memory.sharding import Sharding, reduces_next
 from wholebatch.memory.stores import Elsewhere
 from wholebatch.noise.incoming import Incoming
 from wholebatch.runners.lockstep import Hold, LockStep
@@ -40,8 +41,10 @@ class PlainWindow:
         sent: Callable[[torch.Tensor], None] = lambda flat: None,
         gradients: str = "device",
         noise: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         self._model = model
+        self._sharding = sharding
         self._lock_step: LockStep | None = None
         if lock_step is not None:
             norms = [*batchnorms(model), *tracked_instance_norms(model)]
@@ -52,7 +55,9 @@ class PlainWindow:
         self._loss = loss
         self._optimizer = optimizer
         self._around_update = around_update
-        self._casts = precisions.choose(precision, next(model.parameters()).device.type)
+        self._casts = precisions.choose(
+            precision, next(model.parameters()).device.type, keeps=sharding is None
+        )
         self._sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
         self._elsewhere: Elsewhere | None = None
         self.steps_in_backward = gradients == "release"
@@ -111,6 +116,8 @@ class PlainWindow:
             for place, micro in enumerate(micros):
                 totals = self._forward(micro)
                 is_last = place == len(micros) - 1
+                if self._sharding is not None:
+                    reduces_next(self._model, is_last or self._sharding.sync == "every")
                 with self._reducing(overlap and is_last, overlap=True), self._leaving(is_last):
                     self._backward(totals)
                 if self._incoming is not None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from wholebatch.memory.checkpointing import checkpointed, is_checkpointed, repea
 from wholebatch.memory.choose import largest_fitting, spare
 from wholebatch.memory.fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.memory.sharding import Sharding, pretended_ranks
 from wholebatch.splitting.layout import Static
 
 __all__ = ["Plan", "Point", "Variant", "make_plan"]
@@ -49,6 +50,8 @@ class Variant:
     """The micro-batch that would fit, read off a line through two predictions; 0: not even one."""
     gradients: str = "device"
     """Where the gradients go; `"moments"` is the one that makes another update."""
+    sync: str | None = None
+    """When a sharded model reduces its gradients: "hold" or "every"."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Plan:
     variants: tuple[Variant, ...]
     rungs: tuple[Rung, ...]
     seconds: float
+    sync: str | None = None
+    """When a sharded model reduces its gradients; None: it is not sharded."""
 
     def arithmetic(self) -> str:
         """One line, as it is printed before a training begins."""
@@ -125,16 +130,24 @@ def make_plan(
     device: torch.device | str | None = None,
     static: Static = (),
     variants: bool = True,
+    sync: Literal["hold", "every"] | None = None,
 ) -> Plan:
-    """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each."""
+    """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each.
+
+    With `sync`, FSDP2 shards the model over them, block by block: `"hold"` keeps whole gradients
+    until the last micro-batch, `"every"` slices of them. Else each device has all of the model.
+    """
     for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
         if value < 1:
             raise OptionError(f"{name}={value}: must be at least 1")
+    sharding = None if sync is None else Sharding(ranks, sync)
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     target = predictor.device
     most = -(-batch_size // ranks)
 
-    def peaks(precision: str, gradients: str = "device") -> _Peaks:
+    def peaks(
+        precision: str, gradients: str = "device", sharding: Sharding | None = sharding
+    ) -> _Peaks:
         def predict(size: int) -> Prediction:
             return predictor.peak(
                 resize_batch(batch, size, static=static),
@@ -142,59 +155,74 @@ def make_plan(
                 micro_batches=1 if size == most else 2,
                 gradients=gradients,
                 # Data-parallel ranks send buckets of gradients while the last backward runs.
-                reduction="overlap" if ranks > 1 else None,
+                reduction="overlap" if ranks > 1 and sharding is None else None,
+                sharding=sharding,
             )
 
         return _Peaks(predict, target, budget=budget)
 
-    here = peaks(precision)
-    chosen = largest_fitting(here.need, budget=budget, most=most)
-    fits = here.need(chosen) <= budget
-    # For the picture a few powers of two, up to the first size that is known not to fit.
-    beyond = min((size for size in here.made if here.need(size) > budget), default=most + 1)
-    size = 1
-    while size < beyond and len(here.made) < _POINTS:
-        here.need(size)
-        size *= 2
-    steps = -(-most // chosen)
-    even = -(-most // steps)
-    if fits:
-        here.need(even)
-    shown = tuple(here.point(size) for size in _shown(here.made, even, chosen))
-    others: list[Variant] = []
-    if variants:
-        others = _variants(model, peaks, here, precision, max(2, chosen), budget=budget, most=most)
-        if optimizer is not None and target.type == "cuda":
-            for gradients in _elsewhere(optimizer):
-                known = peaks(precision, gradients)
-                is_on = others[0].checkpointing
-                at = others[0].micro_batch
-                others.append(_variant(known, precision, is_on, at, budget, most, gradients, here))
-    rungs: Sequence[Rung] = ()
-    if not fits:
-        sample = resize_batch(batch, 1, static=static)
-        rungs = ladder(
-            model,
-            loss,
-            sample,
+    # One group for all predictions, so that they can share copies of the model.
+    with nullcontext() if sharding is None else pretended_ranks(ranks):
+        here = peaks(precision)
+        chosen = largest_fitting(here.need, budget=budget, most=most)
+        fits = here.need(chosen) <= budget
+        # For the picture a few powers of two, up to the first size that is known not to fit.
+        beyond = min((size for size in here.made if here.need(size) > budget), default=most + 1)
+        size = 1
+        while size < beyond and len(here.made) < _POINTS:
+            here.need(size)
+            size *= 2
+        steps = -(-most // chosen)
+        even = -(-most // steps)
+        if fits:
+            here.need(even)
+        shown = tuple(here.point(size) for size in _shown(here.made, even, chosen))
+        others: list[Variant] = []
+        if variants:
+            others = _variants(
+                model, peaks, here, precision, max(2, chosen), budget=budget, most=most
+            )
+            if sharding is not None:
+                other: Literal["hold", "every"] = "every" if sync == "hold" else "hold"
+                known = peaks(precision, sharding=Sharding(ranks, other))
+                is_on, at = others[0].checkpointing, others[0].micro_batch
+                row = _variant(known, precision, is_on, at, budget, most, like=here)
+                others = [*(replace(one, sync=sync) for one in others), replace(row, sync=other)]
+            elif optimizer is not None and target.type == "cuda":
+                for gradients in _elsewhere(optimizer):
+                    known = peaks(precision, gradients)
+                    is_on = others[0].checkpointing
+                    at = others[0].micro_batch
+                    others.append(
+                        _variant(known, precision, is_on, at, budget, most, gradients, here)
+                    )
+        rungs: Sequence[Rung] = ()
+        if not fits:
+            sample = resize_batch(batch, 1, static=static)
+            rungs = ladder(
+                model,
+                loss,
+                sample,
+                budget=budget,
+                optimizer=optimizer,
+                precision=precision,
+                device=target,
+                sharding=sharding,
+            )
+        return Plan(
+            batch_size=batch_size,
+            ranks=ranks,
             budget=budget,
-            optimizer=optimizer,
             precision=precision,
-            device=target,
+            points=shown,
+            micro_batch=even if fits else None,
+            largest=chosen if fits else None,
+            steps=steps if fits else 0,
+            variants=tuple(others),
+            rungs=tuple(rungs),
+            seconds=sum(found.seconds for found in here.made.values()),
+            sync=sync,
         )
-    return Plan(
-        batch_size=batch_size,
-        ranks=ranks,
-        budget=budget,
-        precision=precision,
-        points=shown,
-        micro_batch=even if fits else None,
-        largest=chosen if fits else None,
-        steps=steps if fits else 0,
-        variants=tuple(others),
-        rungs=tuple(rungs),
-        seconds=sum(found.seconds for found in here.made.values()),
-    )
 
 
 def _shown(made: dict[int, Prediction], even: int, largest: int) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from wholebatch.errors import OptionError
 from wholebatch.memory.plain import PlainWindow, Reduction
 from wholebatch.memory.rehearse import CUDA_WORKSPACES, Ran, Rehearsal, Way
+from wholebatch.memory.sharding import Sharding, pretended_ranks
 from wholebatch.memory.stores import check_gradients
 from wholebatch.runners.lockstep import Hold
 
@@ -31,6 +33,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "Reduction",
+    "Sharding",
     "predict_peak",
     "target_device",
 ]
@@ -81,11 +84,18 @@ class Predictor:
         reduction: Reduction | None = None,
         gradients: str = "device",
         noise: bool = False,
+        sharding: Sharding | None = None,
     ) -> Prediction:
         """What `predict_peak` says for micro-batches like `batch`."""
         if micro_batches < 1:
             raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
         check_gradients(gradients)
+        if sharding is not None and (gradients != "device" or lock_step is not None):
+            raise OptionError(
+                f"sharding with gradients={gradients!r} or micro-batches in lock-step:"
+                " a sharded model keeps its gradients where its engine does, and its micro-batches"
+                " run one after the other"
+            )
         began = time.perf_counter()
         way = Way(
             precision=precision,
@@ -95,10 +105,12 @@ class Predictor:
             reduction=reduction if gradients == "device" else None,
             gradients=gradients,
             noise=noise and gradients == "device",  # else it is not measured
+            sharding=sharding,
         )
 
         def run(count: int) -> Ran:
-            return self._rehearsal.run(batch, replace(way, micro_batches=count))
+            with nullcontext() if sharding is None else pretended_ranks(sharding.ranks):
+                return self._rehearsal.run(batch, replace(way, micro_batches=count))
 
         if lock_step is None:
             ran = run(min(micro_batches, 2))  # the third finds what the second did
@@ -130,6 +142,7 @@ def predict_peak(
     reduction: Reduction | None = None,
     gradients: str = "device",
     noise: bool = False,
+    sharding: Sharding | None = None,
 ) -> Prediction:
     """The peak of a training step with micro-batches like `batch`, as (bytes, by category).
 
@@ -141,7 +154,8 @@ def predict_peak(
     "inputs"); all `micro_batches` then count. `reduction` adds the buckets in which data-parallel
     ranks sum their gradients: "overlap" in the last backward, or "after" it. `gradients` says where
     they go, as `WholeBatch` has it ("host" gains nothing where the host is the device). `noise`
-    counts what a window holds in which the gradient noise scale is measured.
+    counts what a window holds in which the gradient noise scale is measured. `sharding` is for one
+    rank of several among which FSDP2 shards the model.
 
     The model may live on any device, also `meta`; it is neither run nor changed. `device` is
     where the step would run (default: where the model is). For a CUDA device that this machine
@@ -156,6 +170,7 @@ def predict_peak(
         reduction=reduction,
         gradients=gradients,
         noise=noise,
+        sharding=sharding,
     )
 
 

@@ -30,6 +30,7 @@ from wholebatch.memory.fake import (
     fake_optimizer,
 )
 from wholebatch.memory.plain import PlainWindow, Reduction
+from wholebatch.memory.sharding import Sharding, gathered, group_now, shard
 from wholebatch.memory.stores import bucket_bytes_of, held_on_device
 from wholebatch.runners.lockstep import Hold
 from wholebatch.splitting.structure import flatten
@@ -58,6 +59,7 @@ class Way:
     reduction: Reduction | None = None
     gradients: str = "device"
     noise: bool = False
+    sharding: Sharding | None = None
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,14 @@ class Rehearsal:
 
     def run(self, batch: Any, way: Way) -> Ran:
         """The peaks of a window whose micro-batches are like `batch`."""
-        kinds = tuple((type(module), module.training) for module in self._model.modules())
+        kinds: tuple[Any, ...] = tuple(
+            (type(module), module.training) for module in self._model.modules()
+        )
+        if way.sharding is not None:
+            kinds = (*kinds, way.sharding.ranks, group_now())
         copy = self._copies.get(kinds)
         if copy is None:
-            mode = fake_mode_of(self._model)
-            copy = self._copies[kinds] = _Copy(mode, *fake_model(self._model, mode, self._run_on))
+            copy = self._copies[kinds] = self._copy(way.sharding)
         try:
             # All of these let go of the same gradients at the same moments.
             key = (kinds, replace(way, gradients=""), bucket_bytes_of(way.gradients), _like(batch))
@@ -146,6 +151,13 @@ class Rehearsal:
         held = CUDA_WORKSPACES + held_on_device(way.gradients, copy.model, self._target)
         return Ran(_with(ran.adding, held), _with(ran.stepping, held), ran.largest)
 
+    def _copy(self, sharding: Sharding | None) -> _Copy:
+        mode = fake_mode_of(self._model)
+        model, parameters = fake_model(self._model, mode, self._run_on)
+        if sharding is not None:
+            parameters = shard(model, mode, parameters, ranks=sharding.ranks, device=self._run_on)
+        return _Copy(mode, model, parameters)
+
     def _run(self, copy: _Copy, batch: Any, way: Way) -> Ran:
         stepping = None
         if self._optimizer is not None:
@@ -156,6 +168,8 @@ class Rehearsal:
                 copy.parameters,
                 on_cuda=self._on_cuda,
             )
+            if way.sharding is not None:
+                stepping.state.clear()  # that of whole parameters; the step makes slices
         if way.lock_step is None:
             micros = [fake_batch(copy.mode, batch, self._run_on)] * way.micro_batches
         else:  # all are there at once
@@ -178,6 +192,7 @@ class Rehearsal:
                 sent=lambda flat: meter.mark("communication", [flat]),
                 gradients=self._gradients(way),
                 noise=way.noise and way.lock_step is None,
+                sharding=way.sharding,
             )
             # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
             numbers = meter.answering() if way.lock_step is not None else nullcontext()
@@ -210,7 +225,8 @@ class Rehearsal:
         """
         is_first = way.first or self._optimizer is None
         needs_state = window.steps_in_backward and not is_first
-        if way.lock_step is None and len(micros) == 2 and not _has_sparse(copy.model):
+        alike = way.lock_step is None and way.sharding is None and not _has_sparse(copy.model)
+        if alike and len(micros) == 2:
             trained = copy.trained
             if trained is None:
                 trained = [p for p in copy.model.parameters() if p.requires_grad]
@@ -226,6 +242,12 @@ class Rehearsal:
                     with_gradients=there,
                 )
         else:
+            if way.sharding is not None:
+                if not copy.has_run:  # whole parameters are made by the first forward
+                    window.add_all(micros[:1])
+                    copy.model.zero_grad(set_to_none=True)
+                meter.mark("parameters", gathered(copy.model))
+                meter.reset_peak()
             if needs_state:
                 window.add_all(micros)
                 meter.reset_peak()
@@ -235,6 +257,7 @@ class Rehearsal:
         at_end = meter.current_by_category
         key = (
             way.gradients,
+            way.sharding,
             is_first,
             *(p.grad.dtype if p.grad is not None else None for p in copy.model.parameters()),
         )

@@ -56,12 +56,17 @@ class Autocast(Precision):
     Autocast keeps its casts of leaf parameters until its outermost context is left. Counting the
     window as one more level of nesting makes that the window's end; the weights do not change in
     between, so the casts are the same numbers, and their backward is the same cast.
+
+    With `keeps=False` they are kept for one forward only. An engine that frees weights between
+    micro-batches would have their casts left behind; and FSDP2 reduces a block's gradients when
+    the block's backward is over, while a cast that an earlier micro-batch made comes after it.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(self, device_type: str, dtype: torch.dtype, *, keeps: bool = True) -> None:
         self.name = "bf16" if dtype is torch.bfloat16 else "fp16"
         self._device_type = device_type
         self._dtype = dtype
+        self._keeps = keeps
         self._holding = False
         self._copies: dict[tuple[int, torch.dtype], tuple[int, Tensor]] = {}
 
@@ -78,7 +83,7 @@ class Autocast(Precision):
         return copy
 
     def begin(self) -> None:
-        if not self._holding:
+        if self._keeps and not self._holding:
             torch.autocast_increment_nesting()
             self._holding = True
 
@@ -90,14 +95,17 @@ class Autocast(Precision):
                 torch.clear_autocast_cache()
 
 
-def choose(precision: str, device_type: str) -> Precision:
-    """The precision of that name, or an OptionError that lists the names."""
+def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision:
+    """The precision of that name, or an OptionError that lists the names.
+
+    `keeps`: whether weights may be cast once per window, instead of once per micro-batch.
+    """
     if precision in ("full", "fp32"):
         return Full()
     if precision == "bf16":
-        return Autocast(device_type, torch.bfloat16)
+        return Autocast(device_type, torch.bfloat16, keeps=keeps)
     if precision == "fp16":
-        return Autocast(device_type, torch.float16)
+        return Autocast(device_type, torch.float16, keeps=keeps)
     raise OptionError(
         f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
         "'bf16' or 'fp16' (autocast)"

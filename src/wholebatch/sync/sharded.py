@@ -22,7 +22,7 @@ from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.sync.group import Group
 from wholebatch.sync.strategy import Sync
 
-__all__ = ["Sharded"]
+__all__ = ["Sharded", "check_dtypes"]
 
 _log = logging.getLogger("wholebatch")
 
@@ -45,6 +45,7 @@ class Sharded(Sync):
                 f"{plain[0]} is not sharded, so no engine reduces its gradient: call "
                 "fully_shard(model) on the root module too"
             )
+        check_dtypes(model)
         mesh = _mesh(self._modules, parameters[0])
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self._group = Group(groups, torch.device(mesh.device_type), rank=dist.get_rank())
@@ -118,6 +119,18 @@ class Sharded(Sync):
             module.set_requires_gradient_sync(gradient_sync, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(all_reduce, recurse=False)
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Refuse 16-bit parameters: FSDP2 keeps gradients in their dtype, and sums would be rounded."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            raise UnsupportedError(
+                f"{name} is {parameter.dtype}, and FSDP2 would round the sum of its gradients to "
+                "that after every reduction: keep the parameters in float32, and compute in 16 bit "
+                'by precision="bf16" or fully_shard(..., mp_policy=MixedPrecisionPolicy('
+                "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
+            )
 
 
 def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:
