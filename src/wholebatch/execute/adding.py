@@ -79,21 +79,22 @@ class Adding:
     @property
     def possible(self) -> bool:
         """Whether some gradients may never be seen by autograd."""
-        window = self._window
-        if (
-            not self.allowed
-            or not _CAN_LOOK
-            or not (self.anywhere or can_add_any_product(self._device))
-        ):
+        return self._window.store.only_eager is None and self._replaces
+
+    @property
+    def _replaces(self) -> bool:
+        """Whether layers run by our forwards. Who waits for gradients gets them from autograd."""
+        if not self.allowed or not _CAN_LOOK:
             return False
-        sync = window.sync
-        return window.store.only_eager is None and sync.takes_graphs and not sync.counts_must_agree
+        sync = self._window.sync
+        able = self.anywhere or can_add_any_product(self._device)
+        return able and sync.takes_graphs and not sync.counts_must_agree
 
     def __call__(self, micro: Any, loss: LossFunction) -> Loss | Terms:
         """One micro-step by eager code."""
         window = self._window
         # Buckets of gradients leave for the other ranks as autograd makes them.
-        if not self.possible or (window.closing and window.sync.ranks > 1):
+        if not self._replaces or (window.closing and window.sync.ranks > 1):
             return self.plain(micro, loss)
         self._look_at_the_window()
 
@@ -252,12 +253,26 @@ class _Linear(torch.autograd.Function):
         if wants_weight:
             left, right = rows.t(), x.reshape(-1, x.shape[-1])
             if not ctx.adding.adds_to(weight) or not _add_product(weight, left, right):
-                dw = torch.mm(left, right).to(weight.dtype)
+                dw = _product(left, right, weight.dtype)
             else:
                 ctx.adding.added += 1
         if wants_bias:
             db = rows.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db, None, None, None
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in this dtype: not first in 16 bit, where nobody differentiates it again."""
+    if (
+        dtype is torch.float32
+        and left.dtype in _SIXTEEN_BIT
+        and not torch.is_grad_enabled()
+        and left.numel()
+        and right.numel()
+        and can_add_any_product(left.device)
+    ):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).to(dtype)
 
 
 @torch.no_grad()
