@@ -164,10 +164,10 @@ def link(found: Found, nbytes: int) -> None:
 
 
 def addition(found: Found, elements: int) -> None:
-    """Elements per second that the host adds into fp32, from memory as the pipe does it."""
+    """Elements per second that the host adds into fp32, in pieces that its cache may hold."""
     total = torch.zeros(elements)
     for name, dtype in ((BF16, torch.bfloat16), (FP32, torch.float32)):
-        ring = torch.zeros(pipe._LARGEST_SLOT // 4, dtype=dtype, pin_memory=HAS_CUDA)
+        ring = torch.zeros(2**22, dtype=dtype, pin_memory=HAS_CUDA)
 
         def once(ring: Tensor = ring) -> None:
             for piece in total.split(ring.numel()):

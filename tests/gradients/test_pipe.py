@@ -15,7 +15,7 @@ from wholebatch.gradients.sums import Sums, flat_of, like
 
 
 def test_pipe_bounds_what_waits_and_passes_failures_on() -> None:
-    pipe = Pipe(torch.device("cpu"), waiting_bytes=0)
+    pipe = Pipe(waiting_bytes=0)
     total = torch.zeros(1000)
     for index in range(50):
         pipe.put(torch.full((1000,), float(index)), total, first=index == 0)
@@ -37,7 +37,7 @@ def test_pipe_ends_its_thread() -> None:
         return sum(t.name == "wholebatch-gradients" for t in threading.enumerate())
 
     before = threads()
-    pipe = Pipe(torch.device("cpu"))
+    pipe = Pipe()
     pipe.put(torch.ones(4), torch.zeros(4), first=True)
     pipe.drain()
     assert threads() == before + 1

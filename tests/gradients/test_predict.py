@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.errors import OptionError
-from wholebatch.gradients.pipe import ring_bytes
+from wholebatch.gradients.link import ring_bytes
 from wholebatch.memory.fit import ladder
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plan import make_plan

@@ -1,8 +1,9 @@
 """Gradients leave the device as soon as they are made, and are summed on the host.
 
-Hooks hand each micro-batch's gradient of a parameter to the pipe and free it, so that the device
-never holds more than a few of them. At the close the sums are reduced, normalised and clipped where
-they are; then they come back bucket by bucket, and the optimizer steps on each bucket's parameters.
+Hooks hand each micro-batch's gradient of a parameter over (to `link`, or to `pipe` on a CPU) and
+free it, so that the device never holds more than a few of them. At the close the sums are reduced,
+normalised and clipped where they are; then they come back bucket by bucket, and the optimizer steps
+on each bucket's parameters.
 With `optimizer_on="host"` the parameters of a bucket come to the host instead, and the optimizer's
 state stays there.
 """
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from wholebatch.close import Closed, CloseOptions, close_gradients, stepping
 from wholebatch.errors import UnsupportedError
 from wholebatch.gradients.ahead import Numbers
-from wholebatch.gradients.norm import total_norm
+from wholebatch.gradients.link import Link
+from wholebatch.gradients.norm import on_host, total_norm
 from wholebatch.gradients.parts import in_parts, only
 from wholebatch.gradients.pipe import Pipe
 from wholebatch.gradients.returns import HostStep, Returns
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
     from wholebatch.target import Target
 
 __all__ = ["HostStore"]
+
+
+def _way(device: torch.device, nbytes: int) -> Pipe | Link:
+    """How gradients of this device reach their sums."""
+    return Link(device, nbytes) if device.type == "cuda" else Pipe(nbytes)
 
 
 class _Holder:
@@ -54,7 +61,7 @@ class HostStore(Store):
         self._steps_on_host = steps_on_host
         self.counts_changes = not steps_on_host  # there the parameters' memory is changed
         self._sums: Sums | None = None
-        self._pipes: dict[torch.device, Pipe] = {}
+        self._pipes: dict[torch.device, Pipe | Link] = {}
         self._is_last = False
         self._norms: dict[int, list[Tensor]] = {}  # of sums that are complete, by their place
         self._nowhere: set[int] = set()  # parameters without a gradient on any rank
@@ -82,7 +89,7 @@ class HostStore(Store):
         self._sums.filled = set()
         for parameter in parameters:
             if parameter.device not in self._pipes:
-                self._pipes[parameter.device] = Pipe(parameter.device, self._sums.bytes)
+                self._pipes[parameter.device] = _way(parameter.device, self._sums.bytes)
         self.hook(self._leave)
 
     def _leave(self, parameter: Tensor) -> None:
@@ -114,7 +121,7 @@ class HostStore(Store):
 
     def backward_made(self) -> None:
         for pipe in self._pipes.values():
-            pipe.flush()
+            pipe.backward_made()
 
     def _drain(self) -> Sums:
         for pipe in self._pipes.values():
@@ -157,7 +164,7 @@ class HostStore(Store):
         found = [self._norms.get(gradient.data_ptr()) for gradient in gradients]
         known = [norm for norms in found if norms for norm in norms]
         others = [g for g, norms in zip(gradients, found, strict=True) if not norms]
-        norms = torch.stack([*known, total_norm(others)])
+        norms = torch.stack([*on_host(known), total_norm(others)])
         total: Tensor = torch.linalg.vector_norm(norms)
         if not bool(torch.isfinite(total)):  # squares overflow in float32 where numbers do not
             total = total_norm(gradients)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["norm_of_row", "total_norm"]
+__all__ = ["norm_of_row", "on_host", "total_norm"]
 
 _ROW = 256
 _PIECE = 2**12 * _ROW
@@ -54,3 +54,11 @@ def _row(gradient: Tensor) -> Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(gradient):
         return gradient.as_strided((gradient.numel(),), (1,))
     return gradient.reshape(-1)
+
+
+def on_host(norms: Sequence[Tensor]) -> list[Tensor]:
+    """These numbers, wherever they are: one transfer for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for norm in norms:
+        by_device.setdefault(norm.device, []).append(norm)
+    return [one for some in by_device.values() for one in torch.stack(some).cpu().unbind()]
