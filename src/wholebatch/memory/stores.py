@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import OptionError
+from wholebatch.gradients.link import ring_bytes
 from wholebatch.gradients.parts import only
-from wholebatch.gradients.pipe import ring_bytes
 from wholebatch.gradients.sums import bucket_bytes
 
 __all__ = ["Elsewhere", "bucket_bytes_of", "check_gradients", "held_on_device"]
