@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.batches import map_tensors
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.shapes import Shapes
+from wholebatch.memory.shapes import NOT_LOOKED_AT, Shapes
 
 __all__ = [
     "FakeMeter",
@@ -41,7 +41,9 @@ def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode:
             mode: FakeTensorMode = tensor.fake_mode
             return mode
     # Constants that the loss reaches through a closure (class weights) are real and may be used.
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    made = FakeTensorMode(allow_non_fake_inputs=True)
+    made.cache_enabled = False  # `Shapes` asks only what is new, and looking for that takes long
+    return made
 
 
 def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -173,6 +175,27 @@ class FakeMeter(MemoryMeter):
             return of.fake_device if isinstance(of, FakeTensor) else func(*args)
         return self._counted(func, args, kwargs or {})
 
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """As the meter's own, quicker for what is remembered: nearly everything is."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
+        if self._shapes is None or func.__name__.startswith(_CHANGE_LISTS):
+            return super()._counted(func, args, kwargs)
+        result = self._shapes.call(func, args, kwargs, self._asked, self._see_given)
+        if result is NOT_LOOKED_AT:
+            return super()._counted(func, args, kwargs)
+        self._see((result,), "temporaries")
+        return result
+
+    def _see_given(self, tensors: Sequence[FakeTensor]) -> None:
+        live, kind = self._ledger.live, self._device_type
+        for tensor in tensors:  # all of them strided
+            if tensor.fake_device.type == kind:
+                storage = tensor.untyped_storage()
+                # The size of one that is known changes where it is told (`resize_`) or returned.
+                if storage._cdata not in live:
+                    self._ledger.see(storage, "inputs")
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Answer 1 where a number is read out of a tensor, as optimizers do with their steps.
@@ -187,11 +210,15 @@ class FakeMeter(MemoryMeter):
             self._answers = False
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What is not remembered."""
         if self._shapes is None:
             mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
-            if mode is None:
-                return self._asked(func, args, kwargs)
-            self._shapes = Shapes(mode)
+            if mode is not None:
+                self._shapes = Shapes(mode)
+            return self._asked(func, args, kwargs)
+        changes = func.__name__.startswith(_CHANGE_LISTS) and not func._schema.returns
+        if changes and all(_is_unknown(one) for one in args):
+            return None  # nothing is made, and nothing that was known is forgotten
         if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
             known = args[0].constant
             if known is not None:
@@ -199,7 +226,7 @@ class FakeMeter(MemoryMeter):
                     return known.item()
             if self._answers:
                 return 1
-        return self._shapes.call(func, args, kwargs, self._asked)
+        return self._asked(func, args, kwargs)
 
     def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -216,6 +243,16 @@ class FakeMeter(MemoryMeter):
         return result
 
 
+def _is_unknown(value: Any) -> bool:
+    """Whether there are no numbers known of tensors, which a change would make wrong."""
+    if isinstance(value, list | tuple):
+        return all(_is_unknown(one) for one in value)
+    if isinstance(value, torch.Tensor):
+        return type(value) is FakeTensor and value.constant is None
+    return True
+
+
+_CHANGE_LISTS = ("_foreach_", "_fused_")
 _DEVICE_OF = torch.ops.prim.device.default
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
 _BATCH_NORMS = frozenset(

@@ -56,7 +56,7 @@ class Ledger:
         self.largest = 0
         self.clock = 0
         self._granule = granule
-        self._live: dict[int, Record] = {}
+        self.live: dict[int, Record] = {}  # by the storage's own address
         self._peak_at = 0
         # Alive at the peak, dead since: without them the peak could not be told by category.
         self._dead_since_peak: list[Record] = []
@@ -64,7 +64,7 @@ class Ledger:
     def see(self, storage: torch.UntypedStorage, category: str) -> Record:
         """The record of a storage, made with this category if the storage is new."""
         key = storage._cdata
-        record = self._live.get(key)
+        record = self.live.get(key)
         if record is not None:
             if record.nbytes == self._rounded(storage.nbytes()):
                 return record
@@ -77,7 +77,7 @@ class Ledger:
         reference.key = key
         reference.record = record
         record.ref = reference
-        self._live[key] = record
+        self.live[key] = record
         self.largest = max(self.largest, record.nbytes)
         if record.is_given:
             self.given += record.nbytes
@@ -86,7 +86,7 @@ class Ledger:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has another size than before; one that was never seen is not counted."""
-        record = self._live.get(storage._cdata)
+        record = self.live.get(storage._cdata)
         if record is not None:
             self.see(storage, record.category)
 
@@ -102,7 +102,7 @@ class Ledger:
         # A dict keeps the order of insertion, so this touches only what is asked for. The list is
         # needed because a collection of garbage may end a storage while the caller iterates.
         young: list[Record] = []
-        for record in reversed(self._live.values()):
+        for record in reversed(self.live.values()):
             if record.born <= born:
                 break
             young.append(record)
@@ -110,11 +110,11 @@ class Ledger:
 
     def current_by_category(self) -> dict[str, int]:
         """Live bytes now, by category; every category is there, also those with nothing in it."""
-        return _by_category(list(self._live.values()))
+        return _by_category(list(self.live.values()))
 
     def peak_by_category(self) -> dict[str, int]:
         """The bytes that were alive at the peak, by category; they add up to `peak`."""
-        at_peak = [r for r in list(self._live.values()) if r.born <= self._peak_at]
+        at_peak = [r for r in list(self.live.values()) if r.born <= self._peak_at]
         return _by_category(at_peak + self._dead_since_peak)
 
     def _grow(self, nbytes: int) -> None:
@@ -128,8 +128,8 @@ class Ledger:
         assert isinstance(reference, _StorageRef)
         record = reference.record
         record.ref = None
-        if self._live.get(reference.key) is record:
-            del self._live[reference.key]
+        if self.live.get(reference.key) is record:
+            del self.live[reference.key]
         self.current -= record.nbytes
         if record.is_given:
             self.given -= record.nbytes

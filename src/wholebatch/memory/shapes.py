@@ -10,14 +10,14 @@ to torch every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["Shapes"]
+__all__ = ["NOT_LOOKED_AT", "Shapes"]
 
 _MOST = 1 << 14
 """Answers that are kept; a model asks some hundred different questions for each size."""
@@ -80,15 +80,22 @@ class Shapes:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         ask: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any],
+        see: Callable[[Sequence[FakeTensor]], None],
     ) -> Any:
-        """The result of `func`, remembered or from `ask`."""
+        """The result of `func`, remembered or from `ask`; NOT_LOOKED_AT where neither can be.
+
+        `see` gets the tensors among the arguments first.
+        """
         given: list[FakeTensor] = []
         try:
             key = _question(func, args, kwargs, given)
             answer = _ANSWERS.get(key, _UNKNOWN)
         except TypeError:  # not hashable, or of a kind that is not looked at
-            return ask(func, args, kwargs)
-        if answer is None or not given:
+            return NOT_LOOKED_AT
+        if not given:
+            return NOT_LOOKED_AT
+        see(given)
+        if answer is None:
             return ask(func, args, kwargs)
         if answer is not _UNKNOWN:
             assert isinstance(answer, _Answer)
@@ -109,9 +116,9 @@ class Shapes:
         if isinstance(part, _Same):
             return given[part.argument]
         if isinstance(part, _Made):
-            plain = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
+            plain = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=_META)
         else:
-            plain = torch.empty(0, dtype=part.dtype, device="meta")
+            plain = torch.empty(0, dtype=part.dtype, device=_META)
             storage = given[part.of].untyped_storage()
             plain.set_(storage, part.offset, part.shape, part.stride)
         # As the class's own constructor does it, with the attributes of one that it has made.
@@ -127,7 +134,10 @@ class Shapes:
         return made  # type: ignore[no-any-return, unused-ignore]
 
 
+NOT_LOOKED_AT: Any = object()
+"""A question whose answer is not remembered, because something else than shapes may matter."""
 _UNKNOWN: Any = object()
+_META = torch.device("meta")
 
 
 def _question(
