@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Casts", "Gradients", "buffer_dtype"]
+__all__ = ["Casts", "Gradients", "buffer_dtype", "take_workspace"]
 
 _ALIGNED = 256
 """Elements; every tensor of a piece begins where kernels can read it in wide words."""
@@ -49,6 +49,17 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Its strides where they leave no gaps, else those that `empty_like` would choose."""
     return torch.empty_like(tensor, device="meta").stride()
+
+
+def take_workspace(device: torch.device) -> None:
+    """Let the products of backwards take their workspace now, where it is in nobody's way.
+
+    Autograd's thread has a workspace of its own, taken at its first product and kept: among the
+    activations of a backward it would hold on to all of the memory around it.
+    """
+    with torch.enable_grad():
+        one = torch.zeros(16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+        (one @ one).sum().backward()
 
 
 class Gradients:

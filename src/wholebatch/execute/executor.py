@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.execute.adding import Adding
-from wholebatch.execute.buffers import Casts, Gradients
+from wholebatch.execute.buffers import Casts, Gradients, take_workspace
 from wholebatch.execute.check import Check, gradients_in_full
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
@@ -24,6 +24,7 @@ from wholebatch.execute.fingerprint import Fingerprint
 from wholebatch.execute.graph import Captured
 from wholebatch.execute.inputs import Inputs, Key, take_apart
 from wholebatch.execute.joint import JointStep, Prepared, Runnable
+from wholebatch.execute.ledger import Ledger
 from wholebatch.execute.notes import CannotTrace, Notes, first_line
 from wholebatch.execute.plan import Execute, Plan
 from wholebatch.execute.trace import Form, State, Traced, totals_of, trace
@@ -72,6 +73,7 @@ class Executor:
         self._eager = Adding(self._model, window, precision, device, eager)
         self._single = single
         self._copies = Copies(device)
+        self._ledger = Ledger(window, device)
         self._plan = Plan.of(execute, device)
         self._next_place = 0
         self._pool: Any = None
@@ -97,7 +99,6 @@ class Executor:
         self._steps: dict[Key, Prepared] = {}
         self._traced: dict[Key, Traced] = {}
         self._seen: dict[Key, int] = {}
-        self._likes: dict[torch.dtype, Tensor] = {}
 
     # ------------------------------------------------------------- micro-step
 
@@ -141,6 +142,7 @@ class Executor:
         if self._device.type != "cuda" or self._window.updates or self._gradients.parameters:
             return
         torch.cuda.empty_cache()  # nor may they lie in what something before has left
+        take_workspace(self._device)
         self._parameters = [p for group in self._window.target.groups() for p in group]
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._make_buffers(State.of(self._model, self._parameters))
@@ -178,8 +180,8 @@ class Executor:
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
-        totals, units = prepared.run(inputs.tensors, self._seeds(joint.form))
-        self._record(joint.form, totals, units)
+        totals, units = prepared.run(inputs.tensors, self._ledger.seeds(joint.form))
+        self._ledger.record(joint.form, totals, units)
         return True
 
     def _window_is_open(self) -> bool:
@@ -211,28 +213,6 @@ class Executor:
                 del self._steps[key]  # a tensor of the model lies elsewhere now
         self._casts.refresh()
 
-    def _record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
-        counted = iter(units)
-        self._window.record(
-            dict(zip(form.names, totals, strict=True)),
-            {
-                name: next(counted) if number is None else number
-                for name, number in zip(form.names, form.units, strict=True)
-            },
-            dict(zip(form.names, form.weights, strict=True)),
-        )
-
-    def _seeds(self, form: Form) -> list[Tensor]:
-        return [
-            self._window.seed_of(name, self._like(dtype), weight)
-            for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
-        ]
-
-    def _like(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self._likes:
-            self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
-        return self._likes[dtype]
-
     def _compiled(self) -> int:
         return sum(step.joint.compiled for step in self._steps.values())
 
@@ -252,6 +232,7 @@ class Executor:
         form = Form.of(loss, self._single)
         totals = [total.detach() for total in totals_of(loss)]
         del loss
+        self._precision.let_go()
         self._settle(always=True)
         after = Snapshot(self._model)
         began = time.perf_counter()
@@ -314,7 +295,7 @@ class Executor:
         try:
             joint = self._joint(traced, state, inputs, compiled=compiled)
             self._casts.refresh()
-            seeds = self._seeds(form)
+            seeds = self._ledger.seeds(form)
             found = self._trial(joint, inputs, seeds, before)
             if not joint.random:
                 check = Check(self._precision.name, self._parameters)

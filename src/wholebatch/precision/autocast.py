@@ -26,6 +26,10 @@ class Precision(ABC):
         """The weight in this dtype, without a graph."""
         return weight.detach().to(dtype)
 
+    def let_go(self) -> None:
+        """Drop casts that are kept: who needs one again makes it again."""
+        return
+
     @abstractmethod
     def begin(self) -> None:
         """A window opens: weights cast from here on may be kept until `end`."""
@@ -86,6 +90,10 @@ class Autocast(Precision):
         if self._keeps and not self._holding:
             torch.autocast_increment_nesting()
             self._holding = True
+
+    def let_go(self) -> None:
+        self._copies.clear()
+        torch.clear_autocast_cache()
 
     def end(self) -> None:
         self._copies.clear()
