@@ -268,9 +268,6 @@ LOOPS: dict[str, Loop] = {
     "wholebatch graph, kernels tuned": _wholebatch(
         "graph", inductor={"coordinate_descent_tuning": True}
     ),
-    "wholebatch graph, kernels chosen": _wholebatch(
-        "graph", inductor={"max_autotune_pointwise": True}
-    ),
     "wholebatch eager, gradients by autograd": _wholebatch("eager", adding=False),
     "wholebatch compile": _wholebatch("compile"),
     "wholebatch auto": _wholebatch("auto"),

@@ -113,9 +113,14 @@ class Results:
         ]
         for model in dict.fromkeys(key[0] for key in sorted(self._rows)):
             lines += ["", f"## {model}", "", *self._table(model), ""]
-            lines += [f"![Time and memory over the micro-batch]({self._name}-{model}.png)"]
+            if self._drawn(model):
+                lines += [f"![Time and memory over the micro-batch]({self._name}-{model}.png)"]
             lines += self._profiles(model)
         return "\n".join(lines) + "\n"
+
+    def _drawn(self, model: str) -> bool:
+        """Whether there is more than variants, which are in the table alone."""
+        return any(its == model and not _is_variant(mode) for its, mode, _ in self._rows)
 
     def _table(self, model: str) -> list[str]:
         mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
@@ -184,7 +189,7 @@ class Results:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        for model in dict.fromkeys(key[0] for key in self._rows):
+        for model in filter(self._drawn, dict.fromkeys(key[0] for key in self._rows)):
             mine = {
                 key[1:]: row
                 for key, row in sorted(self._rows.items())
@@ -209,8 +214,11 @@ class Results:
                             fontsize=7,
                         )
                         continue
+                    if _is_variant(mode):
+                        continue
                     sizes = [row["micro"] for row in rows]
-                    axis.plot(sizes, [row[what] for row in rows], "o-", label=mode)
+                    width = 3.0 if mode.startswith("wholebatch") else 1.2
+                    axis.plot(sizes, [row[what] for row in rows], "o-", label=mode, lw=width)
                 axis.set(xlabel="micro-batch", ylabel=label, xscale="log", ylim=(0, None))
                 axis.set_xticks(sorted({size for _, size in mine if size}))
                 axis.xaxis.set_major_formatter("{x:.0f}")
@@ -249,10 +257,15 @@ _KINDS = {
     "flash": "attention",
     "cudnn": "attention",
     "softmax": "loss and its gradient",
+    "_rows": "loss and its gradient",
     "gelu": "GELU, forward and backward",
     "layer_norm": "layer norms, residual additions, their gradients",
     "Fused": "optimizer",
 }
+
+
+def _is_variant(mode: str) -> bool:
+    return mode.startswith("wholebatch") and "," in mode
 
 
 def _kind(kernel: str) -> str:

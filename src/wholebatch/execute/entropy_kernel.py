@@ -14,12 +14,12 @@ from torch import Tensor
 
 __all__ = ["launch"]
 
-_LARGEST_BLOCK = 16384
+_LARGEST_BLOCK = 8192
 _ELEMENTS_PER_WARP = 512
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _rows(  # type: ignore[no-untyped-def]
+def cross_entropy_rows(  # type: ignore[no-untyped-def]
     logits, labels, seed, losses, classes, ignored, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -62,6 +62,6 @@ def launch(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor
     block = min(triton.next_power_of_2(classes), _LARGEST_BLOCK)
     warps = min(max(block // _ELEMENTS_PER_WARP, 1), 32)
     if rows:
-        kernel: Any = _rows[(rows,)]
+        kernel: Any = cross_entropy_rows[(rows,)]
         kernel(logits, labels, seed, losses, classes, ignored, block=block, num_warps=warps)
     return losses
