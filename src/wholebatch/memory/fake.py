@@ -248,7 +248,8 @@ def _is_unknown(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_unknown(one) for one in value)
     if isinstance(value, torch.Tensor):
-        return type(value) is FakeTensor and value.constant is None
+        local = getattr(value, "_local_tensor", value)  # of a sharded one
+        return type(local) is FakeTensor and local.constant is None
     return True
 
 
