@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ class Found:
         self.rows: dict[str, dict[str, Any]] = {}
         self.machine: dict[str, Any] = {
             "model": model,
+            "date": date.today().isoformat(),
             "device": torch.cuda.get_device_name() if HAS_CUDA else "CPU",
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
@@ -322,6 +324,11 @@ def page(data: dict[str, Any]) -> str:
     """The table, in Markdown."""
     machine = data["machine"]
     lines = [
+        "# Where gradients go: time and memory",
+        "",
+        f"Written by `benchmarks/gpu_gradients.py` on {machine['date']}. "
+        f"{' '.join(machine.get('notes', []))}".rstrip(),
+        "",
         "| gradients | parameters | micro-batch | s per window | beside plain | of the largest "
         "limit | device memory | gradients saved |",
         "|---|---|---|---|---|---|---|---|",
