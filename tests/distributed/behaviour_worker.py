@@ -29,13 +29,12 @@ from wholebatch.memory.meter import MemoryMeter
 SHARDED = {
     "hold": ("full", "hold"),
     "every": ("full", "every"),
-    "hold-bf16": ("bf16", "hold"),
-    "every-bf16": ("bf16", "every"),
+    "bf16": ("bf16", "hold"),
 }
 
 
 def sharded_gpt() -> GPT:
-    return GPT(layers=3)
+    return GPT(layers=2)
 
 
 class Counted(TorchDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.cli.plan import plan
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, UnsupportedError
-from wholebatch.memory.plan import Plan, make_plan
+from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.sharding import Sharding, pretended_ranks
 
@@ -225,33 +225,36 @@ def test_command_names_the_extra_that_is_missing(
     assert "wholebatch[transformers]" in str(error)
 
 
-def test_plans_a_sharded_model() -> None:
+def test_predicts_a_sharded_model() -> None:
     model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def planned(sync: Literal["hold", "every"] | None, **options: Any) -> Plan:
-        return make_plan(
-            model,
-            loss,
-            tokens(1),
-            batch_size=8,
-            ranks=4,
-            optimizer=optimizer,
-            sync=sync,
-            **{"budget": 2**40, "variants": False, **options},
-        )
-
-    whole, hold, every = (planned(sync).points[0] for sync in (None, "hold", "every"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    whole, hold, every = (
+        predict_peak(model, loss, tokens(1), optimizer=optimizer, sharding=sharding)
+        for sharding in (None, Sharding(4, "hold"), Sharding(4, "every"))
+    )
     slices = sum(p.nbytes for p in model.parameters()) // 4
-    counts = 4 * len(list(model.parameters()))
-    assert hold.by_category["optimizer state"] == 2 * slices + counts
+    assert hold.by_category["optimizer state"] == every.by_category["gradients"] == slices
     assert every.peak < hold.peak < whole.peak
-    assert every.by_category["gradients"] == slices
     assert not torch.distributed.is_initialized()
 
-    assert planned("hold", budget=every.peak).micro_batch is None
-    rows = planned("every", budget=hold.peak, variants=True).variants
-    assert [row.sync for row in rows] == [*["every"] * 4, "hold"]
+
+def test_plans_a_sharded_model() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = make_plan(
+        model,
+        loss,
+        vectors(1),
+        batch_size=4,
+        budget=2**30,
+        ranks=4,
+        optimizer=optimizer,
+        sync="every",
+    )
+    assert made.arithmetic() == "micro-batch 1 × 1 step × 4 ranks = 4 samples"
+    assert made.sync == "every"
+    assert [row.sync for row in made.variants] == ["every", "every", "hold"]
+    assert made.variants[0].peak == made.points[0].peak
 
 
 def test_refuses_what_cannot_be_sharded() -> None:
@@ -282,10 +285,7 @@ def test_the_command_shards() -> None:
         "1GiB",
         "--quick",
     ]
-    found = command(*sharded, "--json")
-    assert found.exit_code == 0
-    assert json.loads(found.output)["sync"] == "hold"
-    assert "sharded by FSDP2 (sync every)" in command(*sharded, "--sync", "every").output
+    assert "sharded by FSDP2 (sync hold)" in command(*sharded, "--batch-size", "2").output
     assert "--parallel zero: must be one of ddp, fsdp2" in str(refused("--parallel", "zero"))
     assert "--gpus 1: give the number" in str(refused("--parallel", "fsdp2"))
     assert "--sync every: must be hold or every, with" in str(refused("--sync", "every"))
