@@ -184,26 +184,6 @@ def addition(found: Found, elements: int) -> None:
         found.tell(**{f"host_adds_{name}_g_per_s": elements / min(times) / 1e9})
 
 
-class Stopwatch:
-    """How long the pipe's thread adds, which tells what a window waited for."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._added = pipe.add_on_host
-
-    def __enter__(self) -> Stopwatch:
-        def timed(*args: Any, **options: Any) -> None:
-            began = time.perf_counter()
-            self._added(*args, **options)
-            self.seconds += time.perf_counter() - began
-
-        pipe.add_on_host = timed
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pipe.add_on_host = self._added
-
-
 def synchronize() -> None:
     if HAS_CUDA:
         torch.cuda.synchronize()
@@ -262,20 +242,18 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     out_before = getattr(train._window.store, "bytes_out", 0)
     times: list[float] = []
-    adding = out = 0.0
-    with Stopwatch() as stopwatch:
-        for number in range(1, row.windows + 1):
-            began = time.perf_counter()
-            try:
-                losses.append(train.step(batch, after_micro=in_time).loss)
-            except TimeoutError:
-                if not times:
-                    raise
-                break
-            synchronize()
-            times.append(time.perf_counter() - began)
-            out = (getattr(train._window.store, "bytes_out", 0) - out_before) / number
-            adding = stopwatch.seconds / number
+    out = 0.0
+    for number in range(1, row.windows + 1):
+        began = time.perf_counter()
+        try:
+            losses.append(train.step(batch, after_micro=in_time).loss)
+        except TimeoutError:
+            if not times:
+                raise
+            break
+        synchronize()
+        times.append(time.perf_counter() - began)
+        out = (getattr(train._window.store, "bytes_out", 0) - out_before) / number
     parameters = sum(p.numel() for p in model.parameters())
     found = {
         **asdict(row),
@@ -291,7 +269,6 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         "recoveries": train.recoveries,
         "bytes_out": out,
         "host_gib": getattr(train._window.store, "host_bytes", 0) / GIB,
-        "adding_seconds": adding,
         "losses": losses,
     }
     del train, model, optimizer
