@@ -86,9 +86,10 @@ def test_a_sum_that_comes_twice_in_a_backward_waits_for_itself() -> None:
     link = Link(torch.device("cpu"), 0)
     total = torch.zeros(4)
     link.put(torch.ones(4), total, first=True)
-    before = link._in.waited
+    inward: Any = link._in
+    before = inward.waited
     link.put(torch.ones(4), total, first=False)
-    assert link._in.waited > before
+    assert inward.waited > before
     link.drain()
     assert torch.equal(total, torch.full((4,), 2.0))
     with pytest.raises(ValueError, match="a gradient of 3 for a sum of 4"):
