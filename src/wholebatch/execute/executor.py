@@ -198,6 +198,7 @@ class Executor:
             self._next_place += 1
             return
         self._next_place = window.micro_batches + 1
+        self._casts.refresh()  # the device casts while the host looks
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
@@ -211,7 +212,6 @@ class Executor:
         for key, prepared in list(self._steps.items()):
             if prepared.captured and prepared.joint.addresses() != prepared.addresses:
                 del self._steps[key]  # a tensor of the model lies elsewhere now
-        self._casts.refresh()
 
     def _compiled(self) -> int:
         return sum(step.joint.compiled for step in self._steps.values())
