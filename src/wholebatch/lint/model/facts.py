@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,6 +21,10 @@ _ACTS = {
 }  # fmt: skip
 _DDP = {"DistributedDataParallel", "DDP"}
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
+# A helper of another file that says what it does: `wrap_model_with_fsdp(model)`.
+_FSDP_HELPER = re.compile(
+    r"(wrap|apply|setup|shard|parallelize)\w*_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
+)
 
 
 @dataclass
@@ -54,12 +59,17 @@ class Facts:
     @property
     def wraps_ddp(self) -> bool:
         """Whether the file itself wraps a model in DistributedDataParallel."""
-        return bool(self.made(*_DDP))
+        return bool(self.ddp_calls)
+
+    @property
+    def ddp_calls(self) -> list[ast.Call]:
+        """The calls that wrap a model in DistributedDataParallel."""
+        return self.made(*_DDP)
 
     @property
     def wraps_fsdp(self) -> bool:
         """Whether the file itself shards a model."""
-        return bool(self.made(*_FSDP))
+        return bool(self.made(*_FSDP)) or any(_FSDP_HELPER.search(name) for name in self.called)
 
     @property
     def accelerator(self) -> ast.Call | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .classify import Act, classify
-from .names import calls_in, dotted, keyword, text
+from .names import calls_in, dotted, keyword, text, walk
 from .parts import Context, Def, Env, Event, Guard, Loop, PathItem
 from .resolve import Resolver
 from .targets import assigned_names, bind_pairs
@@ -349,7 +349,10 @@ def _arguments(
 
 
 def _load(target: ast.expr) -> ast.expr:
-    return ast.parse(ast.unparse(target), mode="eval").body
+    made = ast.parse(ast.unparse(target), mode="eval").body
+    for node in walk(made):
+        ast.copy_location(node, target)  # so that a finding there points at the statement
+    return made
 
 
 def _loops(path: Iterable[PathItem]) -> tuple[Loop, ...]:

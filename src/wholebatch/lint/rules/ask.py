@@ -18,6 +18,7 @@ __all__ = [
     "same_receiver",
     "scaled_by_count",
     "stepped",
+    "steps_every_micro_batch",
 ]
 
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
@@ -29,6 +30,16 @@ def stepped(window: Window) -> list[Event]:
         return steps_after(window)
     wanted = {"always"} if window.shape in {"plain", "accelerate"} else {"boundary"}
     return [e for e in window.of("step") if window.when(e) in wanted | {"boundary"}]
+
+
+def steps_every_micro_batch(window: Window) -> bool:
+    """Whether only the clearing waits for the boundary, so that there is no window to speak of."""
+    steps = window.of("step")
+    return (
+        window.shape == "boundary"
+        and bool(steps)
+        and all(window.when(s) == "always" for s in steps)
+    )
 
 
 def same_receiver(first: Event, second: Event) -> bool:

@@ -89,10 +89,15 @@ def check(file: File) -> Iterator[Report]:
 
 def _divides_by_count(window: Window) -> bool:
     """Whether anything in the loop is divided by the count: it may be how the loss is scaled."""
+    done = max(e.line for e in window.backwards)
     return any(
         isinstance(node, (ast.BinOp, ast.AugAssign))
         and isinstance(node.op, ast.Div)
         and is_accumulation_name(text(node.right if isinstance(node, ast.BinOp) else node.value))
+        # A loss that is divided after the last backward is one for the log.
+        and not (
+            isinstance(node, ast.BinOp) and node.lineno > done and "loss" in text(node.left).lower()
+        )
         for node in walk(window.loop.node)
     )
 

@@ -37,7 +37,7 @@ from ..findings import Report
 from ..model import File, Window
 from ..model.loss import Chain
 from ..model.names import keyword, last_part, number, text, walk
-from .ask import gradients_rescaled
+from .ask import framework_accumulates, gradients_rescaled
 from .base import Rule
 
 __all__ = ["RULE"]
@@ -62,12 +62,14 @@ _MESSAGE = (
 _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
 )
+_CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
 def check(file: File) -> Iterator[Report]:
     """At most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_trainers(file)
+    yield from _in_lightning(file)
     if (
         not file.accumulating
         or gradients_rescaled(file)
@@ -99,6 +101,36 @@ def _in_trainers(file: File) -> Iterator[Report]:
                 break
 
 
+def _in_lightning(file: File) -> Iterator[Report]:
+    """The Trainer of Lightning averages what `training_step` returns, whatever it is a mean of."""
+    if not framework_accumulates(file):
+        return
+    for owner in file.facts.classes:
+        method = owner.methods.get("training_step")
+        if method is None or "automatic_optimization = False" in text(owner.node):
+            continue
+        for node in walk(method):
+            if isinstance(node, ast.Call) and _masks_mean(node):
+                yield Report(node, _MESSAGE)
+                break
+            if isinstance(node, ast.Return) and _returns_masked_loss(node, method, file):
+                yield Report(node, _MESSAGE)
+                break
+
+
+def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
+    """`return self.model(**batch).loss`, by a name or not, of labels that are masked here."""
+    value = node.value
+    if not (isinstance(value, ast.Attribute) and value.attr == "loss"):
+        return False
+    made = [value.value] + [
+        n.value
+        for n in walk(method)
+        if isinstance(n, ast.Assign) and text(n.targets[0]) == text(value.value)
+    ]
+    return any(isinstance(m, ast.Call) and _is_language_model(m, file) for m in made)
+
+
 def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
     masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
     others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
@@ -112,7 +144,7 @@ def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
     if base is None:
         return None
     call = _call(base, chain)
-    if call is not None and _ignores(call, chain, file):
+    if call is not None and (_ignores(call, chain, file) or _selects(call, chain)):
         return base
     if call is not None and _is_language_model(call, file):
         return base
@@ -139,13 +171,81 @@ def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
         for owner in file.facts.classes
         if text(call.func) in owner.attributes
     ]
-    return any(isinstance(m, ast.Call) and _masks_mean(m) for m in made)
+    if not made or all(isinstance(m, ast.Name) for m in made):
+        made += _made_elsewhere(text(call.func), file)
+    return any(isinstance(m, ast.Call) and (_masks_mean(m) or _is_masking(m, file)) for m in made)
 
 
-def _masks_mean(call: ast.Call) -> bool:
+def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
+    """What a criterion that came in as an argument is where the file makes one of that name."""
+    if not _CRITERION.search(name):
+        return []
+    made = [
+        node.value
+        for node in walk(file.tree)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and text(node.targets[0]) == name
+    ]
+    calls = [m for m in made if isinstance(m, ast.Call)]
+    return list(calls) if len({text(c.func) for c in calls}) == 1 else []
+
+
+def _is_masking(made: ast.Call, file: File) -> bool:
+    """Whether a loss class of the file computes a cross-entropy that ignores labels."""
+    owners = [c.node for c in file.facts.classes if c.node.name == last_part(made.func)]
+    return any(
+        isinstance(node, ast.Call) and _masks_mean(node, _defaults(owner))
+        for owner in owners
+        for node in walk(owner)
+    )
+
+
+def _defaults(owner: ast.AST) -> dict[str, ast.expr]:
+    """The default values of the parameters of a class's methods."""
+    found: dict[str, ast.expr] = {}
+    for node in walk(owner):
+        if isinstance(node, ast.arguments):
+            plain = [*node.posonlyargs, *node.args]
+            pairs = [
+                *zip(plain[len(plain) - len(node.defaults) :], node.defaults, strict=True),
+                *zip(node.kwonlyargs, node.kw_defaults, strict=True),
+            ]
+            found.update({a.arg: d for a, d in pairs if d is not None})
+    return found
+
+
+def _selects(call: ast.Call, chain: Chain) -> bool:
+    """A mean loss over what a mask picks out: `criterion(logits[mask], labels[mask])`."""
+    if not _CRITERION.search(text(call.func)) or keyword(call, "reduction") is not None:
+        return False
+    return len(call.args) > 1 and all(_is_selection(a, chain) for a in call.args[:2])
+
+
+def _is_selection(expr: ast.expr, chain: Chain) -> bool:
+    for _ in range(6):
+        if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute):
+            expr = expr.func.value  # `.view(-1)`, `.float()`
+        elif isinstance(expr, ast.Name):
+            made = chain.base_env.get(expr.id, ())
+            if len(made) != 1:
+                return False
+            expr = made[0].expr
+        else:
+            break
+    if not isinstance(expr, ast.Subscript):
+        return False
+    if isinstance(expr.slice, ast.Compare):
+        return True
+    return isinstance(expr.slice, ast.Name) and any(
+        isinstance(d.expr, ast.Compare) for d in chain.base_env.get(expr.slice.id, ())
+    )
+
+
+def _masks_mean(call: ast.Call, defaults: dict[str, ast.expr] | None = None) -> bool:
     ignored = keyword(call, "ignore_index")
     if last_part(call.func) not in _CROSS_ENTROPY or ignored is None:
         return False
+    if isinstance(ignored, ast.Name) and defaults:
+        ignored = defaults.get(ignored.id, ignored)
     if number(ignored) is None and not re.search(r"(?i:pad)|IGNORE|-100", text(ignored)):
         return False
     reduction = keyword(call, "reduction")

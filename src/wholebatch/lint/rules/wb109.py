@@ -11,8 +11,9 @@ all. A short window divided by the nominal K gives an update that is too small: 
 of 8 left, 8 times.
 
 ## Known problems
-Counters that go on over epochs are not reported: their windows span epochs and only the very last
-one is lost. A loader whose length is known to be a multiple of K is not seen as such.
+Counters that go on over epochs are not reported, since their windows span epochs and only the very
+last one is lost, unless gradients are cleared at the start of every epoch. A loader whose length is
+known to be a multiple of K is not seen as such, unless the file asks for it.
 
 ## Example
 ```python
@@ -38,6 +39,7 @@ from collections.abc import Iterator
 
 from ..findings import Report
 from ..model import File, Window
+from .ask import steps_every_micro_batch
 from .base import Rule
 
 __all__ = ["RULE"]
@@ -49,11 +51,16 @@ def check(file: File) -> Iterator[Report]:
         boundary = window.boundary
         if window.shape != "boundary" or boundary is None or not boundary.pure:
             continue
-        if boundary.kind not in {"modulo", "reset"} or boundary.spanning or not window.finite:
+        if boundary.kind not in {"modulo", "reset"} or not window.finite:
             continue
-        if _is_multiple(window):
+        if boundary.spanning and not _cleared_before(window):
             continue
-        if boundary.tail or _flushed(window):
+        if steps_every_micro_batch(window):
+            continue
+        handled = boundary.tail or _flushed(window)
+        if not handled and _is_multiple(window):
+            continue
+        if handled:
             if _nominal(window):
                 yield Report(
                     boundary.expr,

@@ -34,13 +34,15 @@ for i, (x, y) in enumerate(loader):
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
 from ..findings import Report
 from ..model import Event, File, Window
-from ..model.names import dotted, text
+from ..model.names import dotted, is_accumulation_name, text, walk
 from ..model.parts import Context
+from .ask import steps_every_micro_batch
 from .base import Rule
 
 __all__ = ["RULE", "holds_sync"]
@@ -56,7 +58,7 @@ def check(file: File) -> Iterator[Report]:
         if window.shape not in {"boundary", "nested"}:
             continue
         if not _HELD.search(file.facts.source):
-            if file.facts.wraps_ddp and _local_backward(window):
+            if _wrapped(file) and _local_backward(window) and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
                     "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
@@ -70,6 +72,28 @@ def check(file: File) -> Iterator[Report]:
                 "synchronisation is held after the forward that reads it: DDP decides in the "
                 "forward, so it must be inside `no_sync()` or after the flag is set",
             )
+
+
+def _wrapped(file: File) -> bool:
+    """Whether a model is wrapped here, and not only where nothing is accumulated (apex's way)."""
+    if not file.facts.wraps_ddp:
+        return False
+    otherwise = {
+        id(call)
+        for node in walk(file.tree)
+        if isinstance(node, ast.If) and _declines_accumulation(node.test)
+        for stmt in node.body
+        for call in walk(stmt)
+    }
+    return any(id(call) not in otherwise for call in file.facts.ddp_calls)
+
+
+def _declines_accumulation(test: ast.expr) -> bool:
+    return (
+        isinstance(test, ast.UnaryOp)
+        and isinstance(test.op, ast.Not)
+        and is_accumulation_name(text(test.operand))
+    )
 
 
 def _local_backward(window: Window) -> bool:

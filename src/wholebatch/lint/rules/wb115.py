@@ -54,24 +54,39 @@ _SINKS = {
 }  # fmt: skip
 _KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat", re.I)
 _MATH = {"log", "log2", "log10"}
+_BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
+_LAST = "reported loss is that of the last micro-batch, not of the window"
 
 
 def check(file: File) -> Iterator[Report]:
     """At most one report of each sort per window."""
+    shown: set[int] = set()
     for window in file.accumulating:
-        bases = {
-            id(chain.base)
-            for event in window.of("backward")
-            for chain in trace(event.argument, event.env, window.resolver)
-            if chain.base is not None
-        }
+        bases = _bases(window)
         if not bases:
             continue
-        yield from _logged(window, bases)
-        yield from _averaged(window, bases, file)
+        # One of two loops (`if amp: ... else: ...`) made the loss that is logged after both.
+        for other in file.accumulating:
+            if other.shape == window.shape and other.loop.parents == window.loop.parents:
+                bases |= _bases(other)
+        found = [*_logged(window, bases), *_averaged(window, bases, file)]
+        for report in found or _kept_at_boundary(window, bases):
+            if id(report.node) not in shown:
+                shown.add(id(report.node))
+                yield report
+
+
+def _bases(window: Window) -> set[int]:
+    return {
+        id(chain.base)
+        for event in window.of("backward")
+        for chain in trace(event.argument, event.env, window.resolver)
+        if chain.base is not None
+    }
 
 
 def _logged(window: Window, bases: set[int]) -> Iterator[Report]:
+    said: set[str] = set()
     events = list(window.events)
     if window.shape == "nested":
         events += [e for e in window.after if e.loops == window.loop.parents]
@@ -85,23 +100,25 @@ def _logged(window: Window, bases: set[int]) -> Iterator[Report]:
             chains = trace(value, env, window.resolver)
             if not chains or not all(id(c.base) in bases for c in chains):
                 continue
-            if any(_is_divided(c, window) for c in chains):
+            divided = any(_is_divided(c, window) for c in chains)
+            if divided and "divided" not in said:
+                said.add("divided")
                 yield Report(
                     event.node,
                     f"reported loss was divided by `{window.every_name}`: it is that many times "
                     "too small",
                 )
-                return
-            if _is_last(event, window):
-                yield Report(
-                    event.node,
-                    "reported loss is that of the last micro-batch, not of the window",
-                )
-                return
+                break
+            if not divided and "last" not in said and _is_last(event, window):
+                said.add("last")
+                yield Report(event.node, _LAST)
+                break
 
 
 def _is_sink(call: ast.Call) -> bool:
     name = last_part(call.func)
+    if isinstance(call.func, ast.Name) and _BAR.fullmatch(name):
+        return len(call.args) > 1  # a bar that is called: `pbar(step, {"loss": ...})`
     owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if name in _SINKS:
         return not (name in _MATH and owner in {"math", "torch", "np", "numpy"})
@@ -158,6 +175,26 @@ def _is_last(event: Event, window: Window) -> bool:
     return window.when(event) == "boundary"
 
 
+def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
+    """`running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
+    if window.shape != "boundary":
+        return
+    for event in window.of("augment"):
+        name = dotted(event.receiver) if event.receiver is not None else None
+        if name is None or "loss" not in name.lower() or window.when(event) != "boundary":
+            continue
+        if any(window.when(e) != "boundary" for e in window.of("augment") if _same(e, name)):
+            continue  # the other micro-batches are added on another branch
+        chains = trace(event.argument, event.env, window.resolver)
+        if chains and all(id(c.base) in bases for c in chains):
+            yield Report(event.node, _LAST)
+            return
+
+
+def _same(event: Event, name: str) -> bool:
+    return event.receiver is not None and dotted(event.receiver) == name
+
+
 def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
     """`total += loss.item()` of a divided loss, shown as `total / (number of micro-batches)`."""
     if window.shape == "nested":
@@ -172,10 +209,18 @@ def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
             continue
         if not any(_is_divided(c, window) for c in chains):
             continue
+        function = _function_of(window, file)
+        restored = {
+            id(node.left)
+            for node in walk(function)
+            if isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Mult)
+            and window.is_count(text(node.right))
+        }
         means = [
             node
-            for node in walk(_function_of(window, file))
-            if _divides_by_micro_batches(node, name, counters)
+            for node in walk(function)
+            if _divides_by_micro_batches(node, name, counters) and id(node) not in restored
         ]
         if means:
             yield Report(
