@@ -23,7 +23,7 @@ _DDP = {"DistributedDataParallel", "DDP"}
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
 # A helper of another file that says what it does: `wrap_model_with_fsdp(model)`.
 _FSDP_HELPER = re.compile(
-    r"(wrap|apply|setup|shard|parallelize)\w*_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
+    r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
 )
 
 

@@ -69,7 +69,7 @@ def check(file: File) -> Iterator[Report]:
         for other in file.accumulating:
             if other.shape == window.shape and other.loop.parents == window.loop.parents:
                 bases |= _bases(other)
-        found = [*_logged(window, bases), *_averaged(window, bases, file)]
+        found = [*_logged(window, bases, file), *_averaged(window, bases, file)]
         for report in found or _kept_at_boundary(window, bases):
             if id(report.node) not in shown:
                 shown.add(id(report.node))
@@ -85,7 +85,7 @@ def _bases(window: Window) -> set[int]:
     }
 
 
-def _logged(window: Window, bases: set[int]) -> Iterator[Report]:
+def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
     said: set[str] = set()
     events = list(window.events)
     if window.shape == "nested":
@@ -104,15 +104,28 @@ def _logged(window: Window, bases: set[int]) -> Iterator[Report]:
             if divided and "divided" not in said:
                 said.add("divided")
                 yield Report(
-                    event.node,
+                    _where(event, value, env, window, file),
                     f"reported loss was divided by `{window.every_name}`: it is that many times "
                     "too small",
                 )
                 break
             if not divided and "last" not in said and _is_last(event, window):
                 said.add("last")
-                yield Report(event.node, _LAST)
+                yield Report(_where(event, value, env, window, file), _LAST)
                 break
+
+
+def _where(event: Event, value: ast.expr, env: Env, window: Window, file: File) -> ast.AST:
+    """The call; but where a helper of the file makes it, the statement that made its value."""
+    function = _function_of(window, file)
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return event.node
+    first, last = function.lineno, function.end_lineno or function.lineno
+    if first <= event.line <= last:
+        return event.node
+    made = [d.node for d in env.get(text(value), ()) if d.node is not None]
+    places = [n for n in (value, *made) if first <= int(getattr(n, "lineno", 0)) <= last]
+    return places[0] if places else event.node
 
 
 def _is_sink(call: ast.Call) -> bool:
@@ -183,6 +196,8 @@ def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
         name = dotted(event.receiver) if event.receiver is not None else None
         if name is None or "loss" not in name.lower() or window.when(event) != "boundary":
             continue
+        if event.loops[-1] is not window.loop:
+            continue  # an evaluation has losses of its own
         if any(window.when(e) != "boundary" for e in window.of("augment") if _same(e, name)):
             continue  # the other micro-batches are added on another branch
         chains = trace(event.argument, event.env, window.resolver)
