@@ -27,6 +27,8 @@ require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
+from wholebatch.integrations.jax.widen import is_narrow, mesh_axes, widened  # noqa: E402
+
 __all__ = ["accumulate"]
 
 Units: TypeAlias = Literal["samples"] | Callable[..., Any]
@@ -63,9 +65,10 @@ def accumulate(
     or added (`"sum"`: what it gives for counts).
 
     The arguments at `batch_argnums` are split by their first axis, in all their leaves; the others
-    are passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once. The
-    result may be jitted, and its batch sharded over devices; inside `shard_map`, `axis_name` makes
-    it the gradient of all shards, reduced once. A batch without any units gives nan, as its mean.
+    are passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once, also
+    where a product of the backward pass would round them. The result may be jitted, and its batch
+    sharded over devices; inside `shard_map`, `axis_name` makes it the gradient of all shards,
+    reduced once. A batch without any units gives nan, as its mean.
     """
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
         raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
@@ -87,15 +90,33 @@ def accumulate(
         seed = 2.0 ** -(size.bit_length() - 1)
 
         def loss_of(*call: Any) -> tuple[Any, Any]:
-            total, counted, extra = _read(
+            loss, counted, extra = _read(
                 loss_fn(*call, **kwargs), units, [call[i] for i in batched], has_aux
             )
-            return total * jnp.asarray(seed, total.dtype), (total, counted, extra)
+            total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)
+            if units is not None and is_narrow(loss.dtype):
+                # 16 bits would round the units: the gradient of the mean is weighted instead.
+                return loss, (total, counted, counted * jnp.float32(seed), extra)
+            return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
+
+        def differentiated(call: Sequence[Any]) -> Any:
+            both = jax.value_and_grad(loss_of, argnums=argnums, has_aux=True)
+            leaves = jax.tree.leaves([call[i] for i in wanted])
+            if not any(is_narrow(jnp.result_type(leaf)) for leaf in leaves):
+                return both(*call)
+            # What is neither split nor differentiated may be anything: it is not traced again.
+            places = (*wanted, *batched)
+            return widened(
+                lambda *values: both(*_with(call, places, values)),
+                lambda made: (jax.tree.map(lambda _: False, made[0]), _all_true(made[1])),
+            )(*(call[i] for i in places))
 
         def micro_step(call: Sequence[Any]) -> tuple[Any, Any]:
-            (_, (total, counted, extra)), gradient = jax.value_and_grad(
-                loss_of, argnums=argnums, has_aux=True
-            )(*call)
+            (_, (total, counted, weight, extra)), gradient = differentiated(call)
+            if weight is not None:
+                gradient = jax.tree.map(
+                    lambda leaf: leaf * weight.astype(_wide(leaf.dtype)), gradient
+                )
             sums = (_scalar(total), _scalar(counted, like=total), gradient)
             if units is not None:  # the mean over no units is 0/0, and so is its gradient
                 sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
@@ -204,7 +225,7 @@ def _with(args: Sequence[Any], batched: Sequence[int], micro: Sequence[Any]) -> 
 def _read(
     returned: Any, units: Units | None, batch: list[Any], has_aux: bool
 ) -> tuple[Any, Any, Any]:
-    """The sum, its units and the aux in what a loss function has returned."""
+    """The sum (or the mean, with `units`), its units and the aux of what a loss has returned."""
     extra: Any = ()
     if has_aux:
         if not isinstance(returned, tuple) or len(returned) != 2:
@@ -223,13 +244,17 @@ def _read(
         mean = jnp.asarray(returned)
         leaves = jax.tree.leaves(batch)
         counted = jnp.asarray(leaves[0].shape[0] if units == "samples" else units(*batch))
-        total = mean * counted.astype(mean.dtype)
+        total = mean
     for name, value in (("loss", total), ("number of units", counted)):
         if value.shape:
             raise LossError(f"the {name} has shape {value.shape}: it must be a single number")
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise LossError(f"the loss is of {total.dtype}: it must be floating point")
     return total, counted, extra
+
+
+def _all_true(tree: Any) -> Any:
+    return jax.tree.map(lambda _: True, tree)
 
 
 def _shape(value: Any) -> str:
@@ -246,13 +271,6 @@ def _scalar(value: Any, like: Any = None) -> Any:
     return value.astype(_wide(value.dtype if like is None else like.dtype))
 
 
-def _axes(aval: Any) -> frozenset[str]:
-    """The mesh axes over which a value inside `shard_map` varies (the name differs by version)."""
-    manual = getattr(aval, "manual_axis_type", None)
-    found = getattr(aval, "vma", None) if manual is None else manual.varying
-    return frozenset(found or ())
-
-
 def _cast(leaf: Any, names: frozenset[str]) -> Any:
     if not names:
         return leaf
@@ -265,12 +283,14 @@ def _cast(leaf: Any, names: frozenset[str]) -> Any:
 def _varying(tree: Any, axis_name: str | Sequence[str]) -> Any:
     """The same values, not known to be equal on all shards: their gradients stay local."""
     names = frozenset({axis_name} if isinstance(axis_name, str) else axis_name)
-    return jax.tree.map(lambda leaf: _cast(leaf, names - _axes(jax.typeof(leaf))), tree)
+    return jax.tree.map(lambda leaf: _cast(leaf, names - mesh_axes(jax.typeof(leaf))), tree)
 
 
 def _zeros_like(shapes: Any) -> Any:
     """Zeros of these shapes, varying over the same mesh axes: a scan's carry keeps its type."""
-    return jax.tree.map(lambda like: _cast(jnp.zeros(like.shape, like.dtype), _axes(like)), shapes)
+    return jax.tree.map(
+        lambda like: _cast(jnp.zeros(like.shape, like.dtype), mesh_axes(like)), shapes
+    )
 
 
 def _join(extras: list[Any], how: Aux) -> Any:
