@@ -293,6 +293,7 @@ def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
         return False
     elif can_add_any_product(left.device):
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
+        torch.autograd.graph.increment_version(buffer)  # whoever looks sees that it has changed
     else:
         buffer.add_(torch.mm(left, right))
     return True

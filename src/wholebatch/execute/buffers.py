@@ -6,12 +6,27 @@ CUDA graphs read and write fixed addresses. So the buffers stay when a window's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Casts", "Gradients", "buffer_dtype", "take_workspace"]
+from wholebatch.gradients import DeviceStore
+
+if TYPE_CHECKING:
+    from wholebatch.window import Window
+
+__all__ = [
+    "Casts",
+    "Gradients",
+    "buffer_dtype",
+    "eager_into",
+    "empty_cache",
+    "may_lend",
+    "take_workspace",
+]
 
 _ALIGNED = 256
 """Elements; every tensor of a piece begins where kernels can read it in wide words."""
@@ -40,8 +55,9 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
     pieces = {
         dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in places.items()
     }
+    # `.data`: each counts its own changes, not those of the whole piece.
     return [
-        pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start)
+        pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start).data
         for tensor, dtype, start in zip(like, dtypes, starts, strict=True)
     ]
 
@@ -51,12 +67,50 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
+def empty_cache(device: torch.device) -> None:
+    """What is free goes back to the driver, so that what comes next lies in no gap of it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def may_lend(model: nn.Module, window: Window) -> bool:
+    """Whether eager code may add into buffers from the start.
+
+    Not where ranks must know who has no gradient, nor where a layer gives sparse gradients or an
+    optimizer takes no others: added to a buffer they would be dense.
+    """
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules()) or any(
+        isinstance(optimizer, torch.optim.SparseAdam) for optimizer in window.target.optimizers
+    )
+    return window.sync.ranks == 1 and type(window.store) is DeviceStore and not sparse
+
+
+@contextmanager
+def eager_into(gradients: Gradients, window: Window) -> Iterator[None]:
+    """Within it, eager code adds into the buffers, if it may and there are some."""
+    store = window.store
+    if not gradients.lends or not isinstance(store, DeviceStore):
+        yield
+        return
+    if window.is_open:
+        gradients.lend()
+    else:
+        store.opened = gradients.lend
+    try:
+        yield
+    finally:
+        store.opened = None
+        gradients.take_back()
+
+
 def take_workspace(device: torch.device) -> None:
     """Let the products of backwards take their workspace now, where it is in nobody's way.
 
     Autograd's thread has a workspace of its own, taken at its first product and kept: among the
     activations of a backward it would hold on to all of the memory around it.
     """
+    if device.type != "cuda":
+        return
     with torch.enable_grad():
         one = torch.zeros(16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
         (one @ one).sum().backward()
@@ -69,6 +123,9 @@ class Gradients:
         self.parameters = list(parameters)
         self._buffers: dict[int, Tensor] = {}
         self._entered: tuple[int, ...] = ()
+        self.lends = False
+        """Whether eager code is to add into the buffers too."""
+        self._lent: dict[int, int] = {}  # buffers that eager code may add into: their versions
 
     def of(self, used: Sequence[int]) -> list[Tensor]:
         """The buffers of these parameters; made where there is none yet."""
@@ -84,6 +141,43 @@ class Gradients:
         return self._entered == used and (
             self.parameters[first].grad is self._buffers.get(first, self)
         )
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Empty buffers become `.grad` where there is none, for eager code to add into.
+
+        Left to itself autograd would make a second set of gradients beside them.
+        """
+        some = {i: b for i, b in self._buffers.items() if self.parameters[i].grad is None}
+        if some:
+            torch._foreach_zero_(list(some.values()))
+        for index, buffer in some.items():
+            self.parameters[index].grad = buffer
+            self._lent[index] = buffer._version
+
+    def take_back(self) -> None:
+        """Where nothing was added there is no gradient again, as autograd would have left it."""
+        for index, version in self._lent.items():
+            parameter, buffer = self.parameters[index], self._buffers[index]
+            if parameter.grad is buffer and buffer._version == version:
+                parameter.grad = None
+        self._lent.clear()
+
+    def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
+        """Copies of what `.grad` of these parameters holds, on the host."""
+        held = [self.parameters[index].grad for index in used]
+        return [None if one is None else one.detach().to("cpu", copy=True) for one in held]
+
+    @torch.no_grad()
+    def put_back(self, used: tuple[int, ...], held: Sequence[Tensor | None]) -> None:
+        """These numbers (or zero) into the buffers, and the buffers in place."""
+        for index, buffer, numbers in zip(used, self.of(used), held, strict=True):
+            if numbers is None:
+                buffer.zero_()
+            else:
+                buffer.copy_(numbers)
+            self.parameters[index].grad = buffer
+        self._entered = used
 
     def take_in(self) -> None:
         """What autograd has made moves into the buffers, unless it is sparse."""

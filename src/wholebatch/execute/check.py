@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,7 @@ def differs(
         return f"it gives {len(found)} tensors of {what} where eager code gives {len(wanted)}"
     dtype = wanted[0].dtype
     allowed = 0.1 if sixteen_bit else 1e-6 if dtype is torch.float64 else 1e-2
-    above = _norm([a.to(b.dtype) - b for a, b in zip(found, wanted, strict=True)])
-    below = _norm(list(wanted))
+    above, below = _distance(found, wanted), _norm(wanted)
     if not above < float("inf") or not below < float("inf") or below == 0.0:
         return None  # not finite in eager code either, or nothing to compare
     if above <= allowed * below:
@@ -73,9 +72,7 @@ def is_as_near(found: Sequence[Tensor], wanted: Sequence[Tensor], truth: Sequenc
     In 16 bit a deep model's gradients may differ by a tenth between two ways of rounding that are
     equally good.
     """
-    far = _norm([a.to(b.dtype) - b for a, b in zip(found, truth, strict=True)])
-    allowed = _norm([a.to(b.dtype) - b for a, b in zip(wanted, truth, strict=True)])
-    return far <= 1.25 * allowed < _norm(list(truth))
+    return _distance(found, truth) <= 1.25 * _distance(wanted, truth) < _norm(truth)
 
 
 def gradients_in_full(
@@ -98,5 +95,21 @@ def gradients_in_full(
     return list(found)
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.stack([torch.linalg.vector_norm(t.double()) for t in tensors]).norm())
+def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The norm of the difference; one pair at a time, where `found` is."""
+    return _together(
+        _norm_of(a.to(b.dtype) - b.to(a.device)) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return _together(map(_norm_of, tensors))
+
+
+def _norm_of(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
+
+
+def _together(norms: Iterable[Tensor]) -> float:
+    return float(torch.stack(list(norms)).norm())

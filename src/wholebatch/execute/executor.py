@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.execute.adding import Adding
-from wholebatch.execute.buffers import Casts, Gradients, take_workspace
+from wholebatch.execute.buffers import (
+    Casts,
+    Gradients,
+    eager_into,
+    empty_cache,
+    may_lend,
+    take_workspace,
+)
 from wholebatch.execute.check import Check, gradients_in_full
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
@@ -48,6 +55,9 @@ class Executor:
     `keeps_moments`: the model's BatchNorms collect what they see in Python, which only eager code
     runs.
     """
+
+    reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Where memory is kept apart for gradients before the first micro-step (tests: anywhere)."""
 
     def __init__(
         self,
@@ -121,7 +131,8 @@ class Executor:
                 self._forward = None
                 self.notes.fell_back(self.execute, "eagerly", f"torch.compile fails ({reason})")
         self.mode = "eager"
-        self._eager(micro, self._loss)
+        with eager_into(self._gradients, self._window):
+            self._eager(micro, self._loss)
         self._settle()
 
     def let_go(self) -> None:
@@ -139,21 +150,24 @@ class Executor:
         optimizer its state, at the end of the window, beside them: they would hold on to all of
         that memory for good.
         """
-        if self._device.type != "cuda" or self._window.updates or self._gradients.parameters:
+        if self._device.type not in self.reserves_on:
             return
-        torch.cuda.empty_cache()  # nor may they lie in what something before has left
+        if self._window.updates or self._gradients.parameters:
+            return
+        empty_cache(self._device)  # nor may they lie in what something before has left
         take_workspace(self._device)
         self._parameters = [p for group in self._window.target.groups() for p in group]
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))
+        self._gradients.lends = may_lend(self._model, self._window)
 
     def _settle(self, *, always: bool = False) -> None:
         """In the first window: gradients into their buffers, and what eager code took goes back."""
         first = always or not self._window.updates
-        if first and self._device.type == "cuda" and not self._plan.eager:
+        if first and self._device.type in self.reserves_on and not self._plan.eager:
             self._gradients.take_in()
-            torch.cuda.empty_cache()
+            empty_cache(self._device)
 
     def _make_buffers(self, state: State) -> None:
         parameters = list(state.trained.values())
@@ -227,7 +241,8 @@ class Executor:
         """Run this micro-batch eagerly; make its graph; hold the two against each other."""
         alone = not self._window.owners
         before = Snapshot(self._model)
-        loss = self._eager(micro, self._loss)
+        with eager_into(self._gradients, self._window):
+            loss = self._eager(micro, self._loss)
         self.mode = "eager"
         form = Form.of(loss, self._single)
         totals = [total.detach() for total in totals_of(loss)]
@@ -244,8 +259,7 @@ class Executor:
             return
         finally:
             after.restore()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what eager code and the trial needed, no one needs again
+        empty_cache(self._device)  # what eager code and the trial needed, no one needs again
         self.notes.tell(
             f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
             f"{step.joint.operations} operations{' and recorded it' if step.captured else ''} in "
@@ -265,8 +279,7 @@ class Executor:
     ) -> Prepared:
         if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what is made from here on stays: not in the gaps of the rest
+        empty_cache(self._device)  # what is made from here on stays: not in the gaps of the rest
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
         if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
@@ -280,11 +293,7 @@ class Executor:
         traced = self._traced[inputs.key]
         # What the window holds so far must survive the trial run in the buffers.
         buffers = self._gradients.of(traced.used)
-        held = [parameters[index].grad for index in traced.used]
-        held = [
-            gradient.clone() if gradient is not None and gradient is buffer else gradient
-            for gradient, buffer in zip(held, buffers, strict=True)
-        ]
+        held = self._gradients.set_aside(traced.used)
 
         def in_full() -> list[Tensor]:
             before.restore()
@@ -305,10 +314,7 @@ class Executor:
                     check.hold_against(buffers, wanted, "gradient", truth=in_full)
             run = self._captured(joint, inputs, seeds) if self._plan.captures else joint
         finally:
-            for index, gradient in zip(traced.used, held, strict=True):
-                parameters[index].grad = gradient
-            del held
-            self._gradients.put_in_place(traced.used)
+            self._gradients.put_back(traced.used, held)
         return Prepared(joint, run)
 
     def _joint(self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool) -> JointStep:

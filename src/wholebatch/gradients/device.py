@@ -21,12 +21,16 @@ class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read them there."""
 
     at_once = True
+    opened: Callable[[], None] | None = None
+    """Called when a window opens and no gradient is there yet."""
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
     ) -> None:
         super().begin(parameters, known)
         self.target.sixteen_bit.begin()
+        if self.opened is not None:
+            self.opened()
 
     def close_ahead(
         self,
