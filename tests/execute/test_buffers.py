@@ -64,9 +64,7 @@ class Sometimes(nn.Module):
 def test_a_layer_that_the_last_micro_batch_alone_uses_or_none(samples: int) -> None:
     """Ten samples in fours end with two, which use it; of twelve none does."""
     model = Sometimes().double()
-    train = wb.WholeBatch(
-        model, decayed(model), loss=loss, micro_batch=4, execute="compile", audit=False
-    )
+    train = traced(model, decayed(model), audit=False)
     plain = Sometimes().double()
     eager = wb.WholeBatch(
         plain, decayed(plain), loss=loss, micro_batch=4, execute="eager", audit=False
