@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wholebatch.cli import main
-from wholebatch.cli.options import Given, check, config_text, read_config, resolve
+from wholebatch.cli.options import Given, check, config_text, read_config, refuse_idle, resolve
 from wholebatch.cli.said import arithmetic
 from wholebatch.errors import OptionError, StateError
 
@@ -148,3 +148,59 @@ def test_what_is_not_a_number_is_told_with_what_was_given(
 ) -> None:
     assert main(["train", *arguments]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "tune", "plan", "bench"])
+def test_an_empty_recipe_is_not_the_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, " "]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said == "error: recipe ' ' is empty; give a Python file or one of: bytes-gpt, digits-cnn\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "--zero", "2"], "--zero 2: belongs to --parallel deepspeed"),
+        (["train", "--parallel", "pipeline", "--zero", "1"], "--parallel deepspeed"),
+        (["train", "--schedule", "gpipe"], "--schedule gpipe: belongs to --parallel pipeline"),
+        (["train", "--base-batch", "8"], "it belongs to --lr-rule or --betas"),
+        (["train", "--resume", "--fit"], "--fit with --resume: a run goes on with its own"),
+        (["tune", "--ranks", "2,4"], "--ranks 2,4: belongs to --bandwidth"),
+        (["verify", "--ddp"], "--ddp: belongs to torchrun"),
+        (["verify", "--loop", "a.py:f", "--batch-size", "8"], "--batch-size: belongs to a RECIPE"),
+        (["verify", "--loop", "a.py:f", "--no-float64"], "--no-float64: belongs to a RECIPE"),
+        (["verify", "--loop", "a.py:f", "--batchnorm", "freeze"], "--batchnorm: belongs to"),
+    ],
+)
+def test_an_option_without_its_partner_is_refused(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_pipeline_does_not_have_is_refused_where_it_was_typed() -> None:
+    config = resolve(Given(execute="graph", noise=4), {}, stored=None)
+    refuse_idle((), config, parallel="pipeline")  # the recipe's own defaults may say it
+    refuse_idle(("execute", "noise"), config, parallel="ddp")
+    for name, says in (("execute", "--execute graph with"), ("noise", "--noise 4 with")):
+        with pytest.raises(OptionError, match=says):
+            refuse_idle((name,), config, parallel="pipeline")
+
+
+def test_a_base_batch_with_something_that_follows_it() -> None:
+    for rule in (Given(base_batch=8, lr_rule="sqrt"), Given(base_batch=8, betas="beta2")):
+        refuse_idle(("base_batch",), resolve(rule, {}, stored=None), parallel="ddp")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from wholebatch.cli.measuring import CLOCKS, check_measuring, full_batches, made, page_beside
-from wholebatch.cli.options import check
+from wholebatch.cli.options import check, check_recipe
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def bench(
     Ours, the hand-written one, the same under torch.compile, the batch undivided, and the
     frameworks that are installed, each as its manual shows it, on the same model and micro-batches.
     """
+    check_recipe(recipe)
     check("batch_size", batch_size, "--batch-size")
     if micro_batch is not None and micro_batch < 1:
         raise OptionError(f"--micro-batch {micro_batch}: must be 1 or more")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -23,8 +23,10 @@ __all__ = [
     "Config",
     "Given",
     "check",
+    "check_recipe",
     "config_text",
     "read_config",
+    "refuse_idle",
     "resolve",
 ]
 
@@ -232,6 +234,31 @@ def check(name: str, value: Any, label: str) -> Any:
     if value >= 1 << 63:  # torch's own limit for a seed; of anything else nobody has so many
         raise OptionError(f"{label} {value}: must be a whole number below 2**63")
     return value
+
+
+def check_recipe(name: str | None) -> None:
+    """Refuse an empty name (a variable of a script that is not set): it is not the default."""
+    if name is not None and not name.strip():
+        from wholebatch.recipes import load_recipe
+
+        load_recipe(name)  # says which there are
+
+
+def refuse_idle(typed: Collection[str], config: Config, *, parallel: str) -> None:
+    """Refuse what was typed and would do nothing in this run, with the option it belongs to."""
+    if "base_batch" in typed and (config.lr_rule, config.betas) == ("none", "keep"):
+        raise OptionError(
+            f"--base-batch {config.base_batch}: nothing follows the batch size; it belongs to "
+            "--lr-rule or --betas"
+        )
+    if parallel == "pipeline":
+        for name, plain in (("execute", ("auto", "eager")), ("noise", ("auto", "off"))):
+            value = getattr(config, name)
+            if name in typed and value not in plain:
+                raise OptionError(
+                    f"{_flag(name)} {value} with --parallel pipeline: its stages do not have it; "
+                    "leave it out"
+                )
 
 
 def _micro_batch(value: Any, label: str) -> int | str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from wholebatch.cli.options import check
+from wholebatch.cli.options import check, check_recipe
 from wholebatch.cli.plan_show import show
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 
@@ -73,6 +73,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Predict the peak memory over micro-batch sizes, and recommend one. Nothing is trained."""
+    check_recipe(recipe)
     check("batch_size", batch_size, "--batch-size")
     if gpus < 1:
         raise OptionError(f"--gpus {gpus}: must be a whole number, at least 1")

@@ -10,7 +10,7 @@ from typing import Any
 from wholebatch.checkpoint import Checkpoints, Found
 from wholebatch.cli.crew import Crew
 from wholebatch.cli.folder import RunFolder, find_run, launched_folder, new_folder
-from wholebatch.cli.options import Config, Given, read_config, resolve
+from wholebatch.cli.options import Config, Given, read_config, refuse_idle, resolve
 from wholebatch.cli.source import Source
 from wholebatch.errors import OptionError, StateError
 from wholebatch.recipes import EMBEDDED, Recipe, load_recipe
@@ -30,6 +30,8 @@ class Asked:
     resume: bool
     auto_resume: bool
     source: Source = field(default_factory=Source)
+    typed: frozenset[str] = frozenset()
+    """Of `given`, what the command line has, not a file."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def find(asked: Asked, crew: Crew) -> Start:
     config = crew.together(
         lambda: resolve(asked.given, recipe.defaults, stored=stored["settings"] if stored else None)
     )
+    crew.together(lambda: refuse_idle(asked.typed, config, parallel=crew.parallel))
     if path is None:
         path = crew.first(lambda: _new(asked, recipe))
     return Start(

@@ -25,7 +25,7 @@ from wholebatch.cli.flags import (
     Warmup,
     Zero,
 )
-from wholebatch.cli.options import check
+from wholebatch.cli.options import check, check_recipe
 from wholebatch.cli.source import given_of, read_source
 from wholebatch.errors import OptionError
 
@@ -180,37 +180,40 @@ def train(
     Defaults come from the recipe. Ctrl-C stops cleanly, and says how to go on from there.
     Under torchrun, every rank takes its share of the batch.
     """
-    if source is not None and resume:
-        raise OptionError("--from with --resume: a run goes on with its own settings; give one")
+    for flag, is_given in {"--from": source is not None, "--fit": fit}.items():
+        if resume and is_given:
+            raise OptionError(f"{flag} with --resume: a run goes on with its own settings")
+    check_recipe(recipe)
     told = read_source(source)
-    given = given_of(
-        {
-            "batch_size": batch_size,
-            "micro_batch": micro_batch,
-            "steps": steps,
-            "precision": precision,
-            "clip_norm": clip_norm,
-            "lr": lr,
-            "seed": seed,
-            "checkpoint_every": checkpoint_every,
-            "memory": memory,
-            "checkpointing": checkpointing or None,
-            "fit": fit or None,
-            "zero": zero,
-            "schedule": schedule,
-            "lr_rule": lr_rule,
-            "base_batch": base_batch,
-            "betas": betas,
-            "warmup": warmup,
-            "execute": execute,
-            "gradients": gradients,
-            "noise": noise,
-            "wandb": wandb,
-        },
-        told,
-    )
+    typed = {
+        "batch_size": batch_size,
+        "micro_batch": micro_batch,
+        "steps": steps,
+        "precision": precision,
+        "clip_norm": clip_norm,
+        "lr": lr,
+        "seed": seed,
+        "checkpoint_every": checkpoint_every,
+        "memory": memory,
+        "checkpointing": checkpointing or None,
+        "fit": fit or None,
+        "zero": zero,
+        "schedule": schedule,
+        "lr_rule": lr_rule,
+        "base_batch": base_batch,
+        "betas": betas,
+        "warmup": warmup,
+        "execute": execute,
+        "gradients": gradients,
+        "noise": noise,
+        "wandb": wandb,
+    }
+    given = given_of(typed, told)
     device = device or told.settings.get("device", "auto")
     parallel = check("parallel", parallel or told.settings.get("parallel", "ddp"), "--parallel")
+    for flag, value, engine in (("zero", zero, "deepspeed"), ("schedule", schedule, "pipeline")):
+        if value is not None and parallel != engine:
+            raise OptionError(f"--{flag} {value}: belongs to --parallel {engine}")
     recipe = recipe or told.recipe
 
     # Torch is imported from here on: a wrong option was told at once.
@@ -223,7 +226,15 @@ def train(
 
     if told.threads is not None:
         torch.set_num_threads(told.threads)
-    asked = Asked(recipe, given, out=out, resume=resume, auto_resume=auto_resume, source=told)
+    asked = Asked(
+        recipe,
+        given,
+        out=out,
+        resume=resume,
+        auto_resume=auto_resume,
+        source=told,
+        typed=frozenset(name for name, value in typed.items() if value is not None),
+    )
     with process_group(device) as (rank, where):
         crew = Crew(rank, device=where, parallel=parallel)
         with crew.failures(), short_warnings(shown=crew.is_first):

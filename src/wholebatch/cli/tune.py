@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from wholebatch.cli.measuring import CLOCKS, check_measuring, full_batches, made, page_beside
-from wholebatch.cli.options import PRECISIONS, check
+from wholebatch.cli.options import PRECISIONS, check, check_recipe
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
@@ -99,9 +99,13 @@ def tune(
         ),
     ] = None,
     ranks: Annotated[
-        str,
-        typer.Option(metavar="NUMBERS", help="For that model.", rich_help_panel=_HOW),
-    ] = "2,4,8,16,32,64",
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="For the model of --bandwidth. Default: 2,4,8,16,32,64.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     out: Annotated[
         Path,
         typer.Option(
@@ -115,11 +119,14 @@ def tune(
 
     Then: wholebatch train --from tune.json
     """
+    check_recipe(recipe)
     check("batch_size", batch_size, "--batch-size")
     check_measuring(out=out, clock=clock, seconds=seconds)
     names = None if precision is None else _names("--precision", precision, PRECISIONS)
     sizes = None if micro_batch is None else _numbers("--micro-batch", micro_batch)
-    numbers = _numbers("--ranks", ranks)
+    numbers = _numbers("--ranks", "2,4,8,16,32,64" if ranks is None else ranks)
+    if ranks is not None and bandwidth is None:
+        raise OptionError(f"--ranks {ranks}: belongs to --bandwidth, the rate of one rank's link")
 
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.cli.failure import short_warnings

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from wholebatch.cli.options import Given, check, resolve
+from wholebatch.cli.options import Given, check, check_recipe, resolve
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
@@ -134,10 +135,25 @@ def verify(
     given = Given(batch_size, micro_batch, None, precision, clip_norm, None, seed, None)
     for name, value in vars(given).items():
         check(name, value, "--" + name.replace("_", "-"))
+    check_recipe(recipe)
     if loop is not None and recipe is not None:
         raise OptionError("RECIPE and --loop together: a loop's FILE.py brings its own model")
     if loop is None and (steps is not None or equal or model != "all"):
         raise OptionError("--steps, --equal and --model belong to --loop FILE.py:FUNCTION")
+    if loop is not None:
+        of_recipes = {
+            "--batch-size": batch_size is not None,
+            "--micro-batch": micro_batch is not None,
+            "--precision": precision is not None,
+            "--batchnorm": batchnorm != "exact",
+            "--execute": execute is not None,
+            "--gradients": gradients is not None,
+            "--no-float64": not float64,
+        }
+        for flag in (flag for flag, is_given in of_recipes.items() if is_given):
+            raise OptionError(f"{flag}: belongs to a RECIPE; a --loop has its own way to train")
+    if ddp and "WORLD_SIZE" not in os.environ:
+        raise OptionError("--ddp: belongs to torchrun; this is one process")
     from wholebatch.cli.ranks import process_group
 
     verdict: Verdict | LoopVerdict

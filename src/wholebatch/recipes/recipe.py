@@ -201,6 +201,8 @@ def _find(name: str) -> Path:
     if path.is_file():
         return path.resolve()
     known = ", ".join(EMBEDDED)
+    if not name.strip():
+        raise RecipeError(f"recipe {name!r} is empty; give a Python file or one of: {known}")
     if path.is_dir():
         raise RecipeError(f"recipe {name!r} is a folder; give a Python file or one of: {known}")
     raise RecipeError(f"recipe {name!r}: there is no such file; the embedded recipes are: {known}")
