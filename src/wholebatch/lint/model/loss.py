@@ -15,7 +15,7 @@ __all__ = ["Chain", "Divisor", "trace"]
 _THROUGH = {
     "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
     "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
-    "detach", "item", "data",
+    "detach", "item", "data", "clamp", "clamp_",
 }  # fmt: skip
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
@@ -172,6 +172,12 @@ def _call(expr: ast.Call, env: Env, resolver: Resolver, so_far: Chain, depth: in
     if owner is not None and name in _THROUGH and dotted(owner) != "torch":
         chain = replace(so_far, reducers=so_far.reducers | ({name} & _REDUCERS))
         return _trace(owner, env, resolver, chain, depth + 1)
+    if (
+        name in {"clamp", "clip", "nan_to_num"}
+        and expr.args
+        and dotted(expr.func) == f"torch.{name}"
+    ):
+        return _trace(expr.args[0], env, resolver, so_far, depth + 1)
     if name == "sum" and len(expr.args) == 1 and owner is None:
         return [replace(so_far, base=expr.args[0], base_env=env)]
     return [replace(so_far, base=expr, base_env=env)]

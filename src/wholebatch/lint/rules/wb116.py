@@ -38,7 +38,16 @@ from collections.abc import Iterator
 
 from ..findings import Report
 from ..model import File, Window
-from ..model.names import is_accumulation_name, keyword, last_part, positional, text, walk
+from ..model.counters import peel
+from ..model.names import (
+    is_accumulation_name,
+    keyword,
+    last_part,
+    number,
+    positional,
+    text,
+    walk,
+)
 from ..model.parts import Env
 from .base import Rule
 
@@ -54,6 +63,7 @@ _LIMIT = re.compile(
     r"|num_updates|train_steps|total_updates|max_train_steps",
     re.I,
 )
+_POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LENGTH = re.compile(
     r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|batches|iterator|dataset)\w*\)", re.I
 )
@@ -106,7 +116,10 @@ def _length(call: ast.Call) -> ast.expr | None:
         return keyword(call, "steps_per_epoch")
     if re.match(r"get_\w*schedule", last_part(call.func)):
         return positional(call, 2)
-    return None
+    at = _POSITIONS.get(last_part(call.func))
+    if at is None and re.match(r"\w*Warmup\w*(Scheduler|Schedule|LR)$", last_part(call.func)):
+        at = 2  # (optimizer, warm-up, length), as everyone writes it
+    return None if at is None else positional(call, at)
 
 
 def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
@@ -114,12 +127,28 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
     spelled = _spellings(expr, env)
     if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
         return False
+    if text(expr) in _times(window):
+        return True
     # A loader that is cut to whole windows already counts updates.
     return any(_LENGTH.search(s) and "//" not in s for s in spelled)
 
 
+def _times(window: Window) -> set[str]:
+    """How often the loop over micro-batches goes round, where it says so: `range(total)`."""
+    iterable = peel(window.loop.iterable, window.loop.entry)
+    if not isinstance(iterable, ast.Call) or last_part(iterable.func) not in {"range", "trange"}:
+        return set()
+    return {text(a) for a in iterable.args[-1:] if number(a) is None}
+
+
 def _has_count(spelled: str, window: Window) -> bool:
-    return bool(window.every_key) and window.every_name in spelled
+    name = window.every_name
+    if not window.every_key:
+        return False
+    if window.every is not None and number(window.every) is not None:
+        # A literal count: only a division by it says so, not a 4 that stands somewhere.
+        return bool(re.search(rf"/ *{re.escape(name)}(?![\w.])", spelled))
+    return bool(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", spelled))
 
 
 def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
