@@ -231,3 +231,23 @@ def test_lightning_manual_optimisation_counts_from_zero() -> None:
 )
 def test_what_is_not_understood_is_left_alone(source: str) -> None:
     assert codes(source) == []
+
+
+def test_a_long_function_is_followed_where_its_name_says_that_it_is_the_loss() -> None:
+    work = "\n".join(f"    x = x + {n}" for n in range(150))
+    source = (
+        "import torch.nn.functional as F\n"
+        "def {name}(model, x, y):\n"
+        f"{work}\n"
+        "    total = F.cross_entropy(model(x), y, ignore_index=-100)\n"
+        "    return total, float(total)\n"
+        "def update(model, optimizer, batches, accum):\n"
+        "    for _ in range(accum):\n"
+        "        x, y = next(batches)\n"
+        "        loss, shown = {name}(model, x, y)\n"
+        "        (loss / accum).backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    assert codes(source.replace("{name}", "batch_loss")) == ["WB103"]
+    assert codes(source.replace("{name}", "forward")) == []

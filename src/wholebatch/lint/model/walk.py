@@ -288,7 +288,8 @@ class Walker:
             return True
         if len(helper.body) <= 2:
             return True
-        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= _SHORT
+        short = 2 * _SHORT if "loss" in helper.name else _SHORT
+        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= short
 
     def _inline(
         self,
