@@ -63,6 +63,7 @@ _EXACT = re.compile(
     r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
 )
 _CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
+_OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
@@ -242,7 +243,8 @@ def _is_selection(expr: ast.expr, chain: Chain) -> bool:
 
 def _masks_mean(call: ast.Call, defaults: dict[str, ast.expr] | None = None) -> bool:
     ignored = keyword(call, "ignore_index")
-    if last_part(call.func) not in _CROSS_ENTROPY or ignored is None:
+    name = last_part(call.func)
+    if ignored is None or not (name in _CROSS_ENTROPY or _OWN_CROSS_ENTROPY.search(name)):
         return False
     if isinstance(ignored, ast.Name) and defaults:
         ignored = defaults.get(ignored.id, ignored)
