@@ -38,7 +38,6 @@ def backward_into(
 ) -> Backward:
     """A backward for graphs like those of `totals` that adds into `parameters` alone."""
     if not _is_reentrant(totals):
-
         leaves = tuple(parameters)
 
         def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
