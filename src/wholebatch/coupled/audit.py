@@ -156,8 +156,8 @@ def audit(
     positions). It may be a loss function: then the loss of those samples is also held against that
     of their halves, and one that compares samples with each other is found. `batch_size` and
     `static` say how the batch is to be read, as in `WholeBatch`; of a batch that memory holds only
-    in `parts`, about as many samples are run as one part has. Buffers and random generators are
-    left as found.
+    in `parts`, at most three times as many samples are run as one part has. Buffers and random
+    generators are left as found.
 
     >>> import torch
     >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))

@@ -21,8 +21,8 @@ _log = logging.getLogger("wholebatch")
 class Guard:
     """Audits a model by type when it is made, and by the probe when a first batch is there.
 
-    The probe runs the loss function on at most 8 samples, and on hardly more than a micro-batch
-    has, without a backward: three times to see
+    The probe runs the loss function on at most 8 samples, and at most three times as many as a
+    micro-batch has, without a backward: three times to see
     which modules couple them and, in one process, four times to see whether the loss itself does.
     It is left out where every module is one of PyTorch's own, whose types say all; where the model
     is compiled, since hooks would compile it again; and where forwards run collectives of their
