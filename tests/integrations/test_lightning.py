@@ -35,7 +35,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning"),
 ]
 SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
-IN_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+IN_TWO = (
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    str(Path(__file__).with_name("end_at_once.py")),
+)
 
 
 @pytest.fixture

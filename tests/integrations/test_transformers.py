@@ -36,7 +36,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
 SCRIPT = "transformers_trainer.py"
-IN_TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+IN_TWO = (
+    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    str(Path(__file__).with_name("end_at_once.py")),
+)
 FLOAT32 = 1e-6
 
 
