@@ -79,7 +79,7 @@ def test_an_epoch_has_every_sample_once(command: Command, recipe: Write, tmp_pat
 
 
 @pytest.mark.parametrize("change", [None, STREAM])
-@pytest.mark.parametrize("at", ["3", "9", "14", "21"])
+@pytest.mark.parametrize("at", ["3", "9", "14", "17"])
 def test_stopped_and_resumed_it_is_the_same_run(
     command: Command,
     recipe: Write,
