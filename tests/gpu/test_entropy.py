@@ -54,3 +54,12 @@ def test_labels_out_of_range_and_infinite_logits_are_not_finite() -> None:
 
 def test_this_device_has_it() -> None:
     assert can_fuse_entropy(DEVICE)
+
+
+def test_labels_that_are_a_column_of_a_wider_tensor() -> None:
+    logits = torch.randn(6, 50, device=DEVICE)
+    labels = torch.randint(0, 50, (6, 3), device=DEVICE)[:, 1]
+    rows, gradient = _in_float64(logits, labels, 1.0)
+    found = _operation()(logits, labels, torch.ones((), device=DEVICE), -100)
+    assert _distance(found, rows) <= 1e-6
+    assert _distance(logits, gradient) <= 1e-6

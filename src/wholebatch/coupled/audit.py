@@ -166,8 +166,7 @@ def audit(
     findings = list(_by_type(model))
     if batch is not None:
         loss = forward is not None
-        reading = Reading(batch_size, static, parts)
-        findings += _by_probe(model, batch, forward, reading, findings, loss=loss)
+        findings += _by_probe(model, batch, forward, batch_size, static, parts, findings, loss=loss)
     return Audit(tuple(findings), probed=batch is not None)
 
 
@@ -182,40 +181,31 @@ def audit_layers(
 ) -> Audit:
     """The same without a look at the loss itself: no more forwards, and none with a graph."""
     known = list(_by_type(model))
-    reading = Reading(batch_size, static, parts)
-    found = _by_probe(model, batch, forward, reading, known, loss=False)
+    found = _by_probe(model, batch, forward, batch_size, static, parts, known, loss=False)
     return Audit((*known, *found), probed=True)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How a batch is to be read, and into how many parts it will be split."""
-
-    batch_size: BatchSize
-    static: Static
-    parts: int
 
 
 def _by_probe(
     model: nn.Module,
     batch: Any,
     forward: Callable[[Any, Any], Any] | None,
-    reading: Reading,
+    batch_size: BatchSize,
+    static: Static,
+    parts: int,
     by_type: Sequence[Finding],
     *,
     loss: bool,
 ) -> list[Finding]:
     first = next(model.parameters(), None)
-    device = None if first is None else first.device
     probe = Probe(
         model,
         batch,
-        device=device,
+        device=None if first is None else first.device,
         norms=[(name, norm) for name, norm in batchnorms(model) if uses_batch_statistics(norm)],
         forward=forward,
-        batch_size=reading.batch_size,
-        static=reading.static,
-        parts=reading.parts,
+        batch_size=batch_size,
+        static=static,
+        parts=parts,
     )
     known = {finding.name for finding in by_type if finding.kind in _BY_TYPE}
     named = dict(model.named_modules())

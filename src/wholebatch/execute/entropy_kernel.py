@@ -58,6 +58,7 @@ def cross_entropy_rows(  # type: ignore[no-untyped-def]
 def launch(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
     """The loss of every row; `logits` are its gradient, times the seed, afterwards."""
     rows, classes = logits.shape
+    labels = labels.contiguous()  # they are read one by one, whatever they were cut from
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(classes), _LARGEST_BLOCK)
     warps = min(max(block // _ELEMENTS_PER_WARP, 1), 32)
