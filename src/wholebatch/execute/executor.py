@@ -248,7 +248,7 @@ class Executor:
         totals = [total.detach() for total in totals_of(loss)]
         del loss
         self._precision.let_go()
-        self._settle(always=True)
+        self._settle(always=True)  # what is made from here on stays: not in the gaps of the rest
         after = Snapshot(self._model)
         began = time.perf_counter()
         try:
@@ -279,7 +279,6 @@ class Executor:
     ) -> Prepared:
         if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
-        empty_cache(self._device)  # what is made from here on stays: not in the gaps of the rest
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
         if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
