@@ -64,7 +64,7 @@ class Coupled:
     encode: Callable[[Any, Any], Any]
     loss: Callable[[Any], Loss | Terms | Tensor]
     tolerance: float | None = None
-    keep: int | Literal["auto"] = 0
+    keep: int | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
         for name in ("encode", "loss"):
