@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from wholebatch.coupled.replaced import ReplacedForwards
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["Elsewhere"]
+__all__ = ["Elsewhere", "ignored"]
 
 Call = Callable[[Callable[[], Any]], Any]
 
@@ -33,11 +33,15 @@ _TRANSPOSED = (
 )
 
 
+def ignored(tensor: Tensor) -> None:
+    """Where nobody has to know which tensors belong to all micro-batches."""
+
+
 class Elsewhere:
     """While this is entered, the layers among `modules` have their kernels run by `call`.
 
     `party()` says which of `parties` micro-batches this thread's is; `keep` is told of tensors that
-    belong to all of them.
+    belong to all of them, `keep_sum` of those that are their gradients.
     """
 
     def __init__(
@@ -47,12 +51,13 @@ class Elsewhere:
         *,
         party: Callable[[], int | None],
         parties: int,
-        keep: Callable[[Tensor], None] = lambda tensor: None,
+        keep: Callable[[Tensor], None] = ignored,
+        keep_sum: Callable[[Tensor], None] = ignored,
     ) -> None:
         self._modules = modules
         self._call = call
         self._keep = keep
-        self._sums = _Sums(party, parties, keep)
+        self._sums = _Sums(party, parties, keep_sum)
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}
         self._replaced = ReplacedForwards()
 

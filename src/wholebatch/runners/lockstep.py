@@ -31,13 +31,14 @@ from wholebatch.coupled.rng import Begins, Call, RecordedStreams, Streams
 from wholebatch.errors import OptionError
 from wholebatch.runners.baton import Baton
 from wholebatch.runners.blocks import BeginAgain, Recomputed, blocks_of
-from wholebatch.runners.elsewhere import Elsewhere
+from wholebatch.runners.elsewhere import Elsewhere, ignored
 from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.inherit import Inherited
 from wholebatch.runners.learnt import Learnt
 from wholebatch.runners.meeting import Meetings
 from wholebatch.runners.onethread import Execute, OneThread, below_autograd, executor
-from wholebatch.runners.paging import Paged, Pages
+from wholebatch.runners.page import Paged
+from wholebatch.runners.paging import Pages
 
 __all__ = ["LockStep"]
 
@@ -265,7 +266,8 @@ class LockStep:
                     baton.call if execute is None else _at_once,
                     party=lambda: baton.party,
                     parties=parties,
-                    keep=(lambda tensor: None) if pages is None else pages.keep,
+                    keep=ignored if pages is None else pages.keep,
+                    keep_sum=ignored if pages is None else pages.keep_sum,
                 ),
             ):
                 results = baton.run([threaded(party) for party in range(parties)])

@@ -15,7 +15,6 @@ where it must. So how far the host runs ahead of the device does not change what
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, cast
 
@@ -26,47 +25,15 @@ from wholebatch.runners.hostpool import Copies, HostPool, Span
 from wholebatch.runners.learnt import Learnt, Place
 from wholebatch.runners.onethread import Execute
 from wholebatch.runners.operands import tensors_in, written_by
+from wholebatch.runners.page import Page, Paged
 
-__all__ = ["Paged", "Pages"]
+__all__ = ["Pages"]
 
 _aten = torch.ops.aten
 # What makes a new tensor on the same storage without reading it or checking its bounds.
 _NEEDS_NO_DATA = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Paged:
-    """What one run moved: the most bytes of pages on the device at once, and those copied."""
-
-    peak: int
-    bytes_out: int
-    bytes_in: int
-
-
-@dataclass(eq=False, slots=True)
-class _Page:
-    """One storage: where its bytes are."""
-
-    weak: int
-    nbytes: int
-    device: torch.device
-    owner: int
-    place: Place
-    seen: int  # the stretch in which it was last touched
-    span: Span | None = None
-    resident: bool = True
-    shared: bool = False  # belongs to several micro-batches: it stays on the device
-    arriving: bool = False  # being fetched ahead
-    waits: bool = False  # its micro-batch sleeps, the host has it: its memory may be given back
-    kept: bool = False  # its micro-batch sleeps, and it is needed too soon to be copied
-    left: int = -1  # the turn in which its micro-batch went to sleep
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """The storage, or None if nobody holds it any more."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
-        return found
 
 
 class Pages:
@@ -93,10 +60,10 @@ class Pages:
         self._copies = Copies(pool)
         self._kind = kind
         self._least = least
-        self._pages: dict[int, _Page] = {}
-        self._awake: list[dict[int, _Page]] = [{} for _ in range(parties)]
-        self._kept: list[dict[int, _Page]] = [{} for _ in range(parties)]
-        self._by_place: list[dict[Place, _Page]] = [{} for _ in range(parties)]
+        self._pages: dict[int, Page] = {}
+        self._awake: list[dict[int, Page]] = [{} for _ in range(parties)]
+        self._kept: list[dict[int, Page]] = [{} for _ in range(parties)]
+        self._by_place: list[dict[Place, Page]] = [{} for _ in range(parties)]
         self._owned = [0] * parties
         self._created = 0
         self._used: set[Place] = set()
@@ -106,10 +73,11 @@ class Pages:
         self._learnt = Learnt() if learnt is None else learnt
         # One page less than there is room for: what is made next is counted when it is there.
         self._room = max(self._learnt.most, self._learnt.busy) - self._learnt.largest
+        self._least_room = self._room // 2
         self._may_keep = self._room - self._learnt.busy
         self._kept_bytes = 0
         self._idle = [0, 0, 0]  # bytes that wait: since this turn, since the last, since before
-        self._waiting: list[tuple[int, int, int, int, _Page]] = []
+        self._waiting: list[tuple[int, int, int, int, Page]] = []
         self._gradients: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             size = parameter.numel() * parameter.element_size()
@@ -157,14 +125,16 @@ class Pages:
         stretch = self._stretch[party]
         # Of the last one that went this way: the first may have made what others find made.
         self._learnt.learn(stretch, frozenset(self._used))
-        going: list[tuple[_Page, torch.UntypedStorage]] = []
-        sleeping: list[tuple[int, _Page]] = []
+        going: list[tuple[Page, torch.UntypedStorage]] = []
+        sleeping: list[tuple[int, Page]] = []
         for key, page in list(self._awake[party].items()):
             storage = page.storage()
             if storage is None:
                 self._forget(key, page)
-            elif page.shared or self._is_gradient(key, page):
+            elif page.shared:
                 self._share(page)
+            elif self._is_gradient(key, page):
+                self._take_for_good(page)
             elif page.span is None and self._stays(page, stretch):
                 page.kept = True
                 self._kept_bytes += page.nbytes
@@ -242,7 +212,7 @@ class Pages:
         if nbytes < self._least or storage.device.type != self._kind:
             return
         weak = cast(int, storage._weak_ref())
-        page = _Page(weak, nbytes, storage.device, party, place, stretch)
+        page = Page(weak, nbytes, storage.device, party, place, stretch)
         self._pages[key] = self._awake[party][key] = self._by_place[party][place] = page
         self._owned[party] += nbytes
         self._learnt.largest = max(self._learnt.largest, nbytes)
@@ -255,22 +225,33 @@ class Pages:
         if page is not None:
             self._share(page)
 
+    def keep_sum(self, tensor: Tensor) -> None:
+        """`tensor` is a gradient of all micro-batches: from here on there is less room for pages.
+
+        Where a pass is nearly over, few micro-batches have few pages left and many fill the room:
+        beside all gradients, which are there by then, the peak would grow with the batch. Half of
+        the room stays: without it, what is needed soon would travel.
+        """
+        page = self._pages.get(tensor.untyped_storage()._cdata)
+        if page is not None:
+            self._take_for_good(page)
+
     def known(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pages
 
     # How pages move.
 
-    def _stays(self, page: _Page, stretch: int) -> bool:
+    def _stays(self, page: Page, stretch: int) -> bool:
         """Whether a page that the host does not have is needed so soon that it need not."""
         soon = self._learnt.next_use(page.place, stretch) == stretch + 1
         return soon and self._kept_bytes + page.nbytes <= self._may_keep
 
-    def _wake(self, key: int, page: _Page) -> None:
+    def _wake(self, key: int, page: Page) -> None:
         """The page is in use again: nobody may take its memory."""
         self._rouse(key, page)
         self._awake[page.owner][key] = page
 
-    def _rouse(self, key: int, page: _Page) -> None:
+    def _rouse(self, key: int, page: Page) -> None:
         if page.waits:
             page.waits = False
             if page.resident:
@@ -280,14 +261,21 @@ class Pages:
             self._kept_bytes -= page.nbytes
             del self._kept[page.owner][key]
 
-    def _share(self, page: _Page) -> None:
+    def _take_for_good(self, page: Page) -> None:
+        if not page.shared:
+            self._share(page)
+            less = min(page.nbytes, self._room - self._least_room)
+            self._room -= less
+            self._may_keep -= less
+
+    def _share(self, page: Page) -> None:
         if not page.shared:
             page.shared = True
             self._owned[page.owner] -= page.nbytes
             if page.resident:
                 self.resident -= page.nbytes
 
-    def _restore(self, page: _Page, storage: torch.UntypedStorage) -> None:
+    def _restore(self, page: Page, storage: torch.UntypedStorage) -> None:
         if page.arriving:
             assert page.span is not None
             self._copies.arrived(page.span)
@@ -299,14 +287,14 @@ class Pages:
             self._copies.back(page.span, storage)
             self._is_back(page)
 
-    def _is_back(self, page: _Page) -> None:
+    def _is_back(self, page: Page) -> None:
         page.resident = True
         if not page.shared:
             self._count(page.nbytes)
 
     def _fetch_ahead(self, party: int, stretch: int) -> None:
         pages = self._by_place[party]
-        coming: list[tuple[_Page, Span, torch.UntypedStorage]] = []
+        coming: list[tuple[Page, Span, torch.UntypedStorage]] = []
         for place in sorted(self._learnt.touched.get(stretch, ())):
             page = pages.get(place)
             if page is None or page.shared or page.arriving or page.kept:
@@ -345,7 +333,7 @@ class Pages:
         for entry in aside:
             heappush(self._waiting, entry)
 
-    def _give_back(self, page: _Page, storage: torch.UntypedStorage) -> None:
+    def _give_back(self, page: Page, storage: torch.UntypedStorage) -> None:
         assert page.span is not None
         if page.arriving:  # fetched ahead and not used after all
             self._copies.arrived(page.span)
@@ -361,7 +349,7 @@ class Pages:
             if page.storage() is None:
                 self._forget(key, page)
 
-    def _forget(self, key: int, page: _Page) -> None:
+    def _forget(self, key: int, page: Page) -> None:
         self._rouse(key, page)
         if page.span is not None:
             self._copies.release(page.span)
@@ -373,7 +361,7 @@ class Pages:
         self._by_place[page.owner].pop(page.place, None)
         torch.UntypedStorage._free_weak_ref(page.weak)
 
-    def _is_gradient(self, key: int, page: _Page) -> bool:
+    def _is_gradient(self, key: int, page: Page) -> bool:
         return any(
             parameter.grad is not None and parameter.grad.untyped_storage()._cdata == key
             for parameter in self._gradients.get(page.nbytes, ())
