@@ -56,6 +56,7 @@ def _link(host: dict[str, Any], measured: dict[str, float], plain: dict[str, Any
     seconds = host["ms"] / 1e3
     rates = {"out": host["out"] / seconds / 1e9, "in": host["back"] / seconds / 1e9}
     both = rates["out"] + rates["in"]
+    in_turn = host["out"] / measured["out"] / 1e9 + host["back"] / measured["in"] / 1e9
     return [
         "",
         '## The link to the host under `hold="host"`',
@@ -70,6 +71,10 @@ def _link(host: dict[str, Any], measured: dict[str, float], plain: dict[str, Any
         f"| both at once | {(host['out'] + host['back']) / 1e9:.2f} | {both:.1f} | "
         f"{measured['both']:.1f} | {both / measured['both']:.0%} |",
         "",
+        "A forward mostly sends and a backward mostly fetches, and no backward begins before all "
+        "forwards have ended: large copies of these bytes, first all out and then all in, would "
+        f"take {1e3 * in_turn:.0f} ms, {in_turn / seconds:.0%} of the window's {host['ms']:.0f} "
+        "ms. "
         f"A window takes {host['ms'] / plain['ms']:.2f} times that of plain micro-batches.",
     ]
 

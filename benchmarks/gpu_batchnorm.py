@@ -31,10 +31,12 @@ import torch
 from batchnorm_page import page
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from wholebatch.coupled import batchnorms
-from wholebatch.runners.blocks import Recomputed, blocks_of
+from wholebatch.coupled.replaced import ReplacedForwards
+from wholebatch.runners.blocks import blocks_of
 from wholebatch.runners.lockstep import Hold
 
 Pair = tuple[Tensor, Tensor]
@@ -119,12 +121,15 @@ class Lab:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
 
         def window() -> None:
-            with Recomputed(self.blocks if again else ()):
-                for part in parts:
-                    x, y = (tensor.to(self.device, non_blocking=True) for tensor in part)
-                    with torch.autocast(self.device, dtype=torch.bfloat16):
-                        total = loss(self.model, (x, y)).total
-                    (total / len(pair[1])).backward()
+            replaced = ReplacedForwards()
+            for _, block in self.blocks if again else ():
+                replaced.replace(block, partial(checkpoint, block.forward, use_reentrant=False))
+            for part in parts:
+                x, y = (tensor.to(self.device, non_blocking=True) for tensor in part)
+                with torch.autocast(self.device, dtype=torch.bfloat16):
+                    total = loss(self.model, (x, y)).total
+                (total / len(pair[1])).backward()
+            replaced.restore()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -212,8 +217,8 @@ def link() -> dict[str, float]:
 # ------------------------------------------------------------------------------------- the rows
 
 
-def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None]) -> None:
-    """One window of every way."""
+def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None], *, exact: bool) -> None:
+    """One window of every way; without `exact` only of those that others are compared with."""
     pair = lab.images(lab.batch)
     rows: dict[str, Any] = found.setdefault("ways", {})
 
@@ -232,6 +237,8 @@ def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None]) -> None:
     row("whole batch, blocks again", lab.plain(pair, whole, again=True))
     row("plain micro-batches (wrong)", lab.plain(pair, micro, again=False), rounds=3)
     row("plain micro-batches, blocks again (wrong)", lab.plain(pair, micro, again=True), rounds=3)
+    if not exact:
+        return
     holds: tuple[Hold, ...] = ("inputs", "host", "graphs")
     for hold in holds:
         train = lab.exact(hold, "graph" if lab.on_cuda else "eager")
@@ -251,11 +258,19 @@ def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None]) -> None:
         note()
 
 
-def peaks(lab: Lab, found: dict[str, Any], sizes: Sequence[int], note: Callable[[], None]) -> None:
-    """What hold="host" needs as the batch grows, and what one plain micro-batch needs."""
+def peaks(
+    lab: Lab,
+    found: dict[str, Any],
+    sizes: Sequence[int],
+    note: Callable[[], None],
+    *,
+    threads: bool,
+) -> None:
+    """What hold="host" needs as the batch grows: recorded, and by `threads`."""
     rows: dict[str, Any] = found.setdefault("peaks", {})
     few = sizes[:2]  # by threads a large window takes long; the first of a recording is one too
-    for execute in ("graph", "eager") if lab.on_cuda else ("eager",):
+    ways = [*(["graph"] if lab.on_cuda else []), *(["eager"] if threads else [])]
+    for execute in ways:
         for size in sizes if execute == "graph" else few:
             pair = lab.images(size)
             train = lab.exact("host", execute)
@@ -286,13 +301,16 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peaks", default="64,256,1024", help="batch sizes")
-    parser.add_argument("--parts", default="ways,peaks")
-    parser.add_argument("--merge", nargs="*", type=Path)
+    parser.add_argument(
+        "--parts", default="ways,peaks", help="of ways, plain, peaks, recorded-peaks"
+    )
+    parser.add_argument("--merge", nargs="*", type=Path, help="pages from files of parts")
     options = parser.parse_args()
     if options.merge:
         merged: dict[str, Any] = {}
         for part in options.merge:
-            merged |= json.loads(part.read_text())
+            for name, value in json.loads(part.read_text()).items():
+                merged[name] = {**merged.get(name, {}), **value}
         write(merged)
         return
     lab = Lab(options.device, options.batch, options.micro, options.side, options.rounds)
@@ -317,10 +335,12 @@ def main() -> None:
     if lab.on_cuda:
         found["link"] = link()
         print("link", found["link"], flush=True)
-    if "ways" in options.parts:
-        compare(lab, found, note)
-    if "peaks" in options.parts:
-        peaks(lab, found, [int(size) for size in options.peaks.split(",")], note)
+    parts = options.parts.split(",")
+    if "ways" in parts or "plain" in parts:
+        compare(lab, found, note, exact="ways" in parts)
+    if "peaks" in parts or "recorded-peaks" in parts:
+        sizes = [int(size) for size in options.peaks.split(",")]
+        peaks(lab, found, sizes, note, threads="peaks" in parts)
     if "ways" in found:
         print(page(found))
 

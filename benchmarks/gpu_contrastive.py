@@ -156,7 +156,7 @@ def by_whole(size: Size, count: int) -> Callable[[], Any]:
 
 
 def by_wholebatch(
-    size: Size, count: int, micro: int, keep: int | Literal["auto"] = 0
+    size: Size, count: int, micro: int, keep: int | Literal["auto"] = 1
 ) -> Callable[[], Any]:
     model = Tower(size).to(size.device)
     train = wb.WholeBatch(
