@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.gradients.staying import Staying
 
 Micro = dict[str, Tensor]
 MIB = 2**20
@@ -99,6 +101,38 @@ def test_host_sums_make_the_update_of_the_plain_window() -> None:
 def test_host_sums_have_the_bits_of_the_plain_window() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         same_bits(dtype, "host")
+
+
+def test_sums_that_stay_on_the_device_have_the_bits_of_the_plain_window() -> None:
+    stayed: list[int] = []
+
+    def always(self: Staying, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
+        if parameter.dim() == 1:
+            return None
+        stayed.append(total.numel())
+        self.sums[id(parameter)] = torch.empty_like(total, device=parameter.device)
+        return self.sums[id(parameter)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Staying, "room_for", always)
+        for dtype in (torch.float32, torch.bfloat16):
+            for options in ({}, {"clip_norm": 0.05}, {"clip_value": 0.001}, {"fused": False}):
+                same_bits(dtype, "host", **options)
+    assert stayed
+
+
+def test_sums_stay_where_activations_have_left_room() -> None:
+    _, _, train = run(torch.float32, width=1024, layers=8, updates=1, gradients="host")
+    store: Any = train._window.store
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    moved: list[int] = []
+    for length in (512, 17):  # with room in memory, and without
+        torch.cuda.reset_peak_memory_stats()
+        before = store.bytes_out
+        train.step(batch(12, length))
+        moved.append(store.bytes_out - before)
+    assert moved[0] < 0.85 * moved[1], moved
 
 
 def test_release_has_the_bits_of_the_plain_window() -> None:

@@ -2,53 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from wholebatch.gradients import link as module
 from wholebatch.gradients.link import Link, ring_bytes
-
-
-class Event:
-    pass
-
-
-class Stream:
-    """Waits are counted; there is nothing to wait for."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.waited = 0
-
-    def wait_event(self, event: Event) -> None:
-        assert isinstance(event, Event)
-        self.waited += 1
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited += 1
-
-    def record_event(self) -> Event:
-        return Event()
-
-    def synchronize(self) -> None:
-        pass
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = Stream()
-
-    @contextmanager
-    def within(stream: Stream) -> Iterator[None]:
-        yield
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", within)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(module, "_SMALLEST", 4 * 10)  # slots of ten numbers
 
 
 @pytest.mark.usefixtures("streams")
@@ -94,6 +53,37 @@ def test_a_sum_that_comes_twice_in_a_backward_waits_for_itself() -> None:
     assert torch.equal(total, torch.full((4,), 2.0))
     with pytest.raises(ValueError, match="a gradient of 3 for a sum of 4"):
         link.put(torch.ones(3), total, first=False)
+
+
+@pytest.mark.usefixtures("streams")
+def test_sums_that_stay_are_complete_where_they_stay() -> None:
+    link = Link(torch.device("cpu"), 0)
+    totals = [torch.arange(25.0), torch.arange(3.0), torch.full((17,), float("nan"))]
+    gradients = [torch.randn(len(total)) for total in totals]
+    stay = [torch.empty(25), None, torch.empty(17)]
+    norms: list[list[torch.Tensor]] = [[], [], []]
+    wanted = [totals[0] + gradients[0], totals[1] + gradients[1], gradients[2]]
+    before = totals[0].clone()
+    for index, gradient in enumerate(gradients):
+        link.put(
+            gradient,
+            totals[index],
+            first=index == 2,
+            norms=norms[index],
+            stays=stay[index],
+        )
+    first = stay[0]
+    assert first is not None
+    link.put(gradients[0], first, first=False, stays=first)  # a second gradient of it
+    link.drain()
+    wanted[0] = wanted[0] + gradients[0]
+    assert torch.equal(totals[0], before)
+    for want, total, here in zip(wanted, totals, stay, strict=True):
+        assert torch.equal(total if here is None else here, want)
+    assert link.bytes_out == 4 * 3
+    for index in (1, 2):
+        norm = torch.linalg.vector_norm(torch.stack(norms[index]))
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(wanted[index].double()))
 
 
 def test_the_ring_is_a_small_share_of_the_sums() -> None:

@@ -3,7 +3,8 @@
 Hooks hand each micro-batch's gradient of a parameter over (to `link`, or to `pipe` on a CPU) and
 free it, so that the device never holds more than a few of them. At the close the sums are reduced,
 normalised and clipped where they are; then they come back bucket by bucket, and the optimizer steps
-on each bucket's parameters.
+on each bucket's parameters. What the last backward of a window completes need not leave, where its
+activations have left room on the device (`staying`).
 With `optimizer_on="host"` the parameters of a bucket come to the host instead, and the optimizer's
 state stays there.
 """
@@ -25,6 +26,7 @@ from wholebatch.gradients.norm import on_host, total_norm
 from wholebatch.gradients.parts import in_parts, only
 from wholebatch.gradients.pipe import Pipe
 from wholebatch.gradients.returns import HostStep, Returns
+from wholebatch.gradients.staying import Staying
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.sums import Sums, flat_of, like
 from wholebatch.hooks import DeferredHooks
@@ -44,8 +46,8 @@ def _way(device: torch.device, nbytes: int) -> Pipe | Link:
 class _Holder:
     """A sum, as the close reads it."""
 
-    def __init__(self, sums: Sums, parameter: nn.Parameter) -> None:
-        self.grad = sums.shaped(parameter)
+    def __init__(self, gradient: Tensor | None) -> None:
+        self.grad = gradient
 
 
 class HostStore(Store):
@@ -63,6 +65,8 @@ class HostStore(Store):
         self._sums: Sums | None = None
         self._pipes: dict[torch.device, Pipe | Link] = {}
         self._is_last = False
+        self._may_stay = self._has_stepped = False
+        self._staying = Staying()
         self._norms: dict[int, list[Tensor]] = {}  # of sums that are complete, by their place
         self._nowhere: set[int] = set()  # parameters without a gradient on any rank
 
@@ -87,6 +91,7 @@ class HostStore(Store):
             self._sums = None  # first, so that two sets never exist at once
             self._sums = Sums.of(parameters, self.target.optimizers)
         self._sums.filled = set()
+        self._staying.begin(parameters)
         for parameter in parameters:
             if parameter.device not in self._pipes:
                 self._pipes[parameter.device] = _way(parameter.device, self._sums.bytes)
@@ -108,14 +113,27 @@ class HostStore(Store):
         first = id(parameter) not in self._sums.filled
         self._sums.filled.add(id(parameter))
         total = self._sums.flat(parameter)
+        pipe = self._pipes[parameter.device]
+        stays = self._staying.sums.get(id(parameter))
+        if stays is not None:  # a second gradient of it in this backward
+            total = stays
+        elif self._may_stay and isinstance(pipe, Link):
+            stays = self._staying.room_for(parameter, total)
         norms: list[Tensor] | None = None
         if self._is_last:  # the norm is taken on the way, while the sum is in the cache
-            norms = self._norms.setdefault(total.data_ptr(), [])
+            norms = self._norms[(total if stays is None else stays).data_ptr()] = []
         flat = flat_of(gradient.detach(), parameter)
-        self._pipes[parameter.device].put(flat, total, first=first, norms=norms)
+        if isinstance(pipe, Link):
+            pipe.put(flat, total, first=first, norms=norms, stays=stays)
+        else:
+            pipe.put(flat, total, first=first, norms=norms)
 
     def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
         self._is_last = last
+        # In its first step an optimizer takes memory for its state: none of it is promised here.
+        self._may_stay = (
+            last and self._has_stepped and self.sync.ranks == 1 and not self._steps_on_host
+        )
         self._norms = {}
         return True
 
@@ -128,6 +146,12 @@ class HostStore(Store):
             pipe.drain()
         assert self._sums is not None
         return self._sums
+
+    def _sum(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum in the parameter's shape, wherever it is; None where there is none."""
+        assert self._sums is not None
+        here = self._staying.sums.get(id(parameter))
+        return self._sums.shaped(parameter) if here is None else like(parameter, here)
 
     # ------------------------------------------------------------------ close
 
@@ -150,7 +174,7 @@ class HostStore(Store):
         rounds = self.target.sixteen_bit.rounds
         in_place = any(p.dtype is not torch.float32 and not rounds(p) for p in self.parameters)
         return close_gradients(
-            [[_Holder(sums, parameter) for parameter in group] for group in groups],
+            [[_Holder(self._sum(parameter)) for parameter in group] for group in groups],
             self.target.optimizers,
             self.options,
             normalise,
@@ -183,8 +207,7 @@ class HostStore(Store):
     @contextmanager
     def _lent(self, parameter: nn.Parameter) -> Iterator[None]:
         """Within it the sum is the parameter's `.grad`, for the user's own gradient hooks."""
-        assert self._sums is not None
-        held = self._sums.shaped(parameter)
+        held = self._sum(parameter)
         if held is None:
             yield
             return
@@ -203,7 +226,8 @@ class HostStore(Store):
     def step(self, remaining: float) -> None:
         sums = self._drain()
         rounds = self.target.sixteen_bit.rounds
-        way = HostStep(rounds) if self._steps_on_host else Returns(rounds, remaining)
+        stayed = self._staying.sums
+        way = HostStep(rounds) if self._steps_on_host else Returns(rounds, remaining, stayed)
         for index, optimizer in enumerate(self.target.optimizers):
             buckets = [
                 (bucket, [p for p in bucket.parameters if id(p) in sums.filled])
@@ -215,13 +239,14 @@ class HostStore(Store):
                     rest = 1.0 if rounds(parameters[0]) else remaining
                     with stepping(optimizer, rest), only(optimizer, parameters):
                         optimizer.step()
+        self._has_stepped = True
 
     # ------------------------------------------------------------------ state
 
     def saved(self) -> list[Tensor | None]:
-        sums = self._drain()
-        held = [sums.shaped(parameter) for parameter in self.parameters]
-        return [None if one is None else one.clone() for one in held]
+        self._drain()
+        held = [self._sum(parameter) for parameter in self.parameters]
+        return [None if one is None else one.to("cpu", copy=True) for one in held]
 
     def load(self, saved: Any) -> None:
         sums = self._drain()
@@ -236,5 +261,6 @@ class HostStore(Store):
         super().discard()
         self.target.sixteen_bit.end()
         self._nowhere, self._norms = set(), {}
+        self._staying.sums.clear()
         if self._sums is not None:
             self._sums.filled = set()

@@ -5,7 +5,7 @@ A backward hands over each gradient as it is made. It is copied at once into a s
 autograd took it. Meanwhile that part of the sum comes from the host into the same slot; the device
 adds, and the new sum goes back. The link works in both directions at once, and the host adds
 nothing: it would have to read and write more memory for that than the link brings. What a window
-adds first becomes the sum without coming first.
+adds first becomes the sum without coming first. A sum that is complete then may stay on the device.
 
 Three streams do this beside the computation, in the order in which gradients were made, so a sum
 has the same bits as one that is never moved. The ring is taken once and bounds what is under way:
@@ -47,11 +47,15 @@ class _Slot:
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """Some of a gradient: where it lies in its slot, and the part of its sum on the host."""
+    """Some of a gradient: where it lies in its slot, and the part of its sum.
+
+    That is on the host, and comes into the slot; or it has come to where it stays.
+    """
 
     begin: int
     end: int
     total: Tensor
+    stays: bool
     first: bool
     norms: list[Tensor] | None
 
@@ -87,18 +91,28 @@ class Link:
 
     @torch.no_grad()
     def put(
-        self, gradient: Tensor, total: Tensor, *, first: bool, norms: list[Tensor] | None = None
+        self,
+        gradient: Tensor,
+        total: Tensor,
+        *,
+        first: bool,
+        norms: list[Tensor] | None = None,
+        stays: Tensor | None = None,
     ) -> None:
         """Take a flat gradient over: it is added to `total`, or becomes it, soon.
 
-        `norms`, if given, gets the norms of the pieces of the sum, on the device.
+        `norms`, if given, gets the norms of the pieces of the sum, on the device. `stays`, new
+        memory of the device, gets the sum in the place of `total`, which is not true any more.
         """
         if total.shape != gradient.shape:
             raise ValueError(f"a gradient of {gradient.numel()} for a sum of {total.numel()}")
         if total.data_ptr() in self._sent:  # twice in one backward
             self.backward_made()
-        self._sent.add(total.data_ptr())
+        self._sent.add((total if stays is None else stays).data_ptr())
         stream = torch.cuda.current_stream(self.device)
+        if stays is not None:
+            self._in.wait_event(stream.record_event())  # what its memory was used for is over
+            self._add.wait_event(stream.record_event())
         start = 0
         while start < gradient.numel():
             load = self._load
@@ -110,10 +124,13 @@ class Link:
             stop = min(gradient.numel(), start + len(load.made) - load.filled)
             end = load.filled + stop - start
             load.made[load.filled : end].copy_(gradient[start:stop])
+            place = total if stays is None else stays
             if not first:
+                to = load.sums[load.filled : end] if stays is None else stays[start:stop]
                 with torch.cuda.stream(self._in):
-                    load.sums[load.filled : end].copy_(total[start:stop], non_blocking=True)
-            load.parts.append(_Part(load.filled, end, total[start:stop], first, norms))
+                    to.copy_(total[start:stop], non_blocking=True)
+            stay = stays is not None
+            load.parts.append(_Part(load.filled, end, place[start:stop], stay, first, norms))
             load.filled, start = end, stop
             if end == len(load.made):
                 self.flush()
@@ -135,26 +152,28 @@ class Link:
             return
         self._add.wait_event(load.stream.record_event())
         self._add.wait_event(self._in.record_event())
+        leave = [part for part in load.parts if not part.stays]
         with torch.cuda.stream(self._add):
-            if not any(part.first for part in load.parts):
+            if not any(part.first or part.stays for part in load.parts):
                 load.sums[: load.filled].add_(load.made[: load.filled])
             else:
                 for part in load.parts:
-                    here = slice(part.begin, part.end)
+                    made = load.made[part.begin : part.end]
+                    row = part.total if part.stays else load.sums[part.begin : part.end]
                     if part.first:
-                        load.sums[here].copy_(load.made[here])
+                        row.copy_(made)
                     else:
-                        load.sums[here].add_(load.made[here])
+                        row.add_(made)
             for part in load.parts:
                 if part.norms is not None:
-                    row = load.sums[part.begin : part.end]
+                    row = part.total if part.stays else load.sums[part.begin : part.end]
                     part.norms.append(torch.linalg.vector_norm(row, dtype=torch.float64))
         self._out.wait_event(self._add.record_event())
         with torch.cuda.stream(self._out):
-            for part in load.parts:
+            for part in leave:
                 part.total.copy_(load.sums[part.begin : part.end], non_blocking=True)
         load.slot.left = self._out.record_event()
-        self.bytes_out += load.filled * load.dtype.itemsize
+        self.bytes_out += sum(part.total.nbytes for part in leave)
 
     def backward_made(self) -> None:
         """All gradients of a backward are there: sums come again only after they have left."""
@@ -165,7 +184,7 @@ class Link:
     def drain(self) -> None:
         """Wait until everything that was handed over is in its sum."""
         self.backward_made()
-        self._out.synchronize()
+        self._out.synchronize()  # it comes after what the others have been given
 
     def forget(self) -> None:
         """Wait like `drain`, for sums that nobody wants any more."""

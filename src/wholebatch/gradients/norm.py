@@ -1,4 +1,4 @@
-"""The norm of gradients that lie on the host."""
+"""The norm of gradients that lie on the host, for the most part."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     On the CPU the norm of a long float32 tensor loses digits with its length (4e-4 for a million
     equal numbers); short rows, added up in float64, keep them (2e-7) and are as fast.
     """
-    norms = [norm_of_row(_row(gradient)) for gradient in gradients]
+    norms = on_host([norm_of_row(_row(gradient)) for gradient in gradients])
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if not bool(torch.isfinite(total)):  # squares overflow in float32 where numbers do not
-        total = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients])
-        )
+        wide = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        total = torch.linalg.vector_norm(torch.stack(on_host(wide)))
     return total
 
 

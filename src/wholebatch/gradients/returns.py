@@ -36,12 +36,19 @@ class _OnItsWay:
 class Returns:
     """The sums come back: within an iteration the parameters of a bucket have their gradients.
 
-    What is to be rounded to 16 bit is multiplied by `factor` first, and then rounded, once.
+    What is to be rounded to 16 bit is multiplied by `factor` first, and then rounded, once. Sums
+    that have `stayed` on the device are taken from there.
     """
 
-    def __init__(self, rounds: Callable[[nn.Parameter], bool], factor: float) -> None:
+    def __init__(
+        self,
+        rounds: Callable[[nn.Parameter], bool],
+        factor: float,
+        stayed: dict[int, Tensor] | None = None,
+    ) -> None:
         self._rounds = rounds
         self._factor = factor
+        self._stayed = {} if stayed is None else stayed
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def over(
@@ -76,39 +83,48 @@ class Returns:
                 stream.synchronize()  # the sums may be overwritten from here on
 
     def _sent(self, bucket: Bucket, parameters: list[nn.Parameter], sums: Sums) -> _OnItsWay:
-        """Start the way back of a bucket.
+        """Start the way back of a bucket, but for what has stayed.
 
         All of it in one piece where the whole bucket comes back, as it nearly always does.
         """
-        device = parameters[0].device
-        held = [sums.flat(parameter) for parameter in parameters]
-        sizes = [one.numel() for one in held]
-        rows = [bucket.flat] if len(parameters) == len(bucket.parameters) else held
-        wide = arrived = None
         narrow = parameters[0].dtype if self._rounds(parameters[0]) else None
+        flats = {id(p): self._stayed.pop(id(p)) for p in parameters if id(p) in self._stayed}
+        if narrow is not None:
+            for key, flat in flats.items():
+                flats[key] = flat.mul_(self._factor).to(narrow)
+        coming = [p for p in parameters if id(p) not in flats]
+        wide = arrived = None
+        if coming:
+            held = [sums.flat(parameter) for parameter in coming]
+            rows = [bucket.flat] if len(coming) == len(bucket.parameters) else held
+            whole, arrived, wide = self._fetched(rows, coming[0].device, narrow)
+            sizes = [one.numel() for one in held]
+            flats.update(zip(map(id, coming), whole.split(sizes), strict=True))
+        gradients = [like(parameter, flats[id(parameter)]) for parameter in parameters]
+        return _OnItsWay(parameters, gradients, arrived, wide)
+
+    def _fetched(
+        self, rows: list[Tensor], device: torch.device, narrow: torch.dtype | None
+    ) -> tuple[Tensor, torch.cuda.Event | None, Tensor | None]:
+        """These sums as one row on the device, when it is there, and what it was rounded from."""
         if device.type != "cuda":
             whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-            if narrow is not None:
-                whole = whole.mul(self._factor).to(narrow)
-        else:
-            current = torch.cuda.current_stream(device)
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
-            side = self._streams[device]
-            whole = torch.empty(sum(sizes), dtype=rows[0].dtype, device=device)
-            small = None if narrow is None else torch.empty_like(whole, dtype=narrow)
-            side.wait_stream(current)  # what the memory was used for before must be over
-            with torch.cuda.stream(side), torch.no_grad():
-                for target, row in zip(whole.split([r.numel() for r in rows]), rows, strict=True):
-                    target.copy_(row, non_blocking=True)
-                if small is not None:
-                    small.copy_(whole.mul_(self._factor))
-                arrived = side.record_event()
+            return (whole if narrow is None else whole.mul(self._factor).to(narrow)), None, None
+        current = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        sizes = [row.numel() for row in rows]
+        whole = torch.empty(sum(sizes), dtype=rows[0].dtype, device=device)
+        small = None if narrow is None else torch.empty_like(whole, dtype=narrow)
+        side.wait_stream(current)  # what the memory was used for before must be over
+        with torch.cuda.stream(side), torch.no_grad():
+            for target, row in zip(whole.split(sizes), rows, strict=True):
+                target.copy_(row, non_blocking=True)
             if small is not None:
-                wide, whole = whole, small
-        flats = whole.split(sizes)
-        gradients = [like(p, flat) for p, flat in zip(parameters, flats, strict=True)]
-        return _OnItsWay(parameters, gradients, arrived, wide)
+                small.copy_(whole.mul_(self._factor))
+            arrived = side.record_event()
+        return (whole, arrived, None) if small is None else (small, arrived, whole)
 
 
 class HostStep:
