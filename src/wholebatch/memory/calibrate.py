@@ -121,11 +121,13 @@ def measure_step(
     precision: str = "full",
     micro_batches: int = 2,
     limit: int | None = None,
+    then: Callable[[], None] | None = None,
 ) -> int:
     """The bytes that two micro-batches like this one really add to what is there already.
 
-    No update is made. On CUDA the allocator says it, elsewhere the meter; there more than `limit`
-    bytes raise `torch.OutOfMemoryError`.
+    No update is made; `then` is called where one would be, with the gradients there. On CUDA the
+    allocator says it, elsewhere the meter; there more than `limit` bytes raise
+    `torch.OutOfMemoryError`.
     """
     device = next(model.parameters()).device
     before = Snapshot(model)
@@ -145,10 +147,15 @@ def measure_step(
             torch.cuda.reset_peak_memory_stats(device)
             window.run([to_device(micro, device)] * micro_batches)
             torch.cuda.synchronize(device)
-            return torch.cuda.max_memory_allocated(device) - start
+            used = torch.cuda.max_memory_allocated(device) - start
+            if then is not None:
+                then()
+            return used
         with MemoryMeter(model=model, limit=limit) as meter:
             start = meter.current
             window.run([micro] * micro_batches)
+            if then is not None:
+                then()
         return meter.peak - start
     finally:
         for parameter, gradient in gradients:

@@ -65,9 +65,12 @@ class Choice:
             why = f"the largest that a trial step fits with; {min(self.failed)} ran out of memory"
         else:
             above = min((size for size in self.tried if size > self.micro_batch), default=None)
-            beyond = (
-                "" if above is None else f"; {above} would need {bytes_said(self.tried[above])}"
-            )
+            if above is None:
+                beyond = ""
+            elif self.tried[above] > self.budget:
+                beyond = f"; {above} would need {bytes_said(self.tried[above])}"
+            else:  # a trial step has shown it
+                beyond = f"; for {above} the memory is in too many pieces"
             why = f"the largest that fits{beyond}"
         shown = "" if self.measured is None else f" ({bytes_said(self.measured)} in a trial step)"
         way = f", {self.way}" if self.way else ""

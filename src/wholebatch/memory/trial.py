@@ -54,23 +54,32 @@ def try_out(
         batch,
         precision=precision,
         static=static,
-        # The state that is not there yet takes its place: on a device by being there, on the CPU
-        # by what is left of the budget.
+        # The state that is not there yet: on a device it is taken, on the CPU the limit is lower.
         kept=max(0, state - _state_bytes(optimizer)),
         limit=choice.budget - state,
     )
     base = held_bytes(model, optimizer) + trial.kept
     size, failed = choice.micro_batch, list(choice.failed)
+    begin = _first_size(choice) if trial.on_cuda else size
     used = None
+    at = begin
     for _ in range(_MOST_TRIALS):
-        is_whole = choice.is_whole_batch and size == choice.micro_batch
-        used = trial.run(size, micro_batches=1 if is_whole else 2)
+        is_whole = choice.is_whole_batch and at == choice.micro_batch
+        used = trial.run(at, micro_batches=1 if is_whole else 2)
         if used is not None:
             break
-        failed.append(size)
-        if size == 1:
+        failed.append(at)
+        if at == 1:
             break
-        size = max(1, min(size - 1, int(size * _SMALLER)))
+        at = max(1, min(at - 1, int(at * _SMALLER)))
+    if used is not None and at == begin < size:
+        chosen = _by_the_slope(at, trial.reserved, choice)
+        more = trial.run(chosen, micro_batches=2) if chosen > at else None
+        if more is not None:
+            at, used = chosen, more
+        elif chosen > at:
+            failed.append(chosen)
+    size = at
     if used is None:
         return replace(
             choice, micro_batch=1, measured=None, failed=tuple(failed), is_whole_batch=False
@@ -93,13 +102,39 @@ def try_out(
     )
 
 
+def _first_size(choice: Choice) -> int:
+    """A little less than what was chosen: what it takes says whether all of it will fit."""
+    size = choice.micro_batch
+    known = [other for other in choice.tried if other < size]
+    return size if choice.is_whole_batch or not known else max(1, min(size - 1, size * 7 // 8))
+
+
+def _by_the_slope(size: int, reserved: int, choice: Choice) -> int:
+    """Of what was chosen, as much as there is room for beyond a smaller step that has run.
+
+    An allocator that has filled the budget with what it caches says nothing: then all of it.
+    """
+    room = _FULL * choice.budget - reserved
+    if room <= 0:
+        return choice.micro_batch
+    below = max(other for other in choice.tried if other < choice.micro_batch)
+    grown = choice.tried[choice.micro_batch] - choice.tried[below]
+    slope = grown / (choice.micro_batch - below)
+    return min(choice.micro_batch, size + int(room / slope)) if slope > 0 else choice.micro_batch
+
+
 def _larger(size: int, reserved: int, budget: int, *, most: int) -> int:
     """What would fill the budget; the part that does not grow only makes this too careful."""
     return min(most, int(size * _FULL * budget / reserved)) if reserved else size
 
 
 class _Trial:
-    """Steps on a model's device that leave nothing behind."""
+    """Steps on a model's device that leave nothing behind.
+
+    On CUDA the optimizer's state that is not there yet is taken as a first update takes it: in as
+    many pieces, between what a first backward has left. In one piece it would fit where it does
+    not.
+    """
 
     def __init__(
         self,
@@ -119,39 +154,53 @@ class _Trial:
         self._static = static
         self._limit = limit
         self._device = next(model.parameters()).device
+        self._state: list[Tensor] = []
+        self.on_cuda = self._device.type == "cuda"
         self.kept = kept
         self.reserved = 0
         """What CUDA's allocator took from the device at the peak of the last step; else 0."""
 
     def run(self, size: int, *, micro_batches: int) -> int | None:
         """The bytes that a step of this size took; None where it ran out of memory."""
-        on_cuda = self._device.type == "cuda"
         # Copied: a view would bring all of the batch that it is cut from.
         micro = map_tensors(resize_batch(self._batch, size, static=self._static), torch.clone)
         self.end()
+        options: dict[str, Any] = {"precision": self._precision}
         try:
-            place = torch.empty(
-                self.kept, dtype=torch.uint8, device=self._device if on_cuda else "meta"
-            )
+            if self.on_cuda and self.kept:
+                then = self._take_state
+                measure_step(self._model, self._loss, micro, micro_batches=1, then=then, **options)
             used = measure_step(
                 self._model,
                 self._loss,
                 micro,
-                precision=self._precision,
                 micro_batches=micro_batches,
-                limit=None if on_cuda else self._limit,
+                limit=None if self.on_cuda else self._limit,
+                **options,
             )
-            del place
         except torch.OutOfMemoryError:
             used = None
-        if on_cuda and used is not None:
+        self._state.clear()
+        if self.on_cuda and used is not None:
             self.reserved = torch.cuda.max_memory_reserved(self._device)
         return used
 
+    def _take_state(self) -> None:
+        """Memory for the state, parameter by parameter."""
+        parameters = list(self._model.parameters())
+        share = self.kept / max(1, sum(parameter.nbytes for parameter in parameters))
+        for parameter in parameters:
+            left = int(parameter.nbytes * share)
+            while left > 0:
+                piece = min(left, parameter.nbytes)
+                self._state.append(torch.empty(piece, dtype=torch.uint8, device=self._device))
+                left -= piece
+
     def end(self) -> None:
         """Give back what steps have left in caches."""
+        self._state.clear()
         gc.collect()
-        if self._device.type == "cuda":
+        if self.on_cuda:
             torch.clear_autocast_cache()
             torch.cuda.empty_cache()
 
