@@ -74,13 +74,17 @@ def first_moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Te
     ids=str,
 )
 @pytest.mark.parametrize("adds", [False, True], ids=["autograd adds", "layers add"])
+@pytest.mark.parametrize("small", [0, 20, 2**15], ids=["one by one", "some together", "together"])
 def test_moments_for_every_decay_and_kind_of_weight(
     build: Callable[[], nn.Module],
     settings: dict[str, Any],
     adds: bool,
+    small: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Adding, "anywhere", adds)
+    monkeypatch.setattr("wholebatch.gradients.moments._SMALL", small)
+    monkeypatch.setattr("wholebatch.gradients.sums._SMALLEST_BUCKET", 400)  # several wait
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, **settings)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from wholebatch.gradients import packed
-from wholebatch.gradients.packed import pack, unpack
+from wholebatch.gradients.packed import pack, pack_together, unpack, unpack_together
 
 
 def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -106,3 +108,37 @@ def test_fails_with_both_moments_intact(monkeypatch: pytest.MonkeyPatch) -> None
             pack(first, second, 0.0)
     assert torch.equal(first, kept[0])
     assert torch.equal(second, kept[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[4.0] * 4, [0.0, 3.0, 7.0, 7.0], [torch.tensor(float(n)) for n in range(4)]], ids=str
+)
+def test_many_together_are_packed_as_each_alone(
+    dtype: torch.dtype, counts: list[Tensor | float]
+) -> None:
+    shapes = [(7, 5), (), (64,), (3, 1, 4)]
+    alone, together = ([moments((200,), dtype) for _ in shapes] for _ in range(2))
+    for number, shape in enumerate(shapes):
+        for pairs in (alone, together):
+            size = math.prod(shape)
+            first, second = (part[number : number + size].view(shape) for part in pairs[number])
+            pairs[number] = (first * 10.0**number, second * 10.0 ** (2 * number))
+    single = [pack(*pair, count) for pair, count in zip(alone, counts, strict=True)]
+    firsts, seconds = [m for m, _ in together], [v for _, v in together]
+    keys = pack_together(firsts, seconds, counts)
+    assert all(map(torch.equal, single, keys))
+    whole = torch.int64 if dtype is torch.float64 else torch.int32
+    for (_, one), other in zip(alone, seconds, strict=True):
+        assert torch.equal(one.reshape(-1).view(whole), other.reshape(-1).view(whole))
+    right = []
+    for (first, second), key in zip(alone, single, strict=True):
+        for m, old, v in unpack(first, second, key):
+            right.append(old.reshape(-1).clone())
+            m.mul_(2), v.mul_(3)
+    for m, old, v in unpack_together(firsts, seconds, keys):
+        assert torch.equal(old, torch.cat(right))
+        m.mul_(2), v.mul_(3)
+    for (m, v), first, second in zip(alone, firsts, seconds, strict=True):
+        assert torch.equal(m, first)
+        assert torch.equal(v, second)

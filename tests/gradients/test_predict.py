@@ -75,9 +75,10 @@ def test_prediction_is_close_to_a_real_window(
         micro_batches=micro_batches,
         gradients=gradients,
     )
-    # What differs is which few gradients wait for each other at the peak; in moments none do.
+    # What differs is which few gradients wait for each other at the peak; in moments none do, but
+    # the prediction's step has a bucket of them.
     few = 3 * 2 * WIDTH * WIDTH * 4
-    assert abs(predicted.peak - meter.peak) <= (few if gradients == "release" else few / 6)
+    assert abs(predicted.peak - meter.peak) <= (few if gradients == "release" else few / 3)
     plain = predict_peak(model, loss, batch(4), optimizer=optimizer, micro_batches=micro_batches)
     if gradients == "moments" or micro_batches == 1:
         assert predicted.peak <= plain.peak - bytes_of(model) + few

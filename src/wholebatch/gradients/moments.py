@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +39,8 @@ from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, read_scalars
 from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
-from wholebatch.gradients.adam import state_of
-from wholebatch.gradients.packed import pack, unpack
+from wholebatch.gradients.adam import Owner, owners_of, state_of
+from wholebatch.gradients.packed import pack, pack_together, unpack, unpack_together
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.sums import bucket_bytes
 from wholebatch.hooks import DeferredHooks
@@ -54,26 +53,10 @@ __all__ = ["MomentsStore", "check_moments"]
 
 _BUCKET_BYTES = 64 * 2**20
 """Moments that are reduced, or stepped with, together."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    """Whose a parameter is, and what its first moment is multiplied with in this window."""
-
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    beta1: float
-    sign: float
-
-    @property
-    def decay(self) -> float:
-        """What the old moment counts in the sum of gradients: β₁ / (1 − β₁)."""
-        return self.sign * self.beta1 / (1.0 - self.beta1)
-
-    @property
-    def share(self) -> float:
-        """What the sum counts in the new moment."""
-        return self.sign * (1.0 - self.beta1)
+_SMALL = 2**15
+"""Elements up to which gradients wait for others: kernels then take many at once."""
+_WAITING_BYTES = 2**20
+"""How much may wait."""
 
 
 class MomentsStore(Store):
@@ -97,8 +80,11 @@ class MomentsStore(Store):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._owners: dict[int, _Owner] = {}
+        self._owners: dict[int, Owner] = {}
         self._most = _BUCKET_BYTES
+        self._waiting: dict[int, nn.Parameter] = {}  # small ones, whose first gradient is made
+        self._waiting_bytes = 0
+        self._may_wait = _WAITING_BYTES
         self._opened: dict[int, nn.Parameter] = {}  # whose moments hold gradients
         self._keys: dict[int, Tensor] = {}  # what brings their old moments back
         self._in_place: list[nn.Parameter] = []  # whose `.grad` is the first moment
@@ -114,11 +100,8 @@ class MomentsStore(Store):
         super().begin(parameters, known)
         self._counts = known is None or any(known.values())
         self._most = bucket_bytes(parameters, _BUCKET_BYTES)
-        self._owners = {}
-        for optimizer in self.target.optimizers:
-            for group in optimizer.param_groups:
-                owner = _owner(optimizer, group)
-                self._owners.update((id(parameter), owner) for parameter in group["params"])
+        self._may_wait = bucket_bytes(parameters, _WAITING_BYTES)
+        self._owners = owners_of(self.target.optimizers)
         for parameter in parameters:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
@@ -143,37 +126,71 @@ class MomentsStore(Store):
         if not self._counts:  # no units in all of the window: these are zeros, and no update
             parameter.grad = None
             return
-        loaded = id(parameter) in self._opened  # what is there is of this window already
-        decay = 1.0 if loaded else self._open(parameter)
-        first = self._moments(parameter)[0]
-        torch.add(_real(gradient), first, alpha=decay, out=first)
-        parameter.grad = self._state(parameter)["exp_avg"]
-        self._in_place.append(parameter)
-        self._hooked.pop(id(parameter)).remove()  # the next ones add themselves
+        if not _is_small(parameter):
+            self._put_in_place([parameter])
+        elif id(parameter) not in self._waiting:
+            self._waiting[id(parameter)] = parameter
+            self._waiting_bytes += parameter.numel() * parameter.element_size()
+            if self._waiting_bytes > self._may_wait:
+                self.backward_made()
 
-    def _open(self, parameter: nn.Parameter) -> float:
-        """Pack the moments of a parameter; what the first one is to be multiplied with."""
-        owner = self._owner_of(parameter)
-        state = state_of(owner.optimizer, owner.group, parameter)
-        first, second = _real(state["exp_avg"]), _real(state["exp_avg_sq"])
-        self._keys[id(parameter)] = pack(first, second, state["step"])
-        self._opened[id(parameter)] = parameter
-        return owner.decay / self.sync.ranks
+    def backward_made(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        if waiting:
+            self._put_in_place([*waiting.values()])
 
-    def _owner_of(self, parameter: nn.Parameter) -> _Owner:
+    @torch.no_grad()
+    def _put_in_place(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Their first gradients go into the moments; those that come later add themselves."""
+        self._open(parameters)
+        gradients = [_real(p.grad) for p in parameters if p.grad is not None]
+        torch._foreach_add_([self._moments(p)[0] for p in parameters], gradients)
+        del gradients
+        for parameter in parameters:
+            parameter.grad = self._owner_of(parameter).state(parameter)["exp_avg"]
+            self._in_place.append(parameter)
+            self._hooked.pop(id(parameter)).remove()
+
+    def _open(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Pack and decay the moments of those that this window has not touched yet."""
+        for some in self._alike([p for p in parameters if id(p) not in self._opened]):
+            owner = self._owner_of(some[0])
+            states = [state_of(owner.optimizer, owner.group, parameter) for parameter in some]
+            firsts, seconds = ([_real(s[n]) for s in states] for n in ("exp_avg", "exp_avg_sq"))
+            steps = [state["step"] for state in states]
+            if len(some) == 1:
+                keys = [pack(firsts[0], seconds[0], steps[0])]
+            else:
+                keys = pack_together(firsts, seconds, steps)
+            self._keys.update(zip(map(id, some), keys, strict=True))
+            self._opened.update((id(parameter), parameter) for parameter in some)
+            torch._foreach_mul_(firsts, owner.decay / self.sync.ranks)
+
+    def _alike(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Large ones one by one, and small ones of one parameter group together."""
+        small: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if _is_small(parameter):
+                small.setdefault(id(self._owner_of(parameter)), []).append(parameter)
+            else:
+                yield [parameter]
+        for some in small.values():
+            yield from _in_buckets(some, self._may_wait)
+
+    def _owner_of(self, parameter: nn.Parameter) -> Owner:
         return self._owners[id(parameter)]
 
-    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = self._owner_of(parameter).optimizer.state[parameter]
-        return state
-
     def _moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        state = self._state(parameter)
+        state = self._owner_of(parameter).state(parameter)
         return _real(state["exp_avg"]), _real(state["exp_avg_sq"])
 
-    def _old(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The sum that is in the first moment, the old one, and the old second; by pieces."""
-        return unpack(*self._moments(parameter), self._keys[id(parameter)])
+    def _old(self, some: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The sums that are in the first moments, the old ones, and the old second; by pieces."""
+        moments = [self._moments(parameter) for parameter in some]
+        keys = [self._keys[id(parameter)] for parameter in some]
+        if len(some) == 1:
+            return unpack(*moments[0], keys[0])
+        return unpack_together([m for m, _ in moments], [v for _, v in moments], keys)
 
     # ------------------------------------------------------------------ close
 
@@ -181,8 +198,9 @@ class MomentsStore(Store):
         for parameter in self.parameters:
             if id(parameter) in self._hooked:  # not every gradient is made by a backward's hooks
                 self._made(parameter)
+        self.backward_made()
         for parameter in self._in_place:
-            if parameter.grad is not self._state(parameter)["exp_avg"]:
+            if parameter.grad is not self._owner_of(parameter).state(parameter)["exp_avg"]:
                 raise WindowError(
                     f"the gradient of {self.target.name_of(parameter)} was taken away in the "
                     'middle of the window: with gradients="moments" it is the optimizer\'s '
@@ -203,10 +221,7 @@ class MomentsStore(Store):
         assert normalise == 1.0  # the units were known before the first backward
         if self.sync.ranks > 1:
             some = [p for p in self.parameters if id(p) not in self._nowhere]
-            for parameter in some:
-                if id(parameter) not in self._opened:  # another rank has a gradient
-                    decay = self._open(parameter)
-                    self._moments(parameter)[0].mul_(decay)
+            self._open(some)  # another rank has a gradient
             for bucket in _in_buckets(some, self._most):
                 self._reduce([self._moments(parameter)[0] for parameter in bucket])
         norms = torch._foreach_norm([self._moments(p)[0] for p in self._opened.values()])
@@ -226,8 +241,8 @@ class MomentsStore(Store):
             parameter.grad = None
         for optimizer in self.target.optimizers:
             mine = [p for p in self._opened.values() if self._owner_of(p).optimizer is optimizer]
-            for parameter in mine:
-                self._make_moments(parameter)
+            for some in self._alike(mine):
+                self._make_moments(some)
             steps = [optimizer.state[parameter]["step"] for parameter in mine]
             if steps:
                 torch._foreach_add_(steps, 1.0)
@@ -237,15 +252,16 @@ class MomentsStore(Store):
             optimizer.step()  # finds no gradient: only its hooks run, and schedulers see a step
         self._opened, self._keys = {}, {}
 
-    def _make_moments(self, parameter: nn.Parameter) -> None:
+    def _make_moments(self, some: Sequence[nn.Parameter]) -> None:
         """Both moments, from the whole gradient that is in the first."""
-        owner = self._owner_of(parameter)
+        owner = self._owner_of(some[0])
         beta2 = owner.group["betas"][1]
-        for first, old, second in self._old(parameter):
+        for first, old, second in self._old(some):
             gradient = torch.add(first, old, alpha=-owner.decay, out=old)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
             first.mul_(owner.share)
-        del self._opened[id(parameter)], self._keys[id(parameter)]
+        for parameter in some:
+            del self._opened[id(parameter)], self._keys[id(parameter)]
 
     def _step(
         self, optimizer: torch.optim.Optimizer, some: list[nn.Parameter], counts: dict[int, float]
@@ -262,19 +278,20 @@ class MomentsStore(Store):
             targets = [_real(parameter.data) for parameter in parameters]
             if decay:
                 torch._foreach_mul_(targets, 1.0 - lr * decay)
+            # What corrects v is multiplied above and below instead: one pass less.
+            roots = [math.sqrt(1.0 - beta2**step) for step in steps]
             below = torch._foreach_sqrt([_real(state["exp_avg_sq"]) for state in states])
-            torch._foreach_div_(below, [math.sqrt(1.0 - beta2**step) for step in steps])
-            torch._foreach_add_(below, group["eps"])
+            torch._foreach_add_(below, [group["eps"] * root for root in roots])
             torch._foreach_addcdiv_(
                 targets,
                 [_real(state["exp_avg"]) for state in states],
                 below,
-                [-lr / (1.0 - beta1**step) for step in steps],
+                [-lr * r / (1.0 - beta1**step) for r, step in zip(roots, steps, strict=True)],
             )
 
     # ------------------------------------------------------------------ state
 
-    def saved(self) -> dict[str, list[Tensor | None]]:
+    def saved(self) -> dict[str, Any]:
         """What brings the old moments back; they themselves are in the optimizer's state."""
         keys = [self._keys.get(id(parameter)) for parameter in self.parameters]
         saved = [None if key is None else key.cpu() for key in keys]
@@ -300,11 +317,11 @@ class MomentsStore(Store):
 
     @torch.no_grad()
     def discard(self) -> None:
-        for parameter in self._opened.values():  # of a window that has made no update
-            for first, old, _ in self._old(parameter):
+        for some in self._alike([*self._opened.values()]):  # of a window that made no update
+            for first, old, _ in self._old(some):
                 first.copy_(old)
         self._opened, self._keys, self._nowhere = {}, {}, set()
-        self._in_place, self._hooked = [], {}
+        self._in_place, self._hooked, self._waiting, self._waiting_bytes = [], {}, {}, 0
         super().discard()
 
 
@@ -354,14 +371,8 @@ def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) 
                 )
 
 
-def _owner(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Owner:
-    beta1 = float(group["betas"][0])
-    if not 0.0 <= beta1 < 1.0:
-        raise UnsupportedError(
-            f'gradients="moments" with betas={group["betas"]}: no gradient would reach the first '
-            "moment; the first of the betas must be at least 0 and below 1"
-        )
-    return _Owner(optimizer, group, beta1, -1.0 if group["maximize"] else 1.0)
+def _is_small(parameter: Tensor) -> bool:
+    return 0 < parameter.numel() <= _SMALL
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -371,23 +382,15 @@ def _real(tensor: Tensor) -> Tensor:
 def _in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
     """Neighbours of one dtype and device together, up to a size."""
     buckets: list[list[nn.Parameter]] = []
-    filled = 0
+    filled, last = 0, None
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        last = buckets[-1][-1] if buckets else None
-        fits = last is not None and filled + size <= most
-        if (
-            fits
-            and last is not None
-            and (last.dtype, last.device)
-            == (
-                parameter.dtype,
-                parameter.device,
-            )
-        ):
-            buckets[-1].append(parameter)
-            filled += size
-        else:
-            buckets.append([parameter])
-            filled = size
+        size, kind = (
+            parameter.numel() * parameter.element_size(),
+            (parameter.dtype, parameter.device),
+        )
+        if kind != last or filled + size > most:
+            buckets.append([])
+            filled, last = 0, kind
+        buckets[-1].append(parameter)
+        filled += size
     return buckets
