@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.gradients.packed import pack, pack_together, unpack_together
+from wholebatch.gradients.packed import keys_of, pack, pack_together, unpack_together
 
 Micro = dict[str, Tensor]
 MIB = 2**20
@@ -167,12 +167,14 @@ def test_moments_are_packed_as_on_a_cpu() -> None:
         packed = []
         for device in ("cpu", "cuda"):
             ms, vs = ([t.to(device, copy=True) for t in ts] for ts in (firsts, seconds))
-            keys = pack_together(ms, vs, counts)
             alone = [v.to(device, copy=True) for v in seconds]
-            for m, v, both, count in zip(ms, alone, vs, counts, strict=True):
-                pack(m, v, count)
+            keys = keys_of(ms, vs, counts)
+            pack_together(ms, vs, keys)
+            for m, v, both, key in zip(ms, alone, vs, keys, strict=True):
+                pack(m, v, key)
                 assert torch.equal(v.view(torch.int32), both.view(torch.int32)), (device, counts)
-            old = [t.cpu().clone() for _, *both in unpack_together(ms, vs, keys) for t in both]
+            rows = [key.row for key in keys]
+            old = [t.cpu().clone() for _, *both in unpack_together(ms, vs, rows) for t in both]
             packed.append(old)
         assert all(map(torch.equal, *packed)), counts
 

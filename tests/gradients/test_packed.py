@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.gradients import packed
-from wholebatch.gradients.packed import pack, pack_together, unpack, unpack_together
+from wholebatch.gradients.packed import keys_of, pack, pack_together, unpack, unpack_together
 
 
 def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -22,10 +22,17 @@ def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple
     return first, second
 
 
+def packed_with(first: Tensor, second: Tensor, count: Tensor | float) -> Tensor:
+    """What `unpack` asks for."""
+    key = keys_of([first], [second], [count])[0]
+    pack(first, second, key)
+    return key.row
+
+
 def opened(first: Tensor, second: Tensor, count: float) -> tuple[Tensor, Tensor]:
     """What comes back of both; `second` holds it too."""
-    key = pack(first, second, count)
-    old = [part.clone() for _, part, _ in unpack(first, second, key)]
+    row = packed_with(first, second, count)
+    old = [part.clone() for _, part, _ in unpack(first, second, row)]
     return torch.cat([part.reshape(-1) for part in old]), second
 
 
@@ -105,7 +112,7 @@ def test_fails_with_both_moments_intact(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", fails)
         with pytest.raises(torch.OutOfMemoryError):
-            pack(first, second, 0.0)
+            packed_with(first, second, 0.0)
     assert torch.equal(first, kept[0])
     assert torch.equal(second, kept[1])
 
@@ -124,10 +131,12 @@ def test_many_together_are_packed_as_each_alone(
             size = math.prod(shape)
             first, second = (part[number : number + size].view(shape) for part in pairs[number])
             pairs[number] = (first * 10.0**number, second * 10.0 ** (2 * number))
-    single = [pack(*pair, count) for pair, count in zip(alone, counts, strict=True)]
+    single = [packed_with(*pair, count) for pair, count in zip(alone, counts, strict=True)]
     firsts, seconds = [m for m, _ in together], [v for _, v in together]
-    keys = pack_together(firsts, seconds, counts)
-    assert all(map(torch.equal, single, keys))
+    keys = keys_of(firsts, seconds, counts)
+    pack_together(firsts, seconds, keys)
+    rows = [key.row for key in keys]
+    assert all(map(torch.equal, single, rows))
     whole = torch.int64 if dtype is torch.float64 else torch.int32
     for (_, one), other in zip(alone, seconds, strict=True):
         assert torch.equal(one.reshape(-1).view(whole), other.reshape(-1).view(whole))
@@ -136,7 +145,7 @@ def test_many_together_are_packed_as_each_alone(
         for m, old, v in unpack(first, second, key):
             right.append(old.reshape(-1).clone())
             m.mul_(2), v.mul_(3)
-    for m, old, v in unpack_together(firsts, seconds, keys):
+    for m, old, v in unpack_together(firsts, seconds, rows):
         assert torch.equal(old, torch.cat(right))
         m.mul_(2), v.mul_(3)
     for (m, v), first, second in zip(alone, firsts, seconds, strict=True):

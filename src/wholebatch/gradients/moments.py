@@ -38,9 +38,10 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, read_scalars
-from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.errors import StateError, UnsupportedError, WindowError
 from wholebatch.gradients.adam import Owner, owners_of, state_of
 from wholebatch.gradients.packed import pack, pack_together, unpack, unpack_together
+from wholebatch.gradients.ready import Ready, real
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.sums import bucket_bytes
 from wholebatch.hooks import DeferredHooks
@@ -49,7 +50,7 @@ from wholebatch.sync import Sync
 if TYPE_CHECKING:
     from wholebatch.target import Target
 
-__all__ = ["MomentsStore", "check_moments"]
+__all__ = ["MomentsStore"]
 
 _BUCKET_BYTES = 64 * 2**20
 """Moments that are reduced, or stepped with, together."""
@@ -87,6 +88,7 @@ class MomentsStore(Store):
         self._may_wait = _WAITING_BYTES
         self._opened: dict[int, nn.Parameter] = {}  # whose moments hold gradients
         self._keys: dict[int, Tensor] = {}  # what brings their old moments back
+        self._ready = Ready()  # keys of those that may be opened yet
         self._in_place: list[nn.Parameter] = []  # whose `.grad` is the first moment
         self._hooked: dict[int, Any] = {}  # the hooks of all others
         self._nowhere: set[int] = set()
@@ -143,7 +145,7 @@ class MomentsStore(Store):
     def _put_in_place(self, parameters: Sequence[nn.Parameter]) -> None:
         """Their first gradients go into the moments; those that come later add themselves."""
         self._open(parameters)
-        gradients = [_real(p.grad) for p in parameters if p.grad is not None]
+        gradients = [real(p.grad) for p in parameters if p.grad is not None]
         torch._foreach_add_([self._moments(p)[0] for p in parameters], gradients)
         del gradients
         for parameter in parameters:
@@ -156,15 +158,23 @@ class MomentsStore(Store):
         for some in self._alike([p for p in parameters if id(p) not in self._opened]):
             owner = self._owner_of(some[0])
             states = [state_of(owner.optimizer, owner.group, parameter) for parameter in some]
-            firsts, seconds = ([_real(s[n]) for s in states] for n in ("exp_avg", "exp_avg_sq"))
-            steps = [state["step"] for state in states]
+            firsts, seconds = ([real(s[n]) for s in states] for n in ("exp_avg", "exp_avg_sq"))
+            keys = [
+                self._ready.key(id(parameter), state, self._unopened)
+                for parameter, state in zip(some, states, strict=True)
+            ]
             if len(some) == 1:
-                keys = [pack(firsts[0], seconds[0], steps[0])]
+                pack(firsts[0], seconds[0], keys[0])
             else:
-                keys = pack_together(firsts, seconds, steps)
-            self._keys.update(zip(map(id, some), keys, strict=True))
+                pack_together(firsts, seconds, keys)
+            self._keys.update((id(p), key.row) for p, key in zip(some, keys, strict=True))
             self._opened.update((id(parameter), parameter) for parameter in some)
             torch._foreach_mul_(firsts, owner.decay / self.sync.ranks)
+
+    def _unopened(self) -> dict[int, dict[str, Any]]:
+        """The state of all that may be opened yet."""
+        states = [(id(p), self._owner_of(p).optimizer.state.get(p)) for p in self.parameters]
+        return {number: s for number, s in states if s and number not in self._opened}
 
     def _alike(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Large ones one by one, and small ones of one parameter group together."""
@@ -182,7 +192,7 @@ class MomentsStore(Store):
 
     def _moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         state = self._owner_of(parameter).state(parameter)
-        return _real(state["exp_avg"]), _real(state["exp_avg_sq"])
+        return real(state["exp_avg"]), real(state["exp_avg_sq"])
 
     def _old(self, some: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The sums that are in the first moments, the old ones, and the old second; by pieces."""
@@ -275,16 +285,16 @@ class MomentsStore(Store):
             lr, decay = float(group["lr"]), group["weight_decay"]
             steps = [counts[id(parameter)] for parameter in parameters]
             states = [optimizer.state[parameter] for parameter in parameters]
-            targets = [_real(parameter.data) for parameter in parameters]
+            targets = [real(parameter.data) for parameter in parameters]
             if decay:
                 torch._foreach_mul_(targets, 1.0 - lr * decay)
             # What corrects v is multiplied above and below instead: one pass less.
             roots = [math.sqrt(1.0 - beta2**step) for step in steps]
-            below = torch._foreach_sqrt([_real(state["exp_avg_sq"]) for state in states])
+            below = torch._foreach_sqrt([real(state["exp_avg_sq"]) for state in states])
             torch._foreach_add_(below, [group["eps"] * root for root in roots])
             torch._foreach_addcdiv_(
                 targets,
-                [_real(state["exp_avg"]) for state in states],
+                [real(state["exp_avg"]) for state in states],
                 below,
                 [-lr * r / (1.0 - beta1**step) for r, step in zip(roots, steps, strict=True)],
             )
@@ -321,62 +331,14 @@ class MomentsStore(Store):
             for first, old, _ in self._old(some):
                 first.copy_(old)
         self._opened, self._keys, self._nowhere = {}, {}, set()
-        self._in_place, self._hooked, self._waiting, self._waiting_bytes = [], {}, {}, 0
+        self._ready.clear()
+        self._in_place, self._hooked = [], {}
+        self._waiting, self._waiting_bytes = {}, 0
         super().discard()
-
-
-def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) -> None:
-    """Refuse what cannot be had without a whole gradient, with the reason."""
-    option = 'gradients="moments"'
-    if options.clip_norm is not None or options.clip_value is not None:
-        raise OptionError(
-            f"{option} with clip_norm= or clip_value=: clipping needs the whole gradient, which is "
-            'never there; leave it out, or use gradients="host"'
-        )
-    if not counts_units:
-        raise OptionError(
-            f"{option} without units=: what has gone into a moment cannot be divided again when "
-            "the total is known at last; count it before, with units=, a function of the "
-            "micro-batch"
-        )
-    if target.scale is not None:
-        raise OptionError(
-            f"{option} with a loss scale: what has gone into a moment cannot be divided by it at "
-            'the close; use precision="bf16" or full precision'
-        )
-    for optimizer in target.optimizers:
-        name = type(optimizer).__name__
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            raise UnsupportedError(
-                f"{option} with {name}: gradients can be added into the moments of torch's Adam "
-                'and AdamW only; use one of these, or gradients="host"'
-            )
-        for group in optimizer.param_groups:
-            decoupled = group.get("decoupled_weight_decay", name == "AdamW")
-            if group["weight_decay"] and not decoupled:
-                raise UnsupportedError(
-                    f"{option} with {name}(weight_decay={group['weight_decay']}): a decay that "
-                    "is part of the gradient would be squared with it; use AdamW"
-                )
-            for flag in ("amsgrad", "capturable", "differentiable"):
-                if group.get(flag):
-                    raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
-    for group_of in target.groups():
-        for parameter in group_of:
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                raise UnsupportedError(
-                    f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
-                    "are 16-bit too, and lose what is added in small parts; keep the parameters in "
-                    'float32 and use precision="bf16"'
-                )
 
 
 def _is_small(parameter: Tensor) -> bool:
     return 0 < parameter.numel() <= _SMALL
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:

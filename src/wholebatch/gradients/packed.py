@@ -21,11 +21,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "pack_together", "unpack", "unpack_together"]
+__all__ = ["Key", "keys_of", "pack", "pack_together", "unpack", "unpack_together"]
 
 _CHUNK = 2**22
 """Elements that are worked on together: a few temporaries of this size are all that it takes."""
@@ -42,29 +43,54 @@ _SMALLEST = 2.0**-100
 """A scale of m whose inverse is still a float32."""
 
 
-def pack(first: Tensor, second: Tensor, count: Tensor | float) -> Tensor:
-    """Put both moments into the memory of `second`; the numbers that `unpack` asks for.
+class Key(NamedTuple):
+    """What two moments are packed with."""
 
-    `count` is the number of updates so far; nothing is read from the device. All memory that it
-    takes is taken before the first change, so that it fails with both moments intact.
+    row: Tensor
+    """What `unpack` asks for: the scale of m, the bits that v is counted from, and the dither."""
+    shift: Tensor
+    factor: Tensor
+
+
+def keys_of(
+    firsts: Sequence[Tensor], seconds: Sequence[Tensor], counts: Sequence[Tensor | float]
+) -> list[Key]:
+    """The keys of many moments of one dtype and device, by as many kernels as for one.
+
+    `counts` are the numbers of updates so far. Nothing is changed, nor read from the device.
     """
+    nothing = torch.zeros(3, dtype=torch.float64)
+    keys = [Key(nothing, nothing[0], nothing[0])] * len(firsts)
+    some = [index for index, first in enumerate(firsts) if first.numel()]
+    if not some or firsts[0].dtype is torch.float64:
+        return keys
+    rows = _rows([firsts[i] for i in some], [seconds[i] for i in some], [counts[i] for i in some])
+    scale, base, dither = rows.unbind(-1)
+    shifts, factors = (dither - base).int(), (_HALF_MOST / scale).float()
+    for index, *key in zip(some, rows.unbind(), shifts.unbind(), factors.unbind(), strict=True):
+        keys[index] = Key(*key)
+    return keys
+
+
+def pack(first: Tensor, second: Tensor, key: Key) -> None:
+    """Put both moments into the memory of `second`.
+
+    All memory that it takes is taken before the first change, so that it fails with both moments
+    intact.
+    """
+    if not first.numel():
+        return
     first, second = _with_rows(first, second)
     in_full = second.dtype is torch.float64
     scratch = _Scratch(first, wide=in_full)
-    if in_full:
-        for m, v in _chunks(first, second):
-            _put_in_full(m, v, scratch)
-        return torch.zeros(3, dtype=torch.float64)
-    if not first.numel():
-        return torch.zeros(3, dtype=torch.float64)
-    key = _keys([first], [second], [count])[0]
-    numbers = _to_put(key)
     for m, v in _chunks(first, second):
-        _put(m, v, *numbers, scratch)
-    return key
+        if in_full:
+            _put_in_full(m, v, scratch)
+        else:
+            _put(m, v, key.shift, key.factor, scratch)
 
 
-def unpack(first: Tensor, second: Tensor, key: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def unpack(first: Tensor, second: Tensor, row: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Pieces of the moments: the first as it is now, the old first, and the old v in `second`.
 
     The old first is there until the next piece is asked for, and may be written to.
@@ -75,35 +101,27 @@ def unpack(first: Tensor, second: Tensor, key: Tensor) -> Iterator[tuple[Tensor,
         for m, v in _chunks(first, second):
             yield m, _take_in_full(m, v, scratch), v
         return
-    numbers = _to_take(key)
+    numbers = _to_take(row)
     for m, v in _chunks(first, second):
         yield m, _take(m, v, *numbers, scratch), v
 
 
-def pack_together(
-    firsts: Sequence[Tensor], seconds: Sequence[Tensor], counts: Sequence[Tensor | float]
-) -> list[Tensor]:
-    """`pack` for many small moments of one dtype and device, by as many kernels as for one.
-
-    None of them is empty.
-    """
+def pack_together(firsts: Sequence[Tensor], seconds: Sequence[Tensor], keys: Sequence[Key]) -> None:
+    """`pack` for many small moments of one dtype and device, by as many kernels as for one."""
     m, v = _row(firsts), _row(seconds)
     in_full = v.dtype is torch.float64
     scratch = _Scratch(m, wide=in_full)
     if in_full:
         _put_in_full(m, v, scratch)
-        keys = [torch.zeros(3, dtype=torch.float64)] * len(firsts)
     else:
-        rows = _keys(firsts, seconds, counts)
-        shift, factor = _to_put(rows)
+        shift = torch.stack([key.shift for key in keys])
+        factor = torch.stack([key.factor for key in keys])
         _put(m, v, _each(shift, firsts), _each(factor, firsts), scratch)
-        keys = list(rows)
     _back(seconds, v)
-    return keys
 
 
 def unpack_together(
-    firsts: Sequence[Tensor], seconds: Sequence[Tensor], keys: Sequence[Tensor]
+    firsts: Sequence[Tensor], seconds: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """`unpack` for them: one piece, whose changes are theirs when the next one is asked for."""
     m, v = _row(firsts), _row(seconds)
@@ -111,7 +129,7 @@ def unpack_together(
     if v.dtype is torch.float64:
         old = _take_in_full(m, v, scratch)
     else:
-        shift, factor = _to_take(torch.stack(list(keys)))
+        shift, factor = _to_take(torch.stack(list(rows)))
         old = _take(m, v, _each(shift, firsts), _each(factor, firsts), scratch)
     yield m, old, v
     _back(firsts, m)
@@ -166,10 +184,10 @@ def _low(second: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------- numbers
 
 
-def _keys(
+def _rows(
     firsts: Sequence[Tensor], seconds: Sequence[Tensor], counts: Sequence[Tensor | float]
 ) -> Tensor:
-    """A row for each: the scale of m, the bits that v is counted from, and the dither."""
+    """A row of a key for each, on their device."""
     largest = torch.stack(torch._foreach_norm([*firsts], math.inf)).double()
     scale = torch.exp2(torch.ceil(torch.log2(largest))).clamp(min=_SMALLEST)
     top = torch.stack(torch._foreach_norm([*seconds], math.inf)).view(torch.int32).double()
@@ -189,14 +207,9 @@ def _dither(counts: Sequence[Tensor | float], like: Tensor) -> Tensor:
     return torch.stack([torch.full_like(like[0], value) for value in values])
 
 
-def _to_put(key: Tensor) -> tuple[Tensor, Tensor]:
+def _to_take(rows: Tensor) -> tuple[Tensor, Tensor]:
     """What is added to the bits of v, and what m is multiplied with."""
-    scale, base, dither = key.unbind(-1)
-    return (dither - base).int(), (_HALF_MOST / scale).float()
-
-
-def _to_take(key: Tensor) -> tuple[Tensor, Tensor]:
-    scale, base, dither = key.unbind(-1)
+    scale, base, dither = rows.unbind(-1)
     return (base - dither + _STEP // 2).int(), (scale / _HALF_MOST).float().view(-1)
 
 
