@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.gradients.packed import keys_of, pack, pack_together, unpack_together
 from wholebatch.gradients.staying import Staying
 
 Micro = dict[str, Tensor]
@@ -169,8 +170,47 @@ def test_swapped_moments_are_on_the_host_in_a_window() -> None:
 def test_moments_are_those_of_the_plain_window_but_for_rounding() -> None:
     for dtype, at_most in ((torch.float64, 1e-6), (torch.float32, 1e-2)):
         plain, _, _ = run(dtype)
-        ours, _, _ = run(dtype, gradients="moments")
-        assert far(ours, plain) <= at_most, (dtype, far(ours, plain))
+        for fused in (True, False):  # Adam's own counts of steps are on the device, or not
+            ours, _, _ = run(dtype, gradients="moments", fused=fused)
+            assert far(ours, plain) <= at_most, (dtype, fused, far(ours, plain))
+
+
+def test_layers_add_into_the_moments() -> None:
+    plain, _, _ = run(torch.float32, precision="bf16")
+    ours, _, train = run(torch.float32, precision="bf16", gradients="moments")
+    assert far(ours, plain) <= 2e-2, far(ours, plain)
+    # Four layers and an embedding, in all but the first of five micro-batches of three windows.
+    assert train._feeding.executor._eager.added == 5 * 4 * 3
+    optimizer = train._window.target.optimizers[0]
+    seen: list[bool] = []
+
+    def look(*_: int) -> None:
+        seen.extend(p.grad is optimizer.state[p]["exp_avg"] for p in ours.parameters())
+
+    train.step(batch(), after_micro=look)
+    assert seen
+    assert all(seen)
+
+
+def test_moments_are_packed_as_on_a_cpu() -> None:
+    torch.manual_seed(0)
+    firsts = [torch.randn(n, 7) * torch.randn(n, 7).exp() for n in (1, 300, 5)]
+    seconds = [(m * torch.randn_like(m)).square() for m in firsts]
+    seconds[1][:3] = 0.0
+    for counts in ([3.0, 3.0, 3.0], [0.0, 5.0, 9.0], [torch.tensor(float(n)) for n in range(3)]):
+        packed = []
+        for device in ("cpu", "cuda"):
+            ms, vs = ([t.to(device, copy=True) for t in ts] for ts in (firsts, seconds))
+            alone = [v.to(device, copy=True) for v in seconds]
+            keys = keys_of(ms, vs, counts)
+            pack_together(ms, vs, keys)
+            for m, v, both, key in zip(ms, alone, vs, keys, strict=True):
+                pack(m, v, key)
+                assert torch.equal(v.view(torch.int32), both.view(torch.int32)), (device, counts)
+            rows = [key.row for key in keys]
+            old = [t.cpu().clone() for _, *both in unpack_together(ms, vs, rows) for t in both]
+            packed.append(old)
+        assert all(map(torch.equal, *packed)), counts
 
 
 def test_state_on_the_host_leaves_none_on_the_device() -> None:

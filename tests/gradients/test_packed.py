@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from wholebatch.gradients import packed
-from wholebatch.gradients.packed import pack, unpack
+from wholebatch.gradients.packed import keys_of, pack, pack_together, unpack, unpack_together
 
 
 def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -20,10 +22,17 @@ def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple
     return first, second
 
 
+def packed_with(first: Tensor, second: Tensor, count: Tensor | float) -> Tensor:
+    """What `unpack` asks for."""
+    key = keys_of([first], [second], [count])[0]
+    pack(first, second, key)
+    return key.row
+
+
 def opened(first: Tensor, second: Tensor, count: float) -> tuple[Tensor, Tensor]:
     """What comes back of both; `second` holds it too."""
-    key = pack(first, second, count)
-    old = [part.clone() for _, part, _ in unpack(first, second, key)]
+    row = packed_with(first, second, count)
+    old = [part.clone() for _, part, _ in unpack(first, second, row)]
     return torch.cat([part.reshape(-1) for part in old]), second
 
 
@@ -103,6 +112,42 @@ def test_fails_with_both_moments_intact(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", fails)
         with pytest.raises(torch.OutOfMemoryError):
-            pack(first, second, 0.0)
+            packed_with(first, second, 0.0)
     assert torch.equal(first, kept[0])
     assert torch.equal(second, kept[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "counts", [[4.0] * 4, [0.0, 3.0, 7.0, 7.0], [torch.tensor(float(n)) for n in range(4)]], ids=str
+)
+def test_many_together_are_packed_as_each_alone(
+    dtype: torch.dtype, counts: list[Tensor | float]
+) -> None:
+    shapes = [(7, 5), (), (64,), (3, 1, 4)]
+    alone, together = ([moments((200,), dtype) for _ in shapes] for _ in range(2))
+    for number, shape in enumerate(shapes):
+        for pairs in (alone, together):
+            size = math.prod(shape)
+            first, second = (part[number : number + size].view(shape) for part in pairs[number])
+            pairs[number] = (first * 10.0**number, second * 10.0 ** (2 * number))
+    single = [packed_with(*pair, count) for pair, count in zip(alone, counts, strict=True)]
+    firsts, seconds = [m for m, _ in together], [v for _, v in together]
+    keys = keys_of(firsts, seconds, counts)
+    pack_together(firsts, seconds, keys)
+    rows = [key.row for key in keys]
+    assert all(map(torch.equal, single, rows))
+    whole = torch.int64 if dtype is torch.float64 else torch.int32
+    for (_, one), other in zip(alone, seconds, strict=True):
+        assert torch.equal(one.reshape(-1).view(whole), other.reshape(-1).view(whole))
+    right = []
+    for (first, second), key in zip(alone, single, strict=True):
+        for m, old, v in unpack(first, second, key):
+            right.append(old.reshape(-1).clone())
+            m.mul_(2), v.mul_(3)
+    for m, old, v in unpack_together(firsts, seconds, rows):
+        assert torch.equal(old, torch.cat(right))
+        m.mul_(2), v.mul_(3)
+    for (m, v), first, second in zip(alone, firsts, seconds, strict=True):
+        assert torch.equal(m, first)
+        assert torch.equal(v, second)

@@ -40,7 +40,7 @@ def bytes_of(model: nn.Module) -> int:
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * WIDTH * WIDTH * 4
     monkeypatch.setattr("wholebatch.gradients.release._BUCKET_BYTES", size)
-    monkeypatch.setattr("wholebatch.gradients.moments._FLUSH_BYTES", size)
+    monkeypatch.setattr("wholebatch.gradients.moments._BUCKET_BYTES", size)
     sizes = dict.fromkeys(("host", "swap", "release", "moments"), size)
     monkeypatch.setattr("wholebatch.memory.stores._BUCKET_BYTES", sizes)
 
@@ -75,9 +75,10 @@ def test_prediction_is_close_to_a_real_window(
         micro_batches=micro_batches,
         gradients=gradients,
     )
-    # What differs is which few gradients wait for each other at the peak.
+    # What differs is which few gradients wait for each other at the peak; in moments none do, but
+    # the prediction's step has a bucket of them.
     few = 3 * 2 * WIDTH * WIDTH * 4
-    assert abs(predicted.peak - meter.peak) <= few
+    assert abs(predicted.peak - meter.peak) <= (few if gradients == "release" else few / 3)
     plain = predict_peak(model, loss, batch(4), optimizer=optimizer, micro_batches=micro_batches)
     if gradients == "moments" or micro_batches == 1:
         assert predicted.peak <= plain.peak - bytes_of(model) + few

@@ -11,10 +11,11 @@ from wholebatch.close import CloseOptions
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.host import HostStore
-from wholebatch.gradients.moments import MomentsStore, check_moments
+from wholebatch.gradients.moments import MomentsStore
 from wholebatch.gradients.parts import check_parts
 from wholebatch.gradients.release import ReleaseStore, check_release
 from wholebatch.gradients.store import Store
+from wholebatch.gradients.suits import check_moments
 from wholebatch.gradients.swap import SwapStore, check_swap
 from wholebatch.sync import Sync
 

@@ -1,22 +1,30 @@
-"""Adam accumulation: each micro-batch's gradient goes straight into Adam's moments and is freed.
+"""Adam accumulation: the gradients of a window add up in Adam's first moment itself.
 
 With gₖ the gradient of micro-batch k, already divided by the units of the whole window, an update
 of Adam from the undivided batch is
 
     m ← β₁ m + (1 − β₁) Σ gₖ        v ← β₂ v + (1 − β₂) (Σ gₖ)²
 
-The first sum can be made in m itself, one term after the other: it is exact. The square of a sum
-cannot be made term by term, and Adam accumulation as it was proposed (arXiv 2305.19982) puts Σ gₖ²
-in its place. Here the old moments are kept too, in half the bits, in the memory of v (`packed`), so
-that the close finds the whole gradient again, and v from it:
+The first sum can be made in the memory of m, one term after the other: it is exact. When the first
+gradient of a window comes, m is divided by what gradients are to be multiplied with,
 
-    G = (m − β₁ m_old) / (1 − β₁)        v ← β₂ v_old + (1 − β₂) G²
+    s = β₁ / (1 − β₁) m + g₁        s ← s + gₖ        m ← (1 − β₁) s
+
+and s is the parameter's `.grad` from then on: all that come later add themselves, as in the plain
+window, by autograd or within the matrix product that makes them. A parameter without a gradient is
+never touched.
+
+The square of a sum cannot be made term by term, and Adam accumulation as it was proposed (arXiv
+2305.19982) puts Σ gₖ² in its place. Here the old moments are kept too, in half the bits, in the
+memory of v (`packed`), so that the close finds the whole gradient again, and v from it:
+
+    G = s − β₁ / (1 − β₁) m_old        v ← β₂ v_old + (1 − β₂) G²
 
 v then differs from that of the undivided batch by the rounding of m_old and v_old alone, whatever
 the gradients are. This is the one store whose update is not that of the undivided batch.
 
-Decay, bias correction and weight decay are made once per update. Over R ranks m is added up once
-per window: each rank begins with β₁/R of it, so that the sum has all of the old. v is made of the
+Decay, bias correction and weight decay are made once per update. Over R ranks s is added up once
+per window: each rank begins with 1/R of the old m, so that the sum has all of it. v is made of the
 same numbers on every rank, and does not travel.
 """
 
@@ -30,9 +38,10 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, read_scalars
-from wholebatch.errors import OptionError, StateError, UnsupportedError
-from wholebatch.gradients.adam import state_of
-from wholebatch.gradients.packed import pack, unpack
+from wholebatch.errors import StateError, UnsupportedError, WindowError
+from wholebatch.gradients.adam import Owner, owners_of, state_of
+from wholebatch.gradients.packed import pack, pack_together, unpack, unpack_together
+from wholebatch.gradients.ready import Ready, real
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.sums import bucket_bytes
 from wholebatch.hooks import DeferredHooks
@@ -41,17 +50,24 @@ from wholebatch.sync import Sync
 if TYPE_CHECKING:
     from wholebatch.target import Target
 
-__all__ = ["MomentsStore", "check_moments"]
+__all__ = ["MomentsStore"]
 
-_FLUSH_BYTES = 64 * 2**20
-"""Gradients that may wait for each other: one kernel takes many small ones."""
+_BUCKET_BYTES = 64 * 2**20
+"""Moments that are reduced, or stepped with, together."""
+_SMALL = 2**15
+"""Elements up to which gradients wait for others: kernels then take many at once."""
+_WAITING_BYTES = 2**20
+"""How much may wait."""
 
 
 class MomentsStore(Store):
-    """The moments of Adam and AdamW, in the user's own optimizer, are all that is kept."""
+    """Gradients in `.grad`, which is Adam's first moment: no other memory is used."""
 
-    in_grad = False
-    only_eager = 'with gradients="moments" they leave by hooks that only eager code calls'
+    in_grad = False  # the window's last backward would make a copy of all to reduce them
+    only_eager = (
+        'with gradients="moments" the first of a window goes into the moments by a hook that only '
+        "eager code calls"
+    )
     counts_first = True
     approximate = (
         "Adam's second moment is made of old moments that were kept in half their bits while the "
@@ -65,12 +81,16 @@ class MomentsStore(Store):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._groups: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
-        self._waiting: list[tuple[nn.Parameter, Tensor]] = []
+        self._owners: dict[int, Owner] = {}
+        self._most = _BUCKET_BYTES
+        self._waiting: dict[int, nn.Parameter] = {}  # small ones, whose first gradient is made
         self._waiting_bytes = 0
-        self._most = _FLUSH_BYTES
+        self._may_wait = _WAITING_BYTES
         self._opened: dict[int, nn.Parameter] = {}  # whose moments hold gradients
         self._keys: dict[int, Tensor] = {}  # what brings their old moments back
+        self._ready = Ready()  # keys of those that may be opened yet
+        self._in_place: list[nn.Parameter] = []  # whose `.grad` is the first moment
+        self._hooked: dict[int, Any] = {}  # the hooks of all others
         self._nowhere: set[int] = set()
         self._counts = True
 
@@ -81,78 +101,122 @@ class MomentsStore(Store):
     ) -> None:
         super().begin(parameters, known)
         self._counts = known is None or any(known.values())
-        self._most = bucket_bytes(parameters, _FLUSH_BYTES)
-        self._groups = {
-            id(parameter): (optimizer, group)
-            for optimizer in self.target.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        self._most = bucket_bytes(parameters, _BUCKET_BYTES)
+        self._may_wait = bucket_bytes(parameters, _WAITING_BYTES)
+        self._owners = owners_of(self.target.optimizers)
         for parameter in parameters:
-            if parameter._backward_hooks:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
                     f"{self.target.name_of(parameter)} has a gradient hook: with "
                     'gradients="moments" there is never a whole gradient for it to see; remove it'
                 )
-        self.hook(self._leave)
+        self.hook(self._made)
+        self._hooked = dict(zip(map(id, parameters), self._handles, strict=True))
 
-    def _leave(self, parameter: Tensor) -> None:
+    @torch.no_grad()
+    def _made(self, parameter: Tensor) -> None:
+        """The first gradient of a window goes into the moment, which takes its place."""
         gradient = parameter.grad
         if gradient is None:  # a function of the graph had none to give
             return
+        if gradient.is_sparse:
+            raise UnsupportedError(
+                'a sparse gradient with gradients="moments"; use sparse=False, or '
+                'gradients="device"'
+            )
         assert isinstance(parameter, nn.Parameter)
-        parameter.grad = None
         if not self._counts:  # no units in all of the window: these are zeros, and no update
+            parameter.grad = None
             return
-        self._waiting.append((parameter, gradient.detach()))
-        self._waiting_bytes += gradient.numel() * gradient.element_size()
-        if self._waiting_bytes > self._most:
-            self._flush()
+        if not _is_small(parameter):
+            self._put_in_place([parameter])
+        elif id(parameter) not in self._waiting:
+            self._waiting[id(parameter)] = parameter
+            self._waiting_bytes += parameter.numel() * parameter.element_size()
+            if self._waiting_bytes > self._may_wait:
+                self.backward_made()
 
     def backward_made(self) -> None:
-        self._flush()
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        if waiting:
+            self._put_in_place([*waiting.values()])
 
     @torch.no_grad()
-    def _flush(self) -> None:
-        """Put what waits into the moments, parameter group by parameter group."""
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        self._open([parameter for parameter, _ in waiting])
-        by_group: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
-        for parameter, gradient in waiting:
-            by_group.setdefault(id(self._groups[id(parameter)][1]), []).append(
-                (parameter, gradient)
-            )
-        for pairs in by_group.values():
-            optimizer, group = self._groups[id(pairs[0][0])]
-            beta1, _ = group["betas"]
-            states = [optimizer.state[parameter] for parameter, _ in pairs]
-            gradients = [_real(gradient) for _, gradient in pairs]
-            sign = -1.0 if group["maximize"] else 1.0
-            torch._foreach_add_(
-                [_real(s["exp_avg"]) for s in states], gradients, alpha=sign * (1.0 - beta1)
-            )
+    def _put_in_place(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Their first gradients go into the moments; those that come later add themselves."""
+        self._open(parameters)
+        gradients = [real(p.grad) for p in parameters if p.grad is not None]
+        torch._foreach_add_([self._moments(p)[0] for p in parameters], gradients)
+        del gradients
+        for parameter in parameters:
+            parameter.grad = self._owner_of(parameter).state(parameter)["exp_avg"]
+            self._in_place.append(parameter)
+            self._hooked.pop(id(parameter)).remove()
 
     def _open(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Pack and decay the moments of parameters that this window has not touched yet, once."""
+        """Pack and decay the moments of those that this window has not touched yet."""
+        for some in self._alike([p for p in parameters if id(p) not in self._opened]):
+            owner = self._owner_of(some[0])
+            states = [state_of(owner.optimizer, owner.group, parameter) for parameter in some]
+            firsts, seconds = ([real(s[n]) for s in states] for n in ("exp_avg", "exp_avg_sq"))
+            keys = [
+                self._ready.key(id(parameter), state, self._unopened)
+                for parameter, state in zip(some, states, strict=True)
+            ]
+            if len(some) == 1:
+                pack(firsts[0], seconds[0], keys[0])
+            else:
+                pack_together(firsts, seconds, keys)
+            self._keys.update((id(p), key.row) for p, key in zip(some, keys, strict=True))
+            self._opened.update((id(parameter), parameter) for parameter in some)
+            torch._foreach_mul_(firsts, owner.decay / self.sync.ranks)
+
+    def _unopened(self) -> dict[int, dict[str, Any]]:
+        """The state of all that may be opened yet."""
+        states = [(id(p), self._owner_of(p).optimizer.state.get(p)) for p in self.parameters]
+        return {number: s for number, s in states if s and number not in self._opened}
+
+    def _alike(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Large ones one by one, and small ones of one parameter group together."""
+        small: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
-            if id(parameter) in self._opened:
-                continue
-            optimizer, group = self._groups[id(parameter)]
-            state = state_of(optimizer, group, parameter)
-            first, second = _real(state["exp_avg"]), _real(state["exp_avg_sq"])
-            self._keys[id(parameter)] = pack(first, second, state["step"])
-            self._opened[id(parameter)] = parameter
-            first.mul_(group["betas"][0] / self.sync.ranks)
+            if _is_small(parameter):
+                small.setdefault(id(self._owner_of(parameter)), []).append(parameter)
+            else:
+                yield [parameter]
+        for some in small.values():
+            yield from _in_buckets(some, self._may_wait)
+
+    def _owner_of(self, parameter: nn.Parameter) -> Owner:
+        return self._owners[id(parameter)]
 
     def _moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        state = self._groups[id(parameter)][0].state[parameter]
-        return _real(state["exp_avg"]), _real(state["exp_avg_sq"])
+        state = self._owner_of(parameter).state(parameter)
+        return real(state["exp_avg"]), real(state["exp_avg_sq"])
 
-    def _old(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The first moment as it is, the old one, and the old second in its place; by pieces."""
-        return unpack(*self._moments(parameter), self._keys[id(parameter)])
+    def _old(self, some: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The sums that are in the first moments, the old ones, and the old second; by pieces."""
+        moments = [self._moments(parameter) for parameter in some]
+        keys = [self._keys[id(parameter)] for parameter in some]
+        if len(some) == 1:
+            return unpack(*moments[0], keys[0])
+        return unpack_together([m for m, _ in moments], [v for _, v in moments], keys)
 
     # ------------------------------------------------------------------ close
+
+    def reduce_now(self) -> None:
+        for parameter in self.parameters:
+            if id(parameter) in self._hooked:  # not every gradient is made by a backward's hooks
+                self._made(parameter)
+        self.backward_made()
+        for parameter in self._in_place:
+            if parameter.grad is not self._owner_of(parameter).state(parameter)["exp_avg"]:
+                raise WindowError(
+                    f"the gradient of {self.target.name_of(parameter)} was taken away in the "
+                    'middle of the window: with gradients="moments" it is the optimizer\'s '
+                    "exp_avg while a window is open; call zero_grad() and load_state_dict() "
+                    "between windows"
+                )
 
     def absent(self) -> set[int]:
         return {id(p) for p in self.parameters} - self._opened.keys()
@@ -167,7 +231,7 @@ class MomentsStore(Store):
         assert normalise == 1.0  # the units were known before the first backward
         if self.sync.ranks > 1:
             some = [p for p in self.parameters if id(p) not in self._nowhere]
-            self._open(some)
+            self._open(some)  # another rank has a gradient
             for bucket in _in_buckets(some, self._most):
                 self._reduce([self._moments(parameter)[0] for parameter in bucket])
         norms = torch._foreach_norm([self._moments(p)[0] for p in self._opened.values()])
@@ -183,10 +247,12 @@ class MomentsStore(Store):
 
     @torch.no_grad()
     def step(self, remaining: float) -> None:
+        for parameter in self._in_place:
+            parameter.grad = None
         for optimizer in self.target.optimizers:
-            mine = [p for p in self._opened.values() if self._groups[id(p)][0] is optimizer]
-            for parameter in mine:
-                self._make_second(parameter)
+            mine = [p for p in self._opened.values() if self._owner_of(p).optimizer is optimizer]
+            for some in self._alike(mine):
+                self._make_moments(some)
             steps = [optimizer.state[parameter]["step"] for parameter in mine]
             if steps:
                 torch._foreach_add_(steps, 1.0)
@@ -196,50 +262,61 @@ class MomentsStore(Store):
             optimizer.step()  # finds no gradient: only its hooks run, and schedulers see a step
         self._opened, self._keys = {}, {}
 
-    def _make_second(self, parameter: nn.Parameter) -> None:
-        """The second moment, from the whole gradient that is in the first."""
-        beta1, beta2 = self._groups[id(parameter)][1]["betas"]
-        for first, old, second in self._old(parameter):
-            gradient = old.mul_(-beta1).add_(first).div_(1.0 - beta1)
+    def _make_moments(self, some: Sequence[nn.Parameter]) -> None:
+        """Both moments, from the whole gradient that is in the first."""
+        owner = self._owner_of(some[0])
+        beta2 = owner.group["betas"][1]
+        for first, old, second in self._old(some):
+            gradient = torch.add(first, old, alpha=-owner.decay, out=old)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-        del self._opened[id(parameter)], self._keys[id(parameter)]
+            first.mul_(owner.share)
+        for parameter in some:
+            del self._opened[id(parameter)], self._keys[id(parameter)]
 
     def _step(
         self, optimizer: torch.optim.Optimizer, some: list[nn.Parameter], counts: dict[int, float]
     ) -> None:
         by_group: dict[int, list[nn.Parameter]] = {}
         for parameter in some:
-            by_group.setdefault(id(self._groups[id(parameter)][1]), []).append(parameter)
+            by_group.setdefault(id(self._owner_of(parameter).group), []).append(parameter)
         for parameters in by_group.values():
-            group = self._groups[id(parameters[0])][1]
-            (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
+            owner = self._owner_of(parameters[0])
+            group, beta1, beta2 = owner.group, owner.beta1, owner.group["betas"][1]
+            lr, decay = float(group["lr"]), group["weight_decay"]
             steps = [counts[id(parameter)] for parameter in parameters]
             states = [optimizer.state[parameter] for parameter in parameters]
-            targets = [_real(parameter.data) for parameter in parameters]
+            targets = [real(parameter.data) for parameter in parameters]
             if decay:
                 torch._foreach_mul_(targets, 1.0 - lr * decay)
-            below = torch._foreach_sqrt([_real(state["exp_avg_sq"]) for state in states])
-            torch._foreach_div_(below, [math.sqrt(1.0 - beta2**step) for step in steps])
-            torch._foreach_add_(below, group["eps"])
+            # What corrects v is multiplied above and below instead: one pass less.
+            roots = [math.sqrt(1.0 - beta2**step) for step in steps]
+            below = torch._foreach_sqrt([real(state["exp_avg_sq"]) for state in states])
+            torch._foreach_add_(below, [group["eps"] * root for root in roots])
             torch._foreach_addcdiv_(
                 targets,
-                [_real(state["exp_avg"]) for state in states],
+                [real(state["exp_avg"]) for state in states],
                 below,
-                [-lr / (1.0 - beta1**step) for step in steps],
+                [-lr * r / (1.0 - beta1**step) for r, step in zip(roots, steps, strict=True)],
             )
 
     # ------------------------------------------------------------------ state
 
-    def saved(self) -> dict[str, list[Tensor | None]]:
+    def saved(self) -> dict[str, Any]:
         """What brings the old moments back; they themselves are in the optimizer's state."""
         keys = [self._keys.get(id(parameter)) for parameter in self.parameters]
-        return {"moments": [None if key is None else key.cpu() for key in keys]}
+        saved = [None if key is None else key.cpu() for key in keys]
+        return {"moments": saved, "sums": True}
 
     def check(self, saved: Any) -> None:
         if not isinstance(saved, dict) or "moments" not in saved:
             raise StateError(
                 "the saved window holds gradients, and gradients='moments' keeps none: resume with "
                 "the same gradients="
+            )
+        if not saved.get("sums"):
+            raise StateError(
+                "the saved window is of an earlier version, which had other numbers in the "
+                "optimizer's moments: finish it there, or resume from a checkpoint between windows"
             )
 
     def load(self, saved: Any) -> None:
@@ -250,84 +327,32 @@ class MomentsStore(Store):
 
     @torch.no_grad()
     def discard(self) -> None:
-        self._waiting, self._waiting_bytes = [], 0
-        for parameter in self._opened.values():  # of a window that has made no update
-            for first, old, _ in self._old(parameter):
+        for some in self._alike([*self._opened.values()]):  # of a window that made no update
+            for first, old, _ in self._old(some):
                 first.copy_(old)
         self._opened, self._keys, self._nowhere = {}, {}, set()
+        self._ready.clear()
+        self._in_place, self._hooked = [], {}
+        self._waiting, self._waiting_bytes = {}, 0
         super().discard()
 
 
-def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) -> None:
-    """Refuse what cannot be had without a whole gradient, with the reason."""
-    option = 'gradients="moments"'
-    if options.clip_norm is not None or options.clip_value is not None:
-        raise OptionError(
-            f"{option} with clip_norm= or clip_value=: clipping needs the whole gradient, which is "
-            'never there; leave it out, or use gradients="host"'
-        )
-    if not counts_units:
-        raise OptionError(
-            f"{option} without units=: what has gone into a moment cannot be divided again when "
-            "the total is known at last; count it before, with units=, a function of the "
-            "micro-batch"
-        )
-    if target.scale is not None:
-        raise OptionError(
-            f"{option} with a loss scale: what has gone into a moment cannot be divided by it at "
-            'the close; use precision="bf16" or full precision'
-        )
-    for optimizer in target.optimizers:
-        name = type(optimizer).__name__
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            raise UnsupportedError(
-                f"{option} with {name}: gradients can be added into the moments of torch's Adam "
-                'and AdamW only; use one of these, or gradients="host"'
-            )
-        for group in optimizer.param_groups:
-            decoupled = group.get("decoupled_weight_decay", name == "AdamW")
-            if group["weight_decay"] and not decoupled:
-                raise UnsupportedError(
-                    f"{option} with {name}(weight_decay={group['weight_decay']}): a decay that "
-                    "is part of the gradient would be squared with it; use AdamW"
-                )
-            for flag in ("amsgrad", "capturable", "differentiable"):
-                if group.get(flag):
-                    raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
-    for group_of in target.groups():
-        for parameter in group_of:
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                raise UnsupportedError(
-                    f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
-                    "are 16-bit too, and lose what is added in small parts; keep the parameters in "
-                    'float32 and use precision="bf16"'
-                )
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _is_small(parameter: Tensor) -> bool:
+    return 0 < parameter.numel() <= _SMALL
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
     """Neighbours of one dtype and device together, up to a size."""
     buckets: list[list[nn.Parameter]] = []
-    filled = 0
+    filled, last = 0, None
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        last = buckets[-1][-1] if buckets else None
-        fits = last is not None and filled + size <= most
-        if (
-            fits
-            and last is not None
-            and (last.dtype, last.device)
-            == (
-                parameter.dtype,
-                parameter.device,
-            )
-        ):
-            buckets[-1].append(parameter)
-            filled += size
-        else:
-            buckets.append([parameter])
-            filled = size
+        size, kind = (
+            parameter.numel() * parameter.element_size(),
+            (parameter.dtype, parameter.device),
+        )
+        if kind != last or filled + size > most:
+            buckets.append([])
+            filled, last = 0, kind
+        buckets[-1].append(parameter)
+        filled += size
     return buckets

@@ -18,12 +18,15 @@ In float64 there are 64 bits, and both are kept as float32, without scale and di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "unpack"]
+__all__ = ["Key", "keys_of", "pack", "pack_together", "unpack", "unpack_together"]
 
 _CHUNK = 2**22
 """Elements that are worked on together: a few temporaries of this size are all that it takes."""
@@ -35,101 +38,225 @@ _OCTAVES = 2**29
 _GOLDEN = 0.6180339887498949
 _HALF_MOST = 2.0**15
 """What the largest m becomes in float16, which ends at 65504."""
+_LOWER = 0 if sys.byteorder == "little" else 1
 _SMALLEST = 2.0**-100
 """A scale of m whose inverse is still a float32."""
 
 
-def pack(first: Tensor, second: Tensor, count: Tensor | float) -> Tensor:
-    """Put both moments into the memory of `second`; the numbers that `unpack` asks for.
+class Key(NamedTuple):
+    """What two moments are packed with."""
 
-    `count` is the number of updates so far; nothing is read from the device. All memory that it
-    takes is taken before the first change, so that it fails with both moments intact.
+    row: Tensor
+    """What `unpack` asks for: the scale of m, the bits that v is counted from, and the dither."""
+    shift: Tensor
+    factor: Tensor
+
+
+def keys_of(
+    firsts: Sequence[Tensor], seconds: Sequence[Tensor], counts: Sequence[Tensor | float]
+) -> list[Key]:
+    """The keys of many moments of one dtype and device, by as many kernels as for one.
+
+    `counts` are the numbers of updates so far. Nothing is changed, nor read from the device.
     """
-    scratch = _Scratch(first)
-    if second.dtype is torch.float64:
-        for m, v in _chunks(first, second):
-            wide, narrow = scratch.pair(m)
-            narrow.copy_(v)
-            high = wide.view(torch.int64).copy_(narrow.view(torch.int32)).bitwise_left_shift_(32)
-            narrow.copy_(m)
-            v.view(torch.int64).copy_(narrow.view(torch.int32)).bitwise_and_(0xFFFFFFFF)
-            v.view(torch.int64).bitwise_or_(high)
-        return torch.zeros(3, dtype=torch.float64)
+    nothing = torch.zeros(3, dtype=torch.float64)
+    keys = [Key(nothing, nothing[0], nothing[0])] * len(firsts)
+    some = [index for index, first in enumerate(firsts) if first.numel()]
+    if not some or firsts[0].dtype is torch.float64:
+        return keys
+    rows = _rows([firsts[i] for i in some], [seconds[i] for i in some], [counts[i] for i in some])
+    scale, base, dither = rows.unbind(-1)
+    shifts, factors = (dither - base).int(), (_HALF_MOST / scale).float()
+    for index, *key in zip(some, rows.unbind(), shifts.unbind(), factors.unbind(), strict=True):
+        keys[index] = Key(*key)
+    return keys
+
+
+def pack(first: Tensor, second: Tensor, key: Key) -> None:
+    """Put both moments into the memory of `second`.
+
+    All memory that it takes is taken before the first change, so that it fails with both moments
+    intact.
+    """
     if not first.numel():
-        return torch.zeros(3, dtype=torch.float64)
-    key = _key(first, second, count)
-    scale, base, dither = key.unbind()
-    shift, factor = (dither - base).int(), (_HALF_MOST / scale).float()
+        return
+    first, second = _with_rows(first, second)
+    in_full = second.dtype is torch.float64
+    scratch = _Scratch(first, wide=in_full)
     for m, v in _chunks(first, second):
-        wide, narrow = scratch.pair(m)
-        bits = v.view(torch.int32)
-        there = torch.ne(bits, 0, out=wide.view(torch.int32))
-        # Too small is 1 and not 0: a v that vanishes would make a step without bounds.
-        bits.add_(shift).bitwise_right_shift_(_DROPPED).clamp_(min=1).mul_(there)
-        narrow.copy_(torch.mul(m, factor, out=wide))
-        low = wide.view(torch.int32).copy_(narrow.view(torch.int16)).bitwise_and_(0xFFFF)
-        bits.bitwise_left_shift_(16).bitwise_or_(low)
-    return key
+        if in_full:
+            _put_in_full(m, v, scratch)
+        else:
+            _put(m, v, key.shift, key.factor, scratch)
 
 
-def unpack(first: Tensor, second: Tensor, key: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def unpack(first: Tensor, second: Tensor, row: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Pieces of the moments: the first as it is now, the old first, and the old v in `second`.
 
     The old first is there until the next piece is asked for, and may be written to.
     """
+    first, second = _with_rows(first, second)
     scratch = _Scratch(first)
     if second.dtype is torch.float64:
         for m, v in _chunks(first, second):
-            wide, narrow = scratch.pair(m)
-            bits = v.view(torch.int64)
-            narrow.view(torch.int32).copy_(bits)
-            wide.copy_(narrow)
-            narrow.view(torch.int32).copy_(bits.bitwise_right_shift_(32))
-            v.copy_(narrow)
-            yield m, wide, v
+            yield m, _take_in_full(m, v, scratch), v
         return
-    scale, base, dither = key.unbind()
-    shift, factor = (base - dither + _STEP // 2).int(), (scale / _HALF_MOST).float()
+    numbers = _to_take(row)
     for m, v in _chunks(first, second):
-        wide, narrow = scratch.pair(m)
-        bits = v.view(torch.int32)
-        narrow.view(torch.int16).copy_(bits)
-        bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-        there = torch.ne(bits, 0, out=wide.view(torch.int32))
-        bits.bitwise_left_shift_(_DROPPED).add_(shift).mul_(there)  # 0 is the bits of 0.0
-        wide.copy_(narrow).mul_(factor)
-        yield m, wide, v
+        yield m, _take(m, v, *numbers, scratch), v
+
+
+def pack_together(firsts: Sequence[Tensor], seconds: Sequence[Tensor], keys: Sequence[Key]) -> None:
+    """`pack` for many small moments of one dtype and device, by as many kernels as for one."""
+    m, v = _row(firsts), _row(seconds)
+    in_full = v.dtype is torch.float64
+    scratch = _Scratch(m, wide=in_full)
+    if in_full:
+        _put_in_full(m, v, scratch)
+    else:
+        shift = torch.stack([key.shift for key in keys])
+        factor = torch.stack([key.factor for key in keys])
+        _put(m, v, _each(shift, firsts), _each(factor, firsts), scratch)
+    _back(seconds, v)
+
+
+def unpack_together(
+    firsts: Sequence[Tensor], seconds: Sequence[Tensor], rows: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """`unpack` for them: one piece, whose changes are theirs when the next one is asked for."""
+    m, v = _row(firsts), _row(seconds)
+    scratch = _Scratch(m)
+    if v.dtype is torch.float64:
+        old = _take_in_full(m, v, scratch)
+    else:
+        shift, factor = _to_take(torch.stack(list(rows)))
+        old = _take(m, v, _each(shift, firsts), _each(factor, firsts), scratch)
+    yield m, old, v
+    _back(firsts, m)
+    _back(seconds, v)
+
+
+# ------------------------------------------------------------------------------------------ bits
+
+
+def _put(m: Tensor, v: Tensor, shift: Tensor, factor: Tensor, scratch: _Scratch) -> None:
+    bits = v.view(torch.int32)
+    there = torch.ne(bits, 0, out=scratch.narrow(m).view(torch.int16))
+    # Too small is one step and not 0: a v that vanishes would make a step without bounds.
+    bits.add_(shift).clamp_(min=_STEP).bitwise_left_shift_(16 - _DROPPED).mul_(there)
+    torch.mul(m, factor, out=_low(v))
+
+
+def _take(m: Tensor, v: Tensor, shift: Tensor, factor: Tensor, scratch: _Scratch) -> Tensor:
+    bits = v.view(torch.int32)
+    # Factors of one dimension: with one of none the product would be made in float16.
+    old = torch.mul(_low(v), factor, out=scratch.wide(m))
+    bits.bitwise_right_shift_(16 - _DROPPED).bitwise_and_(_OCTAVES - _STEP)
+    there = torch.ne(bits, 0, out=scratch.narrow(m).view(torch.int16))
+    bits.add_(shift).mul_(there)  # 0 is the bits of 0.0
+    return old
+
+
+def _put_in_full(m: Tensor, v: Tensor, scratch: _Scratch) -> None:
+    wide, narrow = scratch.wide(m), scratch.narrow(m)
+    narrow.copy_(v)
+    high = wide.view(torch.int64).copy_(narrow.view(torch.int32)).bitwise_left_shift_(32)
+    narrow.copy_(m)
+    v.view(torch.int64).copy_(narrow.view(torch.int32)).bitwise_and_(0xFFFFFFFF)
+    v.view(torch.int64).bitwise_or_(high)
+
+
+def _take_in_full(m: Tensor, v: Tensor, scratch: _Scratch) -> Tensor:
+    wide, narrow = scratch.wide(m), scratch.narrow(m)
+    bits = v.view(torch.int64)
+    narrow.view(torch.int32).copy_(bits)
+    wide.copy_(narrow)
+    narrow.view(torch.int32).copy_(bits.bitwise_right_shift_(32))
+    v.copy_(narrow)
+    return wide
+
+
+def _low(second: Tensor) -> Tensor:
+    """The lower half of each float32, as the float16 that it holds."""
+    return second.unsqueeze(-1).view(torch.float16)[..., _LOWER]
+
+
+# --------------------------------------------------------------------------------------- numbers
+
+
+def _rows(
+    firsts: Sequence[Tensor], seconds: Sequence[Tensor], counts: Sequence[Tensor | float]
+) -> Tensor:
+    """A row of a key for each, on their device."""
+    largest = torch.stack(torch._foreach_norm([*firsts], math.inf)).double()
+    scale = torch.exp2(torch.ceil(torch.log2(largest))).clamp(min=_SMALLEST)
+    top = torch.stack(torch._foreach_norm([*seconds], math.inf)).view(torch.int32).double()
+    base = (top + (_STEP - _OCTAVES)).clamp(min=0)
+    return torch.stack([scale, base, _dither(counts, scale)], dim=-1)
+
+
+def _dither(counts: Sequence[Tensor | float], like: Tensor) -> Tensor:
+    """One for each count. Those of the host reach the device as arguments of a kernel."""
+    if all(isinstance(count, Tensor) and count.device == like.device for count in counts):
+        at = torch.stack([count for count in counts if isinstance(count, Tensor)]).double()
+        return torch.floor(torch.frac(at * _GOLDEN) * _STEP)
+    numbers = [float(count) * _GOLDEN for count in counts]
+    values = [math.floor((number - math.trunc(number)) * _STEP) for number in numbers]
+    if len(set(values)) == 1:
+        return torch.full_like(like, values[0])
+    return torch.stack([torch.full_like(like[0], value) for value in values])
+
+
+def _to_take(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What is added to the bits of v, and what m is multiplied with."""
+    scale, base, dither = rows.unbind(-1)
+    return (base - dither + _STEP // 2).int(), (scale / _HALF_MOST).float().view(-1)
+
+
+# --------------------------------------------------------------------------------------- pieces
 
 
 class _Scratch:
     """Memory for one piece: in the moments' dtype, and in that of half its bits."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, *, wide: bool = True) -> None:
         size = max((m.numel() for m, _ in _chunks(like, like)), default=0)
         half = torch.float32 if like.dtype is torch.float64 else torch.float16
-        self._wide = torch.empty(size, dtype=like.dtype, device=like.device)
+        self._wide = torch.empty(size if wide else 0, dtype=like.dtype, device=like.device)
         self._narrow = torch.empty(size, dtype=half, device=like.device)
 
-    def pair(self, piece: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, in the shape of the piece."""
-        count = piece.numel()
-        return self._wide[:count].view(piece.shape), self._narrow[:count].view(piece.shape)
+    def wide(self, piece: Tensor) -> Tensor:
+        return self._wide[: piece.numel()].view(piece.shape)
+
+    def narrow(self, piece: Tensor) -> Tensor:
+        return self._narrow[: piece.numel()].view(piece.shape)
 
 
-def _key(first: Tensor, second: Tensor, count: Tensor | float) -> Tensor:
-    """The scale of m, the bits that v is counted from, and the dither, on the moments' device."""
-    largest = torch.linalg.vector_norm(first, float("inf")).double()
-    scale = torch.exp2(torch.ceil(torch.log2(largest))).clamp(min=_SMALLEST)
-    top = second.amax().view(torch.int32).double()
-    base = (top + (_STEP - _OCTAVES)).clamp(min=0)
-    at = torch.as_tensor(count, dtype=torch.float64, device=first.device)
-    dither = torch.floor(torch.frac(at * _GOLDEN) * _STEP)
-    return torch.stack([scale, base, dither.to(scale.device)])
+def _with_rows(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    return (first, second) if first.ndim else (first.unsqueeze(0), second.unsqueeze(0))
+
+
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _back(tensors: Sequence[Tensor], row: Tensor) -> None:
+    pieces = row.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(
+        list(tensors), [p.view(t.shape) for p, t in zip(pieces, tensors, strict=True)]
+    )
+
+
+def _each(numbers: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Each number as often as its tensor has elements."""
+    sizes = [tensor.numel() for tensor in tensors]
+    repeats = torch.tensor(sizes).to(numbers.device, non_blocking=True)
+    return numbers.repeat_interleave(repeats, output_size=sum(sizes))
 
 
 def _chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Both tensors in pieces that see the same elements, of a size that is worth a kernel."""
-    if first.numel() <= _CHUNK or first.ndim == 0:
+    if first.numel() <= _CHUNK:
         yield first, second
         return
     rows = max(1, _CHUNK // (first.numel() // first.shape[0]))
