@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.memory import MemoryMeter
 from wholebatch.memory.ledger import CATEGORIES, Ledger
+from wholebatch.memory.meter import peak_with_recordings
 
 KIB = 1024
 
@@ -272,3 +273,21 @@ def test_costs_little_beside_operations_of_ordinary_size() -> None:
         return best
 
     assert seconds(metered=True) < 2 * seconds(metered=False) + 0.01
+
+
+def test_pools_of_recordings_count_with_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    def segment(device: int, pool: tuple[int, int], total: int, live: int) -> dict[str, object]:
+        sizes = {"total_size": total, "allocated_size": live}
+        return {"device": device, "segment_pool_id": pool, **sizes}
+
+    segments = [
+        segment(0, (0, 0), 1000, 10),  # the allocator's own: its peak says what was alive in it
+        segment(0, (0, 1), 700, 30),
+        segment(0, (0, 2), 50, 50),
+        segment(1, (0, 1), 9000, 0),
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
+    assert peak_with_recordings(torch.device("cuda")) == 500 + 670
+    assert peak_with_recordings(torch.device("cuda:1")) == 500 + 9000

@@ -21,7 +21,7 @@ from wholebatch.bench.reference import Reference
 from wholebatch.bench.ways import WAYS, Way
 from wholebatch.errors import OptionError
 from wholebatch.jsonable import finite, write_json
-from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
 
 __all__ = ["Bench", "Row", "bench"]
 
@@ -202,7 +202,7 @@ def _running(job: Job, way: Way, reference: Reference) -> Iterator[Running]:
 
         def weigh() -> int | None:
             if job.device.type == "cuda":
-                return int(torch.cuda.max_memory_allocated(job.device))
+                return peak_with_recordings(job.device)
             if job.is_compiled:
                 return None
             with MemoryMeter(model=model, optimizer=optimizer) as meter:

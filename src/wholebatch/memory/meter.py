@@ -24,7 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.memory.ledger import CATEGORIES, Ledger, storages_of
 
-__all__ = ["CATEGORIES", "CudaPeak", "MemoryMeter", "cuda_peak", "reset_cuda_peak"]
+__all__ = [
+    "CATEGORIES",
+    "CudaPeak",
+    "MemoryMeter",
+    "cuda_peak",
+    "peak_with_recordings",
+    "reset_cuda_peak",
+]
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -285,6 +292,21 @@ def cuda_peak(device: torch.device | str | int | None = None) -> CudaPeak:
         reserved=torch.cuda.max_memory_reserved(device),
         device_used=total - free,
     )
+
+
+def peak_with_recordings(device: torch.device) -> int:
+    """The allocator's peak of live tensors, and what replays of CUDA graphs use beside it.
+
+    A recording keeps its activations' memory in a pool of its own, where the allocator counts no
+    live tensor when it is replayed.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    idle = sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+    return int(torch.cuda.max_memory_allocated(device)) + idle
 
 
 def reset_cuda_peak(device: torch.device | str | int | None = None) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push
 
 from wholebatch.engine import WholeBatch
 from wholebatch.memory.checkpointing import with_checkpoints
-from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
 from wholebatch.step import Step
 from wholebatch.tune.clock import Clock
 from wholebatch.tune.settings import Setting
@@ -210,7 +210,7 @@ class Running:
     def peak(self) -> int:
         """The most bytes of tensors in a window: CUDA's own count, elsewhere that of a meter."""
         if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self.device))
+            return peak_with_recordings(self.device)
         with MemoryMeter(model=self.model, optimizer=self.optimizer) as meter:
             self._meter = meter
             try:
