@@ -301,7 +301,7 @@ def peak_with_recordings(device: torch.device) -> int:
     live tensor when it is replayed.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    idle = sum(
+    idle: int = sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
