@@ -14,6 +14,7 @@ from wholebatch.runners.blocks import blocks_of
 from wholebatch.runners.hostpool import HostPool
 from wholebatch.runners.learnt import Learnt
 from wholebatch.runners.lockstep import Hold, LockStep
+from wholebatch.runners.paging import Pages
 
 BLOCKLESS = ("inputs", "reused")
 
@@ -357,3 +358,29 @@ def test_what_is_needed_at_once_again_is_not_moved() -> None:
     # Of one micro-batch: what goes into each BatchNorm and comes out of each ReLU, twelve times.
     alone = 12 * 2 * (2 * 4 * 6 * 6 * 8)
     assert second.peak < 1.3 * alone
+
+
+def test_gradients_take_of_the_room_for_pages() -> None:
+    """Beside all of them the peak would be higher the more micro-batches still fill the room."""
+    learnt = Learnt(most=4000, busy=1000, largest=1000)
+    weight = nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    pages = Pages(
+        2,
+        pool=HostPool(pinned=False),
+        kind="cpu",
+        parameters=[weight],
+        learnt=learnt,
+        least=512,
+    )
+    pages.enter(0)
+    assert pages._room == 3000
+    total = torch.zeros(100, dtype=torch.float64)
+    pages.created(total)
+    pages.keep_sum(total)
+    pages.keep_sum(total)  # once is enough
+    assert (pages._room, pages._may_keep) == (2200, 1200)
+    weight.grad = torch.zeros(100, dtype=torch.float64)
+    pages.created(weight.grad)
+    pages.leave(0)
+    assert (pages._room, pages._may_keep) == (1500, 500)  # half of it stays
+    pages.close()
