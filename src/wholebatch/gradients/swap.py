@@ -61,6 +61,7 @@ class SwapStore(DeviceStore):
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._gone: dict[int, torch.cuda.Event] = {}  # by bucket: its moments are on the host
         self._nowhere: set[int] = set()
+        self._hooked: dict[int, Any] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -78,6 +79,7 @@ class SwapStore(DeviceStore):
             self._sums = Sums.of(parameters, self.target.optimizers)
         self._send(self._sums)
         self.hook(self._made)
+        self._hooked = dict(zip(map(id, parameters), self._handles, strict=True))
 
     @torch.no_grad()
     def _send(self, sums: Sums) -> None:
@@ -115,7 +117,7 @@ class SwapStore(DeviceStore):
 
     @torch.no_grad()
     def _made(self, parameter: Tensor) -> None:
-        """A backward has made or added to a gradient: the first time, it moves into its room."""
+        """A backward has made a gradient: it moves into its room, where later ones add up."""
         gradient = parameter.grad
         place = self._places[id(parameter)]
         if gradient is None or place.taken:
@@ -126,6 +128,7 @@ class SwapStore(DeviceStore):
             )
         self._take(place, parameter.device)
         parameter.grad = place.room.copy_(gradient)
+        self._hooked.pop(id(parameter)).remove()  # a layer adds itself where nobody looks on
 
     def _take(self, place: _Place, device: torch.device) -> None:
         """The room may be written to: what was in it is on the host."""
