@@ -26,11 +26,13 @@ _TRACE_AFTER = 3.0
 _COMPILE_PER_OPERATION = 0.012
 """Seconds that Inductor takes for each operation (33 s for 2,700 of them beside an H200)."""
 _KINDS = 16
-"""Kinds of micro-batches that are recorded; each holds memory for its inputs."""
+"""Kinds of micro-batches that have a graph of their own and are recorded."""
+_KINDS_IN_ALL = 32
+"""Kinds that are recorded, those that share a graph included; each holds memory for its inputs."""
 _AT_ONCE = 3
-"""Kinds that are compiled as soon as they come up, where compiling was asked for."""
-_COMPILED_KINDS = 8
-"""Kinds that are compiled at all: the later ones as the run has lasted long enough."""
+"""Graphs that are compiled as soon as they come up, where compiling was asked for."""
+_COMPILED = 8
+"""Graphs that are compiled at all: the later ones as the run has lasted long enough."""
 _CHANGES = 3.0
 _FORGETS = 0.05
 """A change in more than one of 20 windows is too many for a graph to be made anew each time."""
@@ -87,25 +89,33 @@ class Plan:
                     f"{changed} changes again and again, and a graph holds for one value"
                 )
 
-    def prepares(self, made: int, seen: int, *, first: bool) -> bool:
+    def prepares(self, made: int, seen: int, *, first: bool, shared: int | None = None) -> bool:
         """Whether to make a graph for a kind of micro-batch that was seen `seen` times.
 
-        The first graph is made at the first micro-batch of a window, where eager code's gradients
-        are those of this micro-batch alone and can be compared.
+        `made` kinds have graphs of their own by now. The first graph is made at the first
+        micro-batch of a window, where eager code's gradients are those of this micro-batch alone
+        and can be compared.
+        `shared`: there is a graph that serves this kind, and so many others by now. Then it has
+        only to be held against eager code, and recorded.
         """
         if self.auto and time.perf_counter() - self.started < _TRACE_AFTER:
             return False
+        if shared is not None:
+            if self.captures:
+                return made + shared < _KINDS_IN_ALL
+            # Sizes that never come again would each be computed twice, for nothing.
+            return made + shared < _KINDS_IN_ALL or seen > 1
         # A short last micro-batch comes again with every window; a size that was seen once may not.
         limit = _KINDS if self.captures else _AT_ONCE
         return first if made == 0 else seen > 1 and made < limit
 
     def compiles_at_once(self, compiled: int) -> bool:
-        """Whether a new graph is compiled from the start."""
+        """Whether a new graph is compiled from the start; `compiled` have been so far."""
         return self.compiles and not self.auto and compiled < _AT_ONCE
 
     def upgrades(self, operations: int, compiled: int) -> bool:
         """Whether a graph that runs as traced is worth compiling now."""
-        if not self.compiles or compiled >= _COMPILED_KINDS:
+        if not self.compiles or compiled >= _COMPILED:
             return False
         age = time.perf_counter() - self.started
         return age > (compiled + 1) * operations * _COMPILE_PER_OPERATION
