@@ -1,7 +1,7 @@
 """Kinds of micro-batches that differ in sizes alone, and the one graph that serves them all.
 
-The first kind has a graph of its own, made for its very shapes: whoever has one shape, or one and a
-short last micro-batch of one sample, has what is fastest for it. When a second kind comes that
+The first kind has a graph of its own, made for its very shapes: whoever has one shape has what is
+fastest for it. When a second kind comes that
 differs in sizes, a graph is traced in which those sizes are open, and every later kind that it
 admits runs in it: nothing is traced or compiled again. What cannot be left open has graphs of its
 own, as before.
@@ -21,8 +21,8 @@ from wholebatch.execute.trace import Form, State, Traced
 
 __all__ = ["Shapes", "Shared"]
 
-_TRIES = 2
-"""Graphs of open sizes for one pattern: a second one where more sizes differ than at first."""
+_TRIES = 3
+"""Graphs of open sizes for one pattern: another one where more sizes differ than at first."""
 
 
 class Shared:
@@ -117,8 +117,6 @@ class Shapes:
         tried = self._tried.setdefault(of, [])
         if not places or len(tried) >= _TRIES or set(places) in tried:
             return None
-        if min(inputs.tensors[tensor].shape[dim] for group in places for tensor, dim in group) < 2:
-            return None  # a size of 1 is broadcast, and one of 0 is nothing: other code
         tried.append(set(places))
         try:
             shared = Shared(trace(Sizes.of(inputs, places)))

@@ -37,13 +37,14 @@ def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...],
     """The dimensions that are to be symbols: those in which kinds of one pattern differ.
 
     Dimensions that were the same number in every kind are one symbol: the rows of texts and labels.
+    What is 1 or 0 here stays so: a size of 1 is broadcast, and one of 0 is nothing, by other code.
     """
     kinds = [_shapes(key) for key in (inputs.key, *others)]
     columns: dict[tuple[int, ...], list[Place]] = {}
     for which, shape in enumerate(kinds[0]):
         for dim in range(len(shape)):
             column = tuple(kind[which][dim] for kind in kinds)
-            if len(set(column)) > 1:
+            if len(set(column)) > 1 and column[0] > 1:
                 columns.setdefault(column, []).append((which, dim))
     return tuple(tuple(places) for places in columns.values())
 
@@ -87,10 +88,7 @@ class Sizes:
 
     @staticmethod
     def of(inputs: Inputs, places: tuple[tuple[Place, ...], ...]) -> Sizes:
-        """Symbols in the `places`, whose numbers are for now those of this micro-batch (2 or more).
-
-        torch takes every symbol for at least 2: a size of 1 is broadcast, which is other code.
-        """
+        """Symbols in the `places`, whose numbers are for now those of this micro-batch."""
         # These modules are slow to import, and only who traces pays for it.
         from torch._dynamo.source import ConstantSource
         from torch._functorch import config
