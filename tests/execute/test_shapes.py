@@ -15,20 +15,22 @@ from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tag
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
 from wholebatch.execute import executor as executor_module
 from wholebatch.execute.inputs import take_apart
+from wholebatch.execute.rewrite import Options, rewrite
 from wholebatch.execute.sizes import Sizes, differing, pattern
+from wholebatch.execute.trace import Form, State, Traced, trace
+from wholebatch.precision import choose
 
 
 class Encoder(nn.Module):
-    """Texts with a padding mask in their attention, dropout, and an output that is tied."""
+    """Texts with a padding mask in their attention, and an output that is tied."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.token = nn.Embedding(13, 8, padding_idx=0)
         self.place = nn.Embedding(32, 8)
         self.norm = nn.LayerNorm(8)
         self.qkv = nn.Linear(8, 24)
-        self.drop = nn.Dropout(dropout)
         self.up = nn.Linear(8, 16)
         self.down = nn.Linear(16, 8)
         self.read = nn.Linear(8, 13, bias=False)
@@ -43,7 +45,7 @@ class Encoder(nn.Module):
             for part in self.qkv(self.norm(x)).split(8, dim=2)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
-        x = x + self.drop(mixed.transpose(1, 2).reshape(rows, length, 8))
+        x = x + mixed.transpose(1, 2).reshape(rows, length, 8)
         logits: Tensor = self.read(x + self.down(functional.gelu(self.up(x))))
         return logits
 
@@ -109,21 +111,23 @@ def test_lengths_and_a_short_last_micro_batch(traces: list[bool]) -> None:
     whole.assert_same(model)
 
 
-def test_dropout_in_a_graph_of_open_sizes() -> None:
-    model = Encoder(dropout=0.5)
-    train = traced(model)
-    for length in (6, 6, 8, 8, 10):
-        train.step(texts(0, 8, length))
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = train._feeding.executor._window.target.optimizers[0]
+def test_dropout_in_a_graph_of_open_sizes(traces: list[bool]) -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+
+    def total(model: nn.Module, micro: Tensor) -> wb.Loss:
+        return wb.Loss(model(micro).sum(), len(micro))
+
+    optimizer = sgd(model)
+    train = traced(model, optimizer, loss=total, micro_batch=8)
     seen = Seen(model, optimizer)
-    for _ in range(2):
-        with torch.no_grad():
-            for parameter, old in zip(model.parameters(), before, strict=True):
-                parameter.copy_(old)
-        train.step(texts(0, 8, 10))
+    for number in (2, 2, 3, 3, 5, 5, 5):
+        train.step(torch.ones(number, 64))
+    assert traces == [False, True]
     assert shared_by(train) == 2
-    assert distance(seen.gradients[1], seen.gradients[0]) > 0.1  # drawn anew
+    shares = [{round(float(v) * 2.5) for v in g[0].flatten()} for g in seen.gradients[-2:]]
+    assert shares[0] <= set(range(6))  # of 5 samples, each kept (twice as large) or dropped
+    assert len(shares[0]) > 2
+    assert not torch.equal(seen.gradients[-1][0], seen.gradients[-2][0])  # drawn anew
 
 
 def by_length(model: nn.Module, micro: Micro) -> wb.Loss:
@@ -288,3 +292,50 @@ def test_what_is_open_and_what_goes_together() -> None:
     others = {"mask": torch.zeros(7, 1, 11, 11), "z": torch.zeros(3)}
     assert sizes.admit(take_apart({"x": rows, **others}).tensors)
     assert not sizes.admit(take_apart({"x": transposed, **others}).tensors)
+
+
+def traced_of(model: nn.Module, number: int, length: int, *others: int) -> Traced:
+    """The graph for texts of this size, or, if others are given, for any number."""
+    precision = choose("bf16", "cpu")
+    state = State.of(model, list(model.parameters()))
+    inputs = take_apart(texts(1, number, length))
+    with precision.forward():
+        form = Form.of(loss(model, texts(1, number, length)), "loss")
+    sizes = None
+    if others:
+        keys = [take_apart(texts(1, other, other)).key for other in others]
+        sizes = Sizes.of(inputs, differing(inputs, keys))
+    return trace(model, loss, precision, state, inputs, form, "loss", sizes)
+
+
+def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:
+    """Outputs and gradients of the rewritten graph for texts of this size."""
+    micro = take_apart(texts(1, *sizes))
+    trained = [parameter.detach() for parameter in model.parameters()]
+    buffers = [torch.zeros_like(parameter) for parameter in trained]
+    options = Options(entropy=True)
+    rewritten = rewrite(graph, len(trained), [torch.float32] * len(trained), options)
+    assert rewritten.fused_losses == 1
+    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
+    leading = () if graph.sizes is None else sizes
+    arguments = [*leading, *trained, *micro.tensors, torch.tensor(0.5), *casts, *buffers]
+    with torch.no_grad():
+        return [*rewritten.graph(*arguments), *buffers]
+
+
+def test_graphs_of_open_sizes_are_rewritten_as_others_are() -> None:
+    model = Encoder()
+    number = len(list(model.parameters()))
+    dtypes = [torch.float32] * number
+    own, of_all = traced_of(model, 6, 16), traced_of(model, 6, 16, 4)
+    for options in (Options(products=True, entropy=True), Options(recompute=True)):
+        one, other = (rewrite(graph, number, dtypes, options) for graph in (own, of_all))
+        for what in ("casts", "fused_products", "fused_embeddings", "recomputed", "fused_losses"):
+            assert getattr(other, what) == getattr(one, what)
+        made = (other.fused_products, other.fused_losses, other.recomputed)
+        assert made == ((4, 1, 0) if options.products else (0, 0, 1))
+        nodes = other.graph.graph.nodes
+        reads = [node for node in nodes if node.target is torch.ops.aten.sym_size.int]
+        assert len(reads) <= 2  # beside the logits; nothing is held only to be measured
+    wanted = results_of(model, traced_of(model, 3, 7), 3, 7)
+    assert distance(results_of(model, of_all, 3, 7), wanted) <= 1e-6
