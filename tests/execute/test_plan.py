@@ -56,6 +56,18 @@ def test_kinds_are_bounded_and_must_come_again() -> None:
     assert not compile_.prepares(3, 2, first=False)
 
 
+def test_kinds_that_share_a_graph_use_it_at_once() -> None:
+    graph, compile_ = Plan.of("graph", CUDA), Plan.of("compile", CPU)
+    assert graph.prepares(1, 1, first=False, shared=0)
+    assert graph.prepares(1, 1, first=False, shared=30)
+    assert not graph.prepares(1, 9, first=False, shared=31)  # recordings hold memory
+    assert compile_.prepares(3, 1, first=False, shared=5)
+    assert not compile_.prepares(1, 1, first=False, shared=31)  # it may never come again
+    assert compile_.prepares(1, 2, first=False, shared=500)
+    assert not aged(0.0).prepares(1, 1, first=False, shared=1)
+    assert aged(5.0).prepares(1, 1, first=False, shared=1)
+
+
 def test_a_cpu_is_left_eager() -> None:
     assert Plan.of("auto", CPU).eager
     assert Plan.of("eager", CUDA).eager

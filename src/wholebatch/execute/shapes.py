@@ -22,7 +22,8 @@ from wholebatch.execute.trace import Form, State, Traced
 __all__ = ["Shapes", "Shared"]
 
 _TRIES = 3
-"""Graphs of open sizes for one pattern: another one where more sizes differ than at first."""
+"""Graphs of open sizes for one pattern: another one where more sizes differ than at first, or one
+for those sizes for which code or compiler decide otherwise."""
 
 
 class Shared:
@@ -38,6 +39,11 @@ class Shared:
         self.usable = True
         self._sizes = traced.sizes
         self._admitted: dict[Key, bool] = {}
+
+    @property
+    def as_hoped(self) -> bool:
+        """Whether all of its sizes have stayed open, and it gives what eager code gives."""
+        return self.usable and self._sizes.all_open
 
     def admits(self, inputs: Inputs) -> bool:
         """Whether it holds for micro-batches like this one."""
@@ -60,7 +66,7 @@ class Shapes:
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._made: dict[Key, list[Shared]] = {}
-        self._tried: dict[Key, list[set[tuple[Place, ...]]]] = {}
+        self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], Shared | None]]] = {}
 
     def find(self, inputs: Inputs) -> Shared | None:
         """The graph that serves this kind, if there is one."""
@@ -94,8 +100,8 @@ class Shapes:
     ) -> Shared | None:
         """The graph that serves this kind, whose loss has this form; made if it is worth it.
 
-        It is, if another kind of the same pattern is prepared. It is tried once for the dimensions
-        in which those that were seen differ, and for those of them that go together.
+        It is, if another kind of the same pattern is prepared. What has failed for the dimensions
+        in which those that were seen differ is not tried again for the same.
         """
         found = self.find(inputs)
         if found is None:
@@ -115,9 +121,13 @@ class Shapes:
     ) -> Shared | None:
         of = pattern(inputs.key)
         tried = self._tried.setdefault(of, [])
-        if not places or len(tried) >= _TRIES or set(places) in tried:
+        failed = any(
+            set(places) == earlier and (shared is None or not shared.as_hoped)
+            for earlier, shared in tried
+        )
+        if not places or failed or len(tried) >= _TRIES:
             return None
-        tried.append(set(places))
+        tried.append((set(places), None))
         try:
             shared = Shared(trace(Sizes.of(inputs, places)))
             if not shared.admits(inputs):
@@ -127,6 +137,7 @@ class Shapes:
         except Exception as problem:  # private parts of torch, and any model's code: it may fail
             self._told(problem)
             return None
+        tried[-1] = (set(places), shared)
         self._made.setdefault(of, []).append(shared)
         return shared
 

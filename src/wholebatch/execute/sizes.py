@@ -34,9 +34,11 @@ def pattern(key: Key) -> Key:
 
 
 def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...], ...]:
-    """The dimensions that are to be symbols: those in which kinds of one pattern differ.
+    """The dimensions that are to be symbols: those in which kinds of one pattern differ, and rows.
 
     Dimensions that were the same number in every kind are one symbol: the rows of texts and labels.
+    The rows are the first dimension of most tensors. They are what a batch is split by: if they
+    have not differed so far, they will in a short last micro-batch.
     What is 1 or 0 here stays so: a size of 1 is broadcast, and one of 0 is nothing, by other code.
     """
     kinds = [_shapes(key) for key in (inputs.key, *others)]
@@ -44,9 +46,15 @@ def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...],
     for which, shape in enumerate(kinds[0]):
         for dim in range(len(shape)):
             column = tuple(kind[which][dim] for kind in kinds)
-            if len(set(column)) > 1 and column[0] > 1:
-                columns.setdefault(column, []).append((which, dim))
-    return tuple(tuple(places) for places in columns.values())
+            columns.setdefault(column, []).append((which, dim))
+    if all(len(set(column)) == 1 for column in columns):
+        return ()
+    rows = max(columns, key=lambda column: sum(dim == 0 for _, dim in columns[column]))
+    return tuple(
+        tuple(place for place in places if len(set(column)) > 1 or place[1] == 0)
+        for column, places in columns.items()
+        if column[0] > 1 and (len(set(column)) > 1 or column == rows)
+    )
 
 
 def _shapes(key: Key) -> list[tuple[int, ...]]:
@@ -137,9 +145,14 @@ class Sizes:
         return _numbers(self.places, tensors)
 
     @property
-    def open(self) -> bool:
-        """Whether any symbol has been left open: code may have asked for the numbers themselves."""
-        return any(not _is_number(_expression(symbol)) for symbol in self.symbols)
+    def any_open(self) -> bool:
+        """Whether any symbol has stayed open: code may have asked for the numbers themselves."""
+        return any(map(_is_open, self.symbols))
+
+    @property
+    def all_open(self) -> bool:
+        """Whether every one has."""
+        return all(map(_is_open, self.symbols))
 
     def value(self, size: Any, tensors: Sequence[Tensor] | None = None) -> Any:
         """A number, or the number that something made of symbols is for this micro-batch."""
@@ -218,8 +231,8 @@ def _dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
     return strides
 
 
-def _is_number(expression: Any) -> bool:
-    return bool(getattr(expression, "is_number", True))
+def _is_open(symbol: Any) -> bool:
+    return not getattr(_expression(symbol), "is_number", True)
 
 
 def _is_true(expression: Any) -> bool:

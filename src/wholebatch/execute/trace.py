@@ -188,7 +188,7 @@ def trace(
         sizes.flat = [*map(sizes.fake, flat[: ends[1]]), *own]
         with lens_stay_open():
             graph = _written_down(step, sizes.flat, model, loss)
-        if not sizes.open:
+        if not sizes.any_open:
             raise CannotTrace("its code asks for the sizes themselves")
     if learnt["drawn in all"] != learnt["drawn"]:
         raise CannotTrace(
