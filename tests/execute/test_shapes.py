@@ -195,6 +195,14 @@ def each_differs(x: Tensor) -> Tensor:
     return x * float(len(range(x.shape[0])))
 
 
+def each_product_differs(x: Tensor) -> Tensor:
+    return x * float(len(range(x.numel() + 2 * x.shape[0])))
+
+
+def shares_differ(x: Tensor) -> Tensor:
+    return x * (1.0 / x.shape[0]) + x.new_ones(x.shape[0] - 1).sum() / (x.shape[0] // 2)
+
+
 def test_sizes_for_which_the_code_does_something_else_are_not_admitted(traces: list[bool]) -> None:
     model = Pooled(long_ones_differ)
     eager = Pooled(long_ones_differ)
@@ -208,9 +216,23 @@ def test_sizes_for_which_the_code_does_something_else_are_not_admitted(traces: l
     assert distance(model.parameters(), eager.parameters()) <= 1e-12
 
 
-def test_sizes_that_are_asked_for_have_graphs_of_their_own(traces: list[bool]) -> None:
-    model = Pooled(each_differs)
-    eager = Pooled(each_differs)
+def test_code_that_computes_with_sizes(traces: list[bool]) -> None:
+    model, eager = Pooled(shares_differ), Pooled(shares_differ)
+    reference = wb.WholeBatch(eager, sgd(eager), loss=loss, micro_batch=8, execute="eager")
+    train = traced(model, micro_batch=8)
+    for number in (8, 8, 3, 3, 4, 5, 6, 7):
+        train.step(samples(number))
+        reference.step(samples(number))
+    assert traces == [False, True]
+    assert shared_by(train) == 5
+    assert distance(model.parameters(), eager.parameters()) <= 1e-12
+
+
+@pytest.mark.parametrize("more", [each_differs, each_product_differs])
+def test_sizes_that_are_asked_for_have_graphs_of_their_own(
+    more: Callable[[Tensor], Tensor], traces: list[bool]
+) -> None:
+    model, eager = Pooled(more), Pooled(more)
     reference = wb.WholeBatch(eager, sgd(eager), loss=loss, micro_batch=8, execute="eager")
     train = traced(model, micro_batch=8)
     for number in (8, 8, 3, 3, 4, 4, 5, 5):

@@ -9,6 +9,7 @@ holds for all sizes that give the same answers, and for no others.
 from __future__ import annotations
 
 import builtins
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from wholebatch.execute.inputs import Inputs, Key
 __all__ = ["Place", "Sizes", "differing", "lens_stay_open", "pattern", "same_shape"]
 
 aten = torch.ops.aten
+_LEN = builtins.len
+_ONE_AT_A_TIME = threading.Lock()
 
 Place: TypeAlias = tuple[int, int]
 """Which tensor of a micro-batch, and which of its dimensions."""
@@ -146,12 +149,17 @@ class Sizes:
 
     @property
     def any_open(self) -> bool:
-        """Whether any symbol has stayed open: code may have asked for the numbers themselves."""
-        return any(map(_is_open, self.symbols))
+        """Whether a graph of it serves more than one kind.
+
+        Not if the code has asked for the numbers themselves, or for one that is made of them, as a
+        loop over the rows of all texts does.
+        """
+        still = {symbol.node._expr for symbol in self.symbols if _is_open(symbol)}
+        return bool(still) and not any(_pins(g.expr, still) for g in self._environment.guards)
 
     @property
     def all_open(self) -> bool:
-        """Whether every one has."""
+        """Whether no symbol has become a number."""
         return all(map(_is_open, self.symbols))
 
     def value(self, size: Any, tensors: Sequence[Tensor] | None = None) -> Any:
@@ -182,9 +190,9 @@ class Sizes:
         return all(
             bool(ranges[symbol].lower <= number) and bool(number <= ranges[symbol].upper)
             for symbol, number in binding.items()
-        ) and all(_is_true(guard.expr.subs(binding)) for guard in self._environment.guards)
+        ) and all(_holds(guard.expr, binding) for guard in self._environment.guards)
 
-    def _binding(self, numbers: Sequence[int]) -> Mapping[Any, Any]:
+    def _binding(self, numbers: Sequence[int]) -> Mapping[Any, int]:
         symbols = (symbol.node._expr for symbol in self.symbols)
         return dict(zip(symbols, numbers, strict=True))
 
@@ -235,25 +243,34 @@ def _is_open(symbol: Any) -> bool:
     return not getattr(_expression(symbol), "is_number", True)
 
 
-def _is_true(expression: Any) -> bool:
+def _pins(guard: Any, symbols: set[Any]) -> bool:
+    """Whether it says which number a sum or product of these symbols is."""
+    if getattr(guard, "rel_op", None) != "==" or not guard.free_symbols & symbols:
+        return False
+    sides = [side for side in guard.args if not side.is_number]
+    return len(sides) == 1 and bool(sides[0].is_polynomial())
+
+
+def _holds(guard: Any, binding: Mapping[Any, int]) -> bool:
     try:
-        return bool(expression)
-    except TypeError:  # of something else than our symbols
+        return bool(guard.subs(binding))
+    except (TypeError, ValueError, ArithmeticError):  # of something else than our symbols
         return False
 
 
 @contextmanager
 def lens_stay_open() -> Iterator[None]:
     """Within it, `len(tensor)` may be a symbol; Python's own makes it a number, for good."""
-    plain = builtins.len
+    plain = _LEN
 
     def length(of: Any, /) -> Any:
         if isinstance(of, Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
             return of.shape[0]
         return plain(of)
 
-    builtins.len = length
-    try:
-        yield
-    finally:
-        builtins.len = plain
+    with _ONE_AT_A_TIME:
+        builtins.len = length
+        try:
+            yield
+        finally:
+            builtins.len = plain
