@@ -68,6 +68,18 @@ def test_kinds_that_share_a_graph_use_it_at_once() -> None:
     assert aged(5.0).prepares(1, 1, first=False, shared=1)
 
 
+def test_auto_traces_another_kind_when_it_has_trained_for_as_long_as_it_has_prepared() -> None:
+    plan = aged(100.0)
+    plan.spent = 60.0
+    assert not plan.prepares(1, 2, first=False)
+    assert plan.prepares(1, 1, first=False, shared=1)  # which is there already
+    plan.spent = 40.0
+    assert plan.prepares(1, 2, first=False)
+    graph = Plan.of("graph", CUDA)
+    graph.spent = 1e9
+    assert graph.prepares(1, 2, first=False)
+
+
 def test_a_cpu_is_left_eager() -> None:
     assert Plan.of("auto", CPU).eager
     assert Plan.of("eager", CUDA).eager

@@ -279,6 +279,7 @@ class Executor:
             return
         finally:
             after.restore()
+            self._plan.spent += time.perf_counter() - began
         empty_cache(self._device)  # what eager code and the trial needed, no one needs again
         self.notes.tell(
             f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "

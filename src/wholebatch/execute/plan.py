@@ -1,9 +1,11 @@
 """When to trace, compile and record: what was asked for, or what has paid for itself by now.
 
 Nobody knows how many steps are to come. So "auto" spends on preparation what the run has already
-lasted: it traces and records after a few seconds (which makes launches free), and compiles once the
-run is as old as the compilation would take. It is then never much slower than twice the best
-choice, however short or long the run turns out to be.
+lasted: it traces and records after a few seconds (which makes launches free), traces further kinds
+when as much of the run was training as was preparation, and compiles once the run is as old as the
+compilation would take. It is then never much slower than twice the best choice, however short or
+long the run turns out to be. A kind that has a graph already, because one serves many sizes, needs
+little more than one micro-batch's time, and is not made to wait.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class Plan:
     captures: bool
     auto: bool
     started: float = field(default_factory=time.perf_counter)
+    spent: float = 0.0
+    """Seconds of preparation so far."""
     changes: float = 0.0
     """How often something that a graph was made for has changed of late."""
 
@@ -98,7 +102,8 @@ class Plan:
         `shared`: there is a graph that serves this kind, and so many others by now. Then it has
         only to be held against eager code, and recorded.
         """
-        if self.auto and time.perf_counter() - self.started < _TRACE_AFTER:
+        age = time.perf_counter() - self.started
+        if self.auto and (age < _TRACE_AFTER or (shared is None and made and age < 2 * self.spent)):
             return False
         if shared is not None:
             if self.captures:
