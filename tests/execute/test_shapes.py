@@ -11,54 +11,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tagged, traced
+from tests.execute.nets import (
+    Encoder,
+    Micro,
+    Tagger,
+    loss,
+    mean_of_tokens,
+    mode_of,
+    tagged,
+    texts,
+    traced,
+)
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
 from wholebatch.execute import executor as executor_module
-from wholebatch.execute.inputs import take_apart
-from wholebatch.execute.rewrite import Options, rewrite
-from wholebatch.execute.sizes import Sizes, differing, pattern
-from wholebatch.execute.trace import Form, State, Traced, trace
-from wholebatch.precision import choose
-
-
-class Encoder(nn.Module):
-    """Texts with a padding mask in their attention, and an output that is tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.token = nn.Embedding(13, 8, padding_idx=0)
-        self.place = nn.Embedding(32, 8)
-        self.norm = nn.LayerNorm(8)
-        self.qkv = nn.Linear(8, 24)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-        self.read = nn.Linear(8, 13, bias=False)
-        self.read.weight = self.token.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        rows, length = tokens.shape
-        keep = (tokens != 0)[:, None, None, :]
-        x = self.token(tokens) + self.place(torch.arange(length, device=tokens.device))
-        q, k, v = (
-            part.view(rows, length, 2, 4).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).split(8, dim=2)
-        )
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
-        x = x + mixed.transpose(1, 2).reshape(rows, length, 8)
-        logits: Tensor = self.read(x + self.down(functional.gelu(self.up(x))))
-        return logits
-
-
-def texts(seed: int, number: int = 14, longest: int = 16) -> Micro:
-    """Padded to the longest; each has a length of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, longest + 1, (number, 1), generator=generator)
-    lengths[0] = longest
-    beyond = torch.arange(longest) >= lengths
-    tokens = torch.randint(1, 13, (number, longest), generator=generator)
-    labels = torch.randint(0, 13, (number, longest), generator=generator)
-    return {"x": tokens.masked_fill(beyond, 0), "y": labels.masked_fill(beyond, -100)}
+from wholebatch.execute import joint as joint_module
+from wholebatch.execute.plan import Plan
 
 
 @pytest.fixture
@@ -249,14 +216,12 @@ def test_a_graph_that_gives_something_else_is_not_shared(
     monkeypatch: pytest.MonkeyPatch, traces: list[bool]
 ) -> None:
     """The first use is in the middle of a window: its gradients are compared all the same."""
-    from wholebatch.execute import joint
-
-    right = joint.JointStep.__call__
+    right = joint_module.JointStep.__call__
 
     def wrong(self: Any, tensors: Any, seeds: Any) -> Any:
         return right(self, tensors, [seed * 1.5 for seed in seeds] if self.sizes else seeds)
 
-    monkeypatch.setattr(joint.JointStep, "__call__", wrong)
+    monkeypatch.setattr(joint_module.JointStep, "__call__", wrong)
     model = mlp()
     whole = Whole(model)
     train = traced(model)
@@ -285,76 +250,58 @@ def test_sixteen_bit_casts_are_those_of_the_window() -> None:
     assert distance(models[1].parameters(), models[0].parameters()) <= 1e-3
 
 
-def test_what_is_open_and_what_goes_together() -> None:
-    def kind(rows: int, length: int, extra: int = 3) -> Any:
-        return take_apart(
-            {
-                "x": torch.zeros(rows, length),
-                "mask": torch.zeros(rows, 1, length, length),
-                "z": torch.zeros(extra),
-            }
-        )
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A compiler that changes nothing; one entry for each graph: whether its sizes are open."""
+    made: list[bool] = []
 
-    first, second, third = kind(4, 4), kind(4, 6), kind(2, 6)
-    assert pattern(first.key) == pattern(second.key) != pattern(take_apart(torch.ones(1)).key)
-    rows, lengths = ((0, 0), (1, 0)), ((0, 1), (1, 2), (1, 3))  # (tensor, dimension)
-    assert set(differing(second, [first.key])) == {rows, lengths}
-    assert set(differing(third, [second.key])) == {rows}
-    assert set(differing(kind(1, 6), [first.key])) == {lengths}
-    assert differing(second, [second.key]) == ()
-    groups = differing(second, [first.key, third.key])
-    assert set(groups) == {rows, lengths}
-    sizes = Sizes.of(second, groups)
-    assert sizes.admit(kind(7, 11).tensors)
-    assert not sizes.admit(kind(7, 11, extra=4).tensors)  # was the same in all
-    assert not sizes.admit(kind(1, 11).tensors)
-    assert not sizes.admit(kind(7, 0).tensors)
-    turned = {"x": torch.zeros(11, 7).t(), "mask": torch.zeros(7, 1, 11, 11), "z": torch.zeros(3)}
-    assert not sizes.admit(take_apart(turned).tensors)  # lies otherwise in memory
+    def compiled(graph: Any, arguments: list[Any], _: Any) -> Any:
+        made.append(isinstance(arguments[0], torch.SymInt))
+        return graph
+
+    monkeypatch.setattr(joint_module, "_inductor", compiled)
+    return made
 
 
-def traced_of(model: nn.Module, number: int, length: int, *others: int) -> Traced:
-    """The graph for texts of this size, or, if others are given, for any number."""
-    precision = choose("bf16", "cpu")
-    state = State.of(model, list(model.parameters()))
-    inputs = take_apart(texts(1, number, length))
-    with precision.forward():
-        form = Form.of(loss(model, texts(1, number, length)), "loss")
-    sizes = None
-    if others:
-        keys = [take_apart(texts(1, other, other)).key for other in others]
-        sizes = Sizes.of(inputs, differing(inputs, keys))
-    return trace(model, loss, precision, state, inputs, form, "loss", sizes)
+def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[bool]) -> None:
+    model = mlp()
+    whole = Whole(model)
+    train = traced(model, micro_batch=16)
+    executor = train._feeding.executor
+    executor._plan = Plan(eager=False, compiles=False, captures=False, auto=True)
+    executor._plan.started -= 1e9
+    for step, number in enumerate((8, 8, 3, 3, 4, 8, 3, 4, 5)):
+        executor._plan.compiles = step > 4  # by now the run has lasted long enough
+        whole.step(samples(number))
+        train.step(samples(number))
+        if step == 4:
+            assert [one.mode for one in executor._steps.values()] == ["operations"] * 3
+    assert [one.mode for one in executor._steps.values()] == ["compile"] * 4
+    assert compilations == [False, True]
+    whole.assert_same(model)
 
 
-def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:
-    """Outputs and gradients of the rewritten graph for texts of this size."""
-    micro = take_apart(texts(1, *sizes))
-    trained = [parameter.detach() for parameter in model.parameters()]
-    buffers = [torch.zeros_like(parameter) for parameter in trained]
-    options = Options(entropy=True)
-    rewritten = rewrite(graph, len(trained), [torch.float32] * len(trained), options)
-    assert rewritten.fused_losses == 1
-    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
-    leading = () if graph.sizes is None else sizes
-    arguments = [*leading, *trained, *micro.tensors, torch.tensor(0.5), *casts, *buffers]
-    with torch.no_grad():
-        return [*rewritten.graph(*arguments), *buffers]
+def test_a_compiler_that_cannot_leave_sizes_open(
+    monkeypatch: pytest.MonkeyPatch, compilations: list[bool]
+) -> None:
+    """Each kind is compiled by itself then, as if nothing else had been tried; nobody is warned."""
+    plain = joint_module._inductor
 
+    def broken(graph: Any, arguments: list[Any], more: Any) -> Any:
+        compiled = plain(graph, arguments, more)
+        if isinstance(arguments[0], torch.SymInt):
+            raise RuntimeError("sizes must be numbers\nand a long story")
+        return compiled
 
-def test_graphs_of_open_sizes_are_rewritten_as_others_are() -> None:
-    model = Encoder()
-    number = len(list(model.parameters()))
-    dtypes = [torch.float32] * number
-    own, of_all = traced_of(model, 6, 16), traced_of(model, 6, 16, 4)
-    for options in (Options(products=True, entropy=True), Options(recompute=True)):
-        one, other = (rewrite(graph, number, dtypes, options) for graph in (own, of_all))
-        for what in ("casts", "fused_products", "fused_embeddings", "recomputed", "fused_losses"):
-            assert getattr(other, what) == getattr(one, what)
-        made = (other.fused_products, other.fused_losses, other.recomputed)
-        assert made == ((4, 1, 0) if options.products else (0, 0, 1))
-        nodes = other.graph.graph.nodes
-        reads = [node for node in nodes if node.target is torch.ops.aten.sym_size.int]
-        assert len(reads) <= 2  # beside the logits; nothing is held only to be measured
-    wanted = results_of(model, traced_of(model, 3, 7), 3, 7)
-    assert distance(results_of(model, of_all, 3, 7), wanted) <= 1e-6
+    monkeypatch.setattr(joint_module, "_inductor", broken)
+    model = mlp()
+    whole = Whole(model)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=16, execute="compile")
+    for number in (8, 8, 3, 3, 4, 4, 8, 3, 4):
+        whole.step(samples(number))
+        train.step(samples(number))
+    assert compilations == [False, True, False, False]
+    assert mode_of(train) == "compile"
+    assert shared_by(train) == 0
+    assert "RuntimeError: sizes must be numbers" in train._feeding.executor.notes.history[1]
+    whole.assert_same(model)
