@@ -43,6 +43,18 @@ class Eagerly:
             return None  # a sum in 16 bit does not tell what was added last
         return [after if before is None else after - before for after, before in pairs]
 
+    def gradients_in_full(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        parameters: Sequence[nn.Parameter],
+        seeds: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Those of this micro-batch without autocast, from where eager code began."""
+        self.before.restore()
+        micro = self.inputs.around(self.inputs.tensors)
+        return gradients_in_full(model, loss, micro, parameters, seeds)
+
 
 class Check:
     """Holds what a graph gives against what eager code gave, in this precision."""

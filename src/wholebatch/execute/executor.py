@@ -25,7 +25,7 @@ from wholebatch.execute.buffers import (
     may_lend,
     take_workspace,
 )
-from wholebatch.execute.check import Check, Eagerly, gradients_in_full
+from wholebatch.execute.check import Check, Eagerly
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
 from wholebatch.execute.fingerprint import Fingerprint
@@ -184,14 +184,15 @@ class Executor:
         if not self._window_is_open():
             return False
         self._look_at_the_window()
+        self._plan.micro_batches += 1
         prepared = self._steps.get(inputs.key)
         if prepared is None:
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
             shared = self._shapes.find(inputs)
             if not self._prepares(inputs, shared):
                 return False
-            compiled = self._plan.compiles_at_once(self._compiled()) or self._shapes.ready(inputs)
-            self._prepare(inputs, micro, compiled=compiled)
+            at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
+            self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
             return True
         joint = prepared.joint
         if not joint.compiled and self._upgrades(inputs, joint):
@@ -200,6 +201,7 @@ class Executor:
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
+        joint.runs += 1
         totals, units = prepared.run(inputs.tensors, self._ledger.seeds(prepared.form))
         self._ledger.record(prepared.form, totals, units)
         return True
@@ -213,7 +215,7 @@ class Executor:
     def _upgrades(self, inputs: Inputs, joint: JointStep) -> bool:
         if joint.sizes is not None and self._shapes.ready(inputs):
             return self._plan.compiles  # only to be recorded anew
-        return self._plan.upgrades(joint.operations, self._compiled())
+        return self._plan.upgrades(joint.operations, self._compiled(), joint.runs)
 
     def _window_is_open(self) -> bool:
         """Open the window if its seed is known without a loss; else eager code does it."""
@@ -352,10 +354,8 @@ class Executor:
             return joint(inputs.tensors, seeds)[0]
 
         def in_full() -> list[Tensor]:
-            done.before.restore()
             used = [self._gradients.parameters[index] for index in joint.used]
-            micro = inputs.around(inputs.tensors)
-            return gradients_in_full(self._model, self._loss, micro, used, seeds)
+            return done.gradients_in_full(self._model, self._loss, used, seeds)
 
         try:
             found = rehearse(run, self._device, captures=self._plan.captures)

@@ -59,6 +59,8 @@ class JointStep:
         self.random = traced.random
         self.sizes = traced.sizes
         self.compiled = compiled
+        self.runs = 1
+        """How often it has run, as itself or recorded; the one that it is tried on counts."""
         self._trained = list(state.trained.values())
         self._others = list(state.others.values())
         device = self._trained[0].device

@@ -64,6 +64,8 @@ class Plan:
     started: float = field(default_factory=time.perf_counter)
     spent: float = 0.0
     """Seconds of preparation so far."""
+    micro_batches: int = 0
+    """How many there have been."""
     changes: float = 0.0
     """How often something that a graph was made for has changed of late."""
 
@@ -114,13 +116,21 @@ class Plan:
         limit = _KINDS if self.captures else _AT_ONCE
         return first if made == 0 else seen > 1 and made < limit
 
-    def compiles_at_once(self, compiled: int) -> bool:
-        """Whether a new graph is compiled from the start; `compiled` have been so far."""
-        return self.compiles and not self.auto and compiled < _AT_ONCE
+    def compiles_at_once(self, compiled: int, *, shared: bool = False) -> bool:
+        """Whether a new graph is compiled from the start; `compiled` have been so far.
 
-    def upgrades(self, operations: int, compiled: int) -> bool:
-        """Whether a graph that runs as traced is worth compiling now."""
+        `shared`: one of them serves many sizes. What is left is rare, and waits for its time.
+        """
+        limit = _AT_ONCE - 1 if shared else _AT_ONCE
+        return self.compiles and not self.auto and compiled < limit
+
+    def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
+        """Whether a graph that runs as traced, and has run so often, is worth compiling now.
+
+        It is, when the run has spent on its kinds of micro-batches what compiling takes.
+        """
         if not self.compiles or compiled >= _COMPILED:
             return False
         age = time.perf_counter() - self.started
-        return age > (compiled + 1) * operations * _COMPILE_PER_OPERATION
+        share = min(1.0, runs / max(1, self.micro_batches))
+        return age * share > (compiled + 1) * operations * _COMPILE_PER_OPERATION

@@ -75,6 +75,11 @@ class Shapes:
         made = self._made.get(pattern(inputs.key), ())
         return next((shared for shared in made if shared.admits(inputs)), None)
 
+    @property
+    def serve(self) -> bool:
+        """Whether there is any graph of open sizes in use."""
+        return any(shared.usable for made in self._made.values() for shared in made)
+
     def ready(self, inputs: Inputs) -> bool:
         """Whether there is a compiled graph for this kind, which only has to be recorded."""
         found = self.find(inputs)
