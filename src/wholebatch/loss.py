@@ -80,6 +80,8 @@ def check_units(units: object) -> Units:
         if units.is_complex():
             raise LossError(f"units of dtype {units.dtype}: must be real")
         return units.detach()
+    if isinstance(units, torch.SymInt | torch.SymFloat):  # a graph of many sizes is being traced
+        return units  # type: ignore[return-value]
     if isinstance(units, bool) or not isinstance(units, Real):
         raise LossError(
             f"units={units!r}: must be a number or a 0-dim tensor, what the loss is a sum over "

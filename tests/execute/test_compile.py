@@ -25,7 +25,19 @@ def _warnings_of_the_compiler_are_its_own() -> Any:
         yield
 
 
-def test_compiled_joint_graph_makes_the_update_of_the_undivided_batch() -> None:
+def test_compiled_joint_graphs_of_many_sizes_make_the_update_of_the_undivided_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from wholebatch.execute import joint
+
+    compilations = []
+    plain = joint._inductor
+
+    def counted(*arguments: Any) -> Any:
+        compilations.append(arguments)
+        return plain(*arguments)
+
+    monkeypatch.setattr(joint, "_inductor", counted)
     model = Tagger().double()
     whole = Whole(model, loss=mean_of_tokens, clip_norm=0.2)
     optimizer = sgd(model)
@@ -33,11 +45,18 @@ def test_compiled_joint_graph_makes_the_update_of_the_undivided_batch() -> None:
     train = wb.WholeBatch(
         model, optimizer, loss=loss, micro_batch=3, clip_norm=0.2, execute="compile"
     )
-    for number in (6, 6, 6, 7):  # the last has a tail of one, which runs eagerly
-        whole.step(tagged(number))
-        train.step(tagged(number))
+    # Texts of one length in threes, with a short last micro-batch; then of others.
+    for number, length in ((8, 6), (6, 6), (8, 9), (8, 6), (5, 7), (8, 4), (6, 31), (5, 9)):
+        whole.step(tagged(number, length))
+        train.step(tagged(number, length))
+    assert mode_of(train) == "compile"
+    steps = list(train._feeding.executor._steps.values())
+    assert [step.mode for step in steps] == ["compile"] * len(steps)
+    assert [step.joint.sizes is not None for step in steps] == [False] + [True] * 8
+    assert len(compilations) == 2
+    train.step(tagged(7, 6))  # a tail of one is another kind still, and runs eagerly
+    whole.step(tagged(7, 6))
     assert mode_of(train) == "eager"
-    assert [step.mode for step in train._feeding.executor._steps.values()] == ["compile"]
     assert "compiled a micro-step" in train._feeding.executor.notes.history[0]
     whole.assert_same(model, seen)
 

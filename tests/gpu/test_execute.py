@@ -133,6 +133,31 @@ def test_compiled_and_recorded_micro_steps_in_float64() -> None:
     assert error(found, wanted) <= 1e-12
 
 
+def test_many_sizes_share_one_compiled_graph() -> None:
+    """One graph for the first shape, one for all others, and a recording for each."""
+    found = []
+    for execute in ("eager", "graph"):
+        model = fresh(torch.float64)
+        before = parameters_of(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train = wb.WholeBatch(
+            model,
+            optimizer,
+            loss=loss,
+            micro_batch=4,
+            execute=execute,  # type: ignore[arg-type]
+        )
+        with warnings_of_the_compiler():
+            for samples, length in ((16, 32), (16, 32), (19, 48), (19, 48), (14, 24), (15, 40)):
+                train.step(batch(samples, length))
+        found.append(parameters_of(model) - before)
+    steps = train._feeding.executor._steps.values()
+    assert [step.mode for step in steps] == ["graph of compile"] * 7
+    assert [step.joint.sizes is not None for step in steps] == [False] + [True] * 6
+    assert len({id(step.joint) for step in steps}) == 2
+    assert error(found[1], found[0]) <= 1e-12
+
+
 def test_bf16_is_as_near_to_the_truth_as_eager_code() -> None:
     """With weight gradients that add themselves, also of the tied weight."""
     truth, _ = trained(fresh(torch.float64), "eager")

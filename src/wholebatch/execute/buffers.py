@@ -168,6 +168,10 @@ class Gradients:
         held = [self.parameters[index].grad for index in used]
         return [None if one is None else one.detach().to("cpu", copy=True) for one in held]
 
+    def in_all(self) -> list[Tensor | None]:
+        """Copies of what `.grad` of all parameters holds, on the host."""
+        return self.set_aside(range(len(self.parameters)))
+
     @torch.no_grad()
     def put_back(self, used: tuple[int, ...], held: Sequence[Tensor | None]) -> None:
         """These numbers (or zero) into the buffers, and the buffers in place."""

@@ -4,16 +4,56 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.execute.inputs import Inputs
 from wholebatch.execute.notes import CannotTrace
-from wholebatch.execute.trace import totals_of
+from wholebatch.execute.trace import Form, totals_of
 from wholebatch.loss import as_loss
+from wholebatch.snapshot import Snapshot
 
-__all__ = ["Check", "differs", "gradients_in_full", "is_as_near"]
+__all__ = ["Check", "Eagerly", "differs", "gradients_in_full", "is_as_near"]
+
+
+@dataclass(frozen=True)
+class Eagerly:
+    """What eager code made of a micro-batch, for a graph to be held against."""
+
+    inputs: Inputs
+    form: Form
+    totals: list[Tensor]
+    before: Snapshot
+    earlier: Sequence[Tensor | None] | None
+    """The gradients of the micro-batches before it, by parameter, where they were kept."""
+    alone: bool
+    """Whether there were none in this window."""
+
+    def gradients(
+        self, used: Sequence[int], held: Sequence[Tensor | None]
+    ) -> Sequence[Tensor] | None:
+        """Those of this micro-batch, where `held` is in `.grad` of these parameters by now."""
+        if self.earlier is None:
+            return [g for g in held if g is not None] if self.alone else None
+        pairs = [(g, self.earlier[i]) for i, g in zip(used, held, strict=True) if g is not None]
+        if any(after.dtype in (torch.bfloat16, torch.float16) for after, _ in pairs):
+            return None  # a sum in 16 bit does not tell what was added last
+        return [after if before is None else after - before for after, before in pairs]
+
+    def gradients_in_full(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        parameters: Sequence[nn.Parameter],
+        seeds: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Those of this micro-batch without autocast, from where eager code began."""
+        self.before.restore()
+        micro = self.inputs.around(self.inputs.tensors)
+        return gradients_in_full(model, loss, micro, parameters, seeds)
 
 
 class Check:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholebatch.execute.sizes import same_shape
+
 __all__ = ["can_fuse_entropy", "fuse_entropy"]
 
 aten = torch.ops.aten
@@ -177,7 +179,7 @@ def _source(shares: fx.Node) -> fx.Node | None:
         casts = node.target is aten._to_copy.default and not is_cast
         if not casts and node.target not in _VIEWS:
             value = logits.meta["val"]
-            fits = value.dtype in _DTYPES and value.is_contiguous()
+            fits = value.dtype in _DTYPES and value.is_contiguous() and type(value.shape[-1]) is int
             return logits if fits and node.target in _MAKERS else None
         source = node.all_input_nodes[0]
         if casts:
@@ -192,7 +194,7 @@ def _end(node: fx.Node, like: Tensor) -> fx.Node | None:
     """The gradient of the logits behind views and a cast, as it leaves the loss."""
     while True:
         value = node.meta["val"]
-        if value.dtype is like.dtype and value.shape == like.shape:
+        if value.dtype is like.dtype and same_shape(value.shape, like.shape):
             return node
         if len(node.users) != 1:
             return None
@@ -218,10 +220,21 @@ def _replace(graph: fx.Graph, loss: _Loss, results: list[Any]) -> None:
         if count is not None:
             total = call(aten.div.Tensor, (total, count))
         total.meta["val"] = loss.loss.meta["val"][0]
-        gradient = call(aten.view.default, (flat, list(value.shape)))
+        shape = [
+            size if isinstance(size, int) else _size(graph, loss.logits, dim)
+            for dim, size in enumerate(value.shape)
+        ]
+        gradient = call(aten.view.default, (flat, shape))
         gradient.meta["val"] = loss.gradient.meta["val"]
     for user in list(loss.loss.users):
         if user.args[1:] == (0,):
             user.replace_all_uses_with(total)
             results[:] = [total if result is user else result for result in results]
     loss.gradient.replace_all_uses_with(gradient)
+
+
+def _size(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
+    """A size that is a symbol, as part of the graph."""
+    size = graph.call_function(aten.sym_size.int, (node, dim))
+    size.meta["val"] = node.meta["val"].shape[dim]
+    return size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,16 +25,18 @@ from wholebatch.execute.buffers import (
     may_lend,
     take_workspace,
 )
-from wholebatch.execute.check import Check, gradients_in_full
+from wholebatch.execute.check import Check, Eagerly
 from wholebatch.execute.compiled import CompiledForward
 from wholebatch.execute.copies import Copies
 from wholebatch.execute.fingerprint import Fingerprint
-from wholebatch.execute.graph import Captured
+from wholebatch.execute.graph import Captured, rehearse
 from wholebatch.execute.inputs import Inputs, Key, take_apart
 from wholebatch.execute.joint import JointStep, Prepared, Runnable
 from wholebatch.execute.ledger import Ledger
 from wholebatch.execute.notes import CannotTrace, Notes, first_line
 from wholebatch.execute.plan import Execute, Plan
+from wholebatch.execute.shapes import Shapes, Shared
+from wholebatch.execute.sizes import Sizes
 from wholebatch.execute.trace import Form, State, Traced, totals_of, trace
 from wholebatch.loss import Loss, Terms
 from wholebatch.precision import Precision
@@ -109,6 +112,7 @@ class Executor:
         self._steps: dict[Key, Prepared] = {}
         self._traced: dict[Key, Traced] = {}
         self._seen: dict[Key, int] = {}
+        self._shapes = Shapes(self.notes)
 
     # ------------------------------------------------------------- micro-step
 
@@ -140,6 +144,7 @@ class Executor:
         self._steps.clear()
         self._traced.clear()
         self._seen.clear()
+        self._shapes = Shapes(self.notes)
         self._pool = None
         self._next_place = 0
 
@@ -179,24 +184,38 @@ class Executor:
         if not self._window_is_open():
             return False
         self._look_at_the_window()
+        self._plan.micro_batches += 1
         prepared = self._steps.get(inputs.key)
         if prepared is None:
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
-            first = not self._window.owners
-            if not self._plan.prepares(len(self._steps), self._seen[inputs.key], first=first):
+            shared = self._shapes.find(inputs)
+            if not self._prepares(inputs, shared):
                 return False
-            self._prepare(inputs, micro, compiled=self._plan.compiles_at_once(self._compiled()))
+            at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
+            self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
             return True
         joint = prepared.joint
-        if not joint.compiled and self._plan.upgrades(joint.operations, self._compiled()):
+        if not joint.compiled and self._upgrades(inputs, joint):
             self._prepare(inputs, micro, compiled=True)
             return True
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
-        totals, units = prepared.run(inputs.tensors, self._ledger.seeds(joint.form))
-        self._ledger.record(joint.form, totals, units)
+        joint.runs += 1
+        totals, units = prepared.run(inputs.tensors, self._ledger.seeds(prepared.form))
+        self._ledger.record(prepared.form, totals, units)
         return True
+
+    def _prepares(self, inputs: Inputs, shared: Shared | None) -> bool:
+        own = sum(step.joint.sizes is None for step in self._steps.values())
+        others = None if shared is None else len(self._steps) - own
+        first = not self._window.owners
+        return self._plan.prepares(own, self._seen[inputs.key], first=first, shared=others)
+
+    def _upgrades(self, inputs: Inputs, joint: JointStep) -> bool:
+        if joint.sizes is not None and self._shapes.ready(inputs):
+            return self._plan.compiles  # only to be recorded anew
+        return self._plan.upgrades(joint.operations, self._compiled(), joint.runs)
 
     def _window_is_open(self) -> bool:
         """Open the window if its seed is known without a loss; else eager code does it."""
@@ -228,7 +247,7 @@ class Executor:
                 del self._steps[key]  # a tensor of the model lies elsewhere now
 
     def _compiled(self) -> int:
-        return sum(step.joint.compiled for step in self._steps.values())
+        return len({id(s.joint) for s in self._steps.values() if s.joint.compiled})
 
     @property
     def by_autograd(self) -> bool:
@@ -240,25 +259,29 @@ class Executor:
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
         """Run this micro-batch eagerly; make its graph; hold the two against each other."""
         alone = not self._window.owners
+        earlier = None
+        if not alone and self._shapes.wants_proof(inputs, self._traced, compiled=compiled):
+            earlier = self._gradients.in_all()
         before = Snapshot(self._model)
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
-        form = Form.of(loss, self._single)
         totals = [total.detach() for total in totals_of(loss)]
+        done = Eagerly(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
         del loss
         self._precision.let_go()
         self._settle(always=True)  # what is made from here on stays: not in the gaps of the rest
         after = Snapshot(self._model)
         began = time.perf_counter()
         try:
-            step = self._made(inputs, form, totals, before, compiled=compiled, alone=alone)
+            step = self._made(done, compiled=compiled)
             self._steps[inputs.key] = step
         except CannotTrace as reason:
             self._give_up(str(reason))
             return
         finally:
             after.restore()
+            self._plan.spent += time.perf_counter() - began
         empty_cache(self._device)  # what eager code and the trial needed, no one needs again
         self.notes.tell(
             f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
@@ -267,16 +290,8 @@ class Executor:
             f"{step.joint.fused[1]} embeddings add themselves"
         )
 
-    def _made(
-        self,
-        inputs: Inputs,
-        form: Form,
-        totals: list[Tensor],
-        before: Snapshot,
-        *,
-        compiled: bool,
-        alone: bool,
-    ) -> Prepared:
+    def _made(self, done: Eagerly, *, compiled: bool) -> Prepared:
+        inputs, form = done.inputs, done.form
         if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
         state = State.of(self._model, self._parameters)
@@ -285,50 +300,34 @@ class Executor:
             raise CannotTrace("it has sparse gradients, and a graph adds dense ones")
         if not self._gradients.parameters:
             self._make_buffers(state)
+
+        def traced(sizes: Sizes | None = None) -> Traced:
+            parts = (self._model, self._loss, self._precision, state)
+            return trace(*parts, inputs, form, self._single, sizes)
+
+        def make(traced: Traced, *, compiled: bool) -> JointStep:
+            parts = (state, self._gradients, self._casts)
+            return JointStep(traced, *parts, compiled=compiled, example=inputs.tensors)
+
         if inputs.key not in self._traced:
-            self._traced[inputs.key] = trace(
-                self._model, self._loss, self._precision, state, inputs, form, self._single
-            )
-        traced = self._traced[inputs.key]
-        # What the window holds so far must survive the trial run in the buffers.
-        buffers = self._gradients.of(traced.used)
-        held = self._gradients.set_aside(traced.used)
+            shared = self._shapes.serving(inputs, form, self._steps, self._seen, traced)
+            if shared is not None:
+                try:
+                    step = self._proven(shared.joint(make, state, compiled=compiled), done)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as problem:  # whatever a compiler raises, or the check
+                    self._shapes.give_up(shared, problem)
+                else:
+                    shared.proven.add(compiled)
+                    return step
+            self._traced[inputs.key] = traced()
+        joint = self._joint(make, self._traced[inputs.key], compiled)
+        return self._proven(joint, replace(done, earlier=None))
 
-        def in_full() -> list[Tensor]:
-            before.restore()
-            used = [parameters[index] for index in traced.used]
-            micro = inputs.around(inputs.tensors)
-            return gradients_in_full(self._model, self._loss, micro, used, seeds)
-
+    def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
         try:
-            joint = self._joint(traced, state, inputs, compiled=compiled)
-            self._casts.refresh()
-            seeds = self._ledger.seeds(form)
-            found = self._trial(joint, inputs, seeds, before)
-            if not joint.random:
-                check = Check(self._precision.name, self._parameters)
-                check.hold_against(found, totals, "loss")
-                if alone:
-                    wanted = [g for g in held if g is not None]
-                    check.hold_against(buffers, wanted, "gradient", truth=in_full)
-            run = self._captured(joint, inputs, seeds) if self._plan.captures else joint
-        finally:
-            self._gradients.put_back(traced.used, held)
-        return Prepared(joint, run)
-
-    def _joint(self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool) -> JointStep:
-        def make(compiled: bool) -> JointStep:
-            return JointStep(
-                traced,
-                state,
-                self._gradients,
-                self._casts,
-                compiled=compiled,
-                example=inputs.tensors,
-            )
-
-        try:
-            return make(compiled)
+            return make(traced, compiled=compiled)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # whatever a compiler raises, the traced graph still runs
@@ -339,26 +338,37 @@ class Executor:
                 raise CannotTrace(f"it cannot be compiled ({reason})") from problem
             self._plan.compiles = False
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
-            return self._joint(traced, state, inputs, compiled=False)
+            return self._joint(make, traced, False)
 
-    def _trial(
-        self, joint: JointStep, inputs: Inputs, seeds: list[Tensor], before: Snapshot
-    ) -> list[Tensor]:
-        """Run it as eager code did, into empty buffers; twice before it is recorded."""
-        buffers = self._gradients.of(joint.used)
-        if not self._plan.captures:
-            before.restore()
+    def _proven(self, joint: JointStep, done: Eagerly) -> Prepared:
+        """Run it as eager code did, into empty buffers; record it if it gave the same."""
+        # What the window holds so far must survive the trial run in the buffers.
+        buffers, inputs = self._gradients.of(joint.used), done.inputs
+        held = self._gradients.set_aside(joint.used)
+        self._casts.refresh()
+        seeds = self._ledger.seeds(done.form)
+
+        def run() -> list[Tensor]:
+            done.before.restore()
             torch._foreach_zero_(buffers)
             return joint(inputs.tensors, seeds)[0]
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                before.restore()
-                torch._foreach_zero_(buffers)
-                found = joint(inputs.tensors, seeds)[0]
-        current.wait_stream(side)
-        return found
+
+        def in_full() -> list[Tensor]:
+            used = [self._gradients.parameters[index] for index in joint.used]
+            return done.gradients_in_full(self._model, self._loss, used, seeds)
+
+        try:
+            found = rehearse(run, self._device, captures=self._plan.captures)
+            if not joint.random:
+                check = Check(self._precision.name, self._parameters)
+                check.hold_against(found, done.totals, "loss")
+                wanted = done.gradients(joint.used, held)
+                if wanted is not None:
+                    check.hold_against(buffers, wanted, "gradient", truth=in_full)
+            step = self._captured(joint, inputs, seeds) if self._plan.captures else joint
+        finally:
+            self._gradients.put_back(joint.used, held)
+        return Prepared(joint, step, done.form)
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
         if self._pool is None:
@@ -368,8 +378,10 @@ class Executor:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:
-            self._plan.captures = False
             reason = f"CUDA cannot record it ({first_line(problem)})"
+            if joint.sizes is not None:
+                raise CannotTrace(reason) from problem  # a graph of this kind's own may do
+            self._plan.captures = False
             if not joint.compiled:
                 raise CannotTrace(reason) from problem
             self.notes.fell_back(self.execute, "compiled, launched one by one", reason)

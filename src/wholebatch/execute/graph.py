@@ -9,7 +9,7 @@ is copied out before the next one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wholebatch.execute.joint import Results, Runnable
 
-__all__ = ["Captured"]
+__all__ = ["Captured", "rehearse"]
 
 
 class Captured:
@@ -49,6 +49,21 @@ class Captured:
             self._loaded = list(seeds)
         self._graph.replay()
         return [t.clone() for t in self._totals], [u.clone() for u in self._units]
+
+
+def rehearse(
+    run: Callable[[], list[Tensor]], device: torch.device, *, captures: bool
+) -> list[Tensor]:
+    """Run it once, or, where it is to be recorded, twice on a stream of its own."""
+    if not captures:
+        return run()
+    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            found = run()
+    current.wait_stream(side)
+    return found
 
 
 def _like(tensor: Tensor) -> Tensor:

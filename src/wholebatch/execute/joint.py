@@ -26,8 +26,9 @@ Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
 
 
 class JointStep:
-    """One graph for micro-batches of one key: `(tensors, seeds) -> (totals, units)`.
+    """One graph for micro-batches of one key, or of all that its sizes admit.
 
+    `(tensors, seeds) -> (totals, units)`.
     The gradients, times the seeds, are added into the buffers of `used`.
     """
 
@@ -56,7 +57,10 @@ class JointStep:
         self.form: Form = traced.form
         self.used = traced.used
         self.random = traced.random
+        self.sizes = traced.sizes
         self.compiled = compiled
+        self.runs = 1
+        """How often it has run, as itself or recorded; the one that it is tried on counts."""
         self._trained = list(state.trained.values())
         self._others = list(state.others.values())
         device = self._trained[0].device
@@ -76,9 +80,21 @@ class JointStep:
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
         self._tail = [*casts.of(rewritten.casts), *buffers]
         self._run: Callable[..., Any] = rewritten.graph
-        if compiled:
+        if not compiled:
+            return
+        arguments: list[Any]
+        if self.sizes is None:
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
-            self._run = _inductor(rewritten.graph, self._arguments(example, seeds), self.inductor)
+            arguments = self._arguments(example, seeds)
+        else:
+            tail = map(self.sizes.alike, self._tail)
+            arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
+        self._run = _inductor(rewritten.graph, arguments, self.inductor)
+
+    def hold(self, state: State) -> None:
+        """The model's tensors are these now."""
+        self._trained = list(state.trained.values())
+        self._others = list(state.others.values())
 
     def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
         with torch.no_grad():
@@ -89,16 +105,19 @@ class JointStep:
         """Where the model's tensors lie; a captured graph holds for these addresses."""
         return [tensor.data_ptr() for tensor in (*self._trained, *self._others)]
 
-    def _arguments(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+    def _arguments(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Any]:
         trained = [parameter.detach() for parameter in self._trained]
-        return [*trained, *self._others, *tensors, *seeds, *self._tail]
+        sizes = () if self.sizes is None else self.sizes.numbers(tensors)
+        return [*sizes, *trained, *self._others, *tensors, *seeds, *self._tail]
 
 
 class Prepared:
     """A step that is ready for one kind of micro-batch."""
 
-    def __init__(self, joint: JointStep, run: Runnable) -> None:
+    def __init__(self, joint: JointStep, run: Runnable, form: Form) -> None:
         self.joint = joint
+        self.form = form
+        """That of this kind: units that are a number of samples differ with the sizes."""
         self.run = run
         self.captured = run is not joint
         self.addresses = joint.addresses()

@@ -1,9 +1,11 @@
 """When to trace, compile and record: what was asked for, or what has paid for itself by now.
 
 Nobody knows how many steps are to come. So "auto" spends on preparation what the run has already
-lasted: it traces and records after a few seconds (which makes launches free), and compiles once the
-run is as old as the compilation would take. It is then never much slower than twice the best
-choice, however short or long the run turns out to be.
+lasted: it traces and records after a few seconds (which makes launches free), traces further kinds
+when as much of the run was training as was preparation, and compiles once the run is as old as the
+compilation would take. It is then never much slower than twice the best choice, however short or
+long the run turns out to be. A kind that has a graph already, because one serves many sizes, needs
+little more than one micro-batch's time, and is not made to wait.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ _TRACE_AFTER = 3.0
 _COMPILE_PER_OPERATION = 0.012
 """Seconds that Inductor takes for each operation (33 s for 2,700 of them beside an H200)."""
 _KINDS = 16
-"""Kinds of micro-batches that are recorded; each holds memory for its inputs."""
+"""Kinds of micro-batches that have a graph of their own and are recorded."""
+_KINDS_IN_ALL = 32
+"""Kinds that are recorded, those that share a graph included; each holds memory for its inputs."""
 _AT_ONCE = 3
-"""Kinds that are compiled as soon as they come up, where compiling was asked for."""
-_COMPILED_KINDS = 8
-"""Kinds that are compiled at all: the later ones as the run has lasted long enough."""
+"""Graphs that are compiled as soon as they come up, where compiling was asked for."""
+_COMPILED = 8
+"""Graphs that are compiled at all: the later ones as the run has lasted long enough."""
 _CHANGES = 3.0
 _FORGETS = 0.05
 """A change in more than one of 20 windows is too many for a graph to be made anew each time."""
@@ -58,6 +62,10 @@ class Plan:
     captures: bool
     auto: bool
     started: float = field(default_factory=time.perf_counter)
+    spent: float = 0.0
+    """Seconds of preparation so far."""
+    micro_batches: int = 0
+    """How many there have been."""
     changes: float = 0.0
     """How often something that a graph was made for has changed of late."""
 
@@ -87,25 +95,42 @@ class Plan:
                     f"{changed} changes again and again, and a graph holds for one value"
                 )
 
-    def prepares(self, made: int, seen: int, *, first: bool) -> bool:
+    def prepares(self, made: int, seen: int, *, first: bool, shared: int | None = None) -> bool:
         """Whether to make a graph for a kind of micro-batch that was seen `seen` times.
 
-        The first graph is made at the first micro-batch of a window, where eager code's gradients
-        are those of this micro-batch alone and can be compared.
+        `made` kinds have graphs of their own by now. The first graph is made at the first
+        micro-batch of a window, where eager code's gradients are those of this micro-batch alone
+        and can be compared.
+        `shared`: there is a graph that serves this kind, and so many others by now. Then it has
+        only to be held against eager code, and recorded.
         """
-        if self.auto and time.perf_counter() - self.started < _TRACE_AFTER:
+        age = time.perf_counter() - self.started
+        if self.auto and (age < _TRACE_AFTER or (shared is None and made and age < 2 * self.spent)):
             return False
+        if shared is not None:
+            if self.captures:
+                return made + shared < _KINDS_IN_ALL
+            # Sizes that never come again would each be computed twice, for nothing.
+            return made + shared < _KINDS_IN_ALL or seen > 1
         # A short last micro-batch comes again with every window; a size that was seen once may not.
         limit = _KINDS if self.captures else _AT_ONCE
         return first if made == 0 else seen > 1 and made < limit
 
-    def compiles_at_once(self, compiled: int) -> bool:
-        """Whether a new graph is compiled from the start."""
-        return self.compiles and not self.auto and compiled < _AT_ONCE
+    def compiles_at_once(self, compiled: int, *, shared: bool = False) -> bool:
+        """Whether a new graph is compiled from the start; `compiled` have been so far.
 
-    def upgrades(self, operations: int, compiled: int) -> bool:
-        """Whether a graph that runs as traced is worth compiling now."""
-        if not self.compiles or compiled >= _COMPILED_KINDS:
+        `shared`: one of them serves many sizes. What is left is rare, and waits for its time.
+        """
+        limit = _AT_ONCE - 1 if shared else _AT_ONCE
+        return self.compiles and not self.auto and compiled < limit
+
+    def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
+        """Whether a graph that runs as traced, and has run so often, is worth compiling now.
+
+        It is, when the run has spent on its kinds of micro-batches what compiling takes.
+        """
+        if not self.compiles or compiled >= _COMPILED:
             return False
         age = time.perf_counter() - self.started
-        return age > (compiled + 1) * operations * _COMPILE_PER_OPERATION
+        share = min(1.0, runs / max(1, self.micro_batches))
+        return age * share > (compiled + 1) * operations * _COMPILE_PER_OPERATION

@@ -21,6 +21,7 @@ from torch import fx
 from wholebatch.execute import fused
 from wholebatch.execute.entropy import fuse_entropy
 from wholebatch.execute.recompute import recompute
+from wholebatch.execute.sizes import same_shape
 from wholebatch.execute.trace import Traced
 
 __all__ = ["Options", "Rewritten", "rewrite"]
@@ -46,7 +47,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The graph: (trained, others, tensors, seeds, casts, buffers) -> (totals, units)."""
+    """The graph: (trained, others, tensors, seeds, casts, buffers) -> (totals, units).
+
+    Where sizes were left open they come first.
+    """
 
     graph: fx.GraphModule
     casts: tuple[tuple[int, torch.dtype], ...]
@@ -67,11 +71,12 @@ def rewrite(
     graph = fx.Graph()
     output = graph.graph_copy(traced.graph.graph, {})
     results = list(output) if isinstance(output, (list, tuple)) else [output]
+    sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
     _drop_detach(graph, results)
     losses = fuse_entropy(graph, results) if options.entropy else 0
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
 
     seeds = inputs[len(inputs) - len(traced.form.names) :]
     recomputed = recompute(graph, seeds) if options.recompute else 0
@@ -199,7 +204,7 @@ def _summands(
             isinstance(part, fx.Node)
             and _used_only_by(part, gradient)
             and part.meta["val"].dtype is dtype
-            and part.meta["val"].shape == gradient.meta["val"].shape
+            and same_shape(part.meta["val"].shape, gradient.meta["val"].shape)
             for part in parts
         )
     ):

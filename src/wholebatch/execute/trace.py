@@ -11,7 +11,7 @@ what must not be (a side effect in Python, a second draw of random numbers in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from wholebatch.execute.fingerprint import only_reads, refuse_hooks
 from wholebatch.execute.inputs import Inputs
 from wholebatch.execute.notes import CannotTrace, first_line
+from wholebatch.execute.sizes import Sizes, lens_stay_open
 from wholebatch.loss import Loss, Term, Terms, as_loss
 from wholebatch.precision import Precision
 
@@ -92,6 +93,17 @@ class Traced:
     form: Form
     used: tuple[int, ...]
     random: bool
+    sizes: Sizes | None = None
+    """The symbols in it, where it holds for more than one shape."""
+    units: tuple[Any, ...] = ()
+    """Those of the form, before symbols were made numbers."""
+
+    def form_for(self, tensors: Sequence[Tensor]) -> Form:
+        """The form of the loss of a micro-batch with these tensors."""
+        if self.sizes is None:
+            return self.form
+        units = tuple(self.sizes.value(number, tensors) for number in self.units)
+        return replace(self.form, units=units)
 
 
 class _Within(nn.Module):
@@ -116,8 +128,12 @@ def trace(
     inputs: Inputs,
     form: Form,
     single: str,
+    sizes: Sizes | None = None,
 ) -> Traced:
-    """The graph of one micro-step on micro-batches like `inputs`, whose loss has this form."""
+    """The graph of one micro-step on micro-batches like `inputs`, whose loss has this form.
+
+    With `sizes` it is that of all shapes for which the model's Python does the same.
+    """
     refuse_hooks(model)
     within = _Within(model)
     ends = list(accumulate([len(state.trained), len(state.others), len(inputs.tensors)]))
@@ -131,7 +147,11 @@ def trace(
         def run() -> list[Tensor]:
             with torch.enable_grad(), precision.forward():
                 result = as_loss(loss(model, inputs.around(flat[ends[1] : ends[2]])))
-            if Form.of(result, single) != form:
+            found = Form.of(result, single)
+            learnt["units"] = found.units
+            if sizes is not None:
+                found = replace(found, units=tuple(map(sizes.value, found.units)))
+            if found != form:
                 raise CannotTrace("its loss differs in form from one call to the next")
             for name, buffer in model.named_buffers():
                 if buffer is not others[name]:
@@ -161,13 +181,28 @@ def trace(
         *inputs.tensors,
         *(torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes),
     ]
-    graph = _written_down(step, flat, model, loss)
+    if sizes is None:
+        graph = _written_down(step, flat, model, loss)
+    else:
+        own = [*sizes.tensors, *map(sizes.fake, flat[ends[2] :])]
+        sizes.flat = [*map(sizes.fake, flat[: ends[1]]), *own]
+        with lens_stay_open():
+            graph = _written_down(step, sizes.flat, model, loss)
+        if not sizes.any_open:
+            raise CannotTrace("its code asks for the sizes themselves")
     if learnt["drawn in all"] != learnt["drawn"]:
         raise CannotTrace(
             "its backward draws random numbers (activation checkpointing with dropout), which "
             "would not be those of the forward"
         )
-    return Traced(graph, form, learnt["used"], learnt["drawn"] > 0)
+    return Traced(
+        graph,
+        form,
+        learnt["used"],
+        learnt["drawn"] > 0,
+        sizes,
+        () if sizes is None else learnt["units"],
+    )
 
 
 def _written_down(
