@@ -210,7 +210,9 @@ class Results:
                         axis.annotate(
                             mode,
                             (at, rows[0][what]),
+                            xytext=(0, 2),
                             xycoords=("axes fraction", "data"),
+                            textcoords="offset points",
                             fontsize=7,
                         )
                         continue
