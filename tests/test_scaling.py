@@ -79,9 +79,8 @@ def test_what_is_asked_for_is_the_smallest_that_does_it(
         if least > 1:
             fewer = solve(global_batch=global_batch, micro_batch=micro_batch, ranks=least - 1)
             assert fewer.steps > steps
-        if by_ranks.steps == steps:
-            found = solve(global_batch=global_batch, micro_batch=micro_batch, steps=steps)
-            assert found.ranks == least
+        found = solve(global_batch=global_batch, micro_batch=micro_batch, steps=steps)
+        assert found == by_ranks
     made = solve(micro_batch=micro_batch, steps=steps, ranks=ranks)
     assert made.global_batch == micro_batch * steps * ranks
     assert made.is_even
@@ -375,3 +374,9 @@ def test_numbers_that_fill_the_memory_are_refused() -> None:
     for one in ({"global_batch": 10**12}, {"steps": 10**11}):
         with pytest.raises(OptionError, match="micro-batches; at most 10,000,000"):
             solve(micro_batch=8, **one)
+    with pytest.raises(OptionError, match="micro-batches; at most 10,000,000"):
+        solve(global_batch=10**13, steps=10**10)
+    with pytest.raises(OptionError, match="ranks=100000000: at most 1,000,000"):
+        solve(global_batch=64, micro_batch=8, ranks=10**8)
+    with pytest.raises(OptionError, match="global_batch=1000000000000000000000: more than"):
+        solve(global_batch=10**21, micro_batch=10**17)
