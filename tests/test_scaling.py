@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -354,12 +355,18 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 
 def test_goyal_warmup_goes_from_the_base_rate_to_the_scaled_one() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
-    follow = Follow(torch.optim.SGD([weight], lr=0.1), base_batch=256, rule="linear")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    follow = Follow(optimizer, base_batch=256, rule="linear")
     for warmth, rate in ((0.0, 0.1), (0.5, 1.65), (1.0, 3.2)):
         follow.set(8192, warmth=warmth)
         assert follow.rates() == [pytest.approx(rate)]
     follow.set(256, warmth=0.25)  # nothing to rise to: from zero
     assert follow.rates() == [pytest.approx(0.025)]
+    # A schedule that grows in the middle of the warm-up: by as much as the batch, not by more.
+    follow = Follow(optimizer, base_batch=256, rule="linear", first_batch=256)
+    for batch, rate in ((256, 0.05), (512, 0.1)):
+        follow.set(batch, warmth=0.5)
+        assert follow.rates() == [pytest.approx(rate)]
 
 
 def test_impossible_following_is_refused() -> None:
@@ -380,3 +387,30 @@ def test_numbers_that_fill_the_memory_are_refused() -> None:
         solve(global_batch=64, micro_batch=8, ranks=10**8)
     with pytest.raises(OptionError, match="global_batch=1000000000000000000000: more than"):
         solve(global_batch=10**21, micro_batch=10**17)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: BatchSchedule(()), "places must begin at 0, and rise"),
+        (lambda: BatchSchedule(((5, 64),)), "places must begin at 0, and rise"),
+        (lambda: BatchSchedule(((0, 64), (9, 0))), "size=0: must be a whole number"),
+        (lambda: BatchSchedule.parse("9" * 5000 + "@0"), "must be a whole number of samples"),
+        (lambda: BatchSchedule.parse("64@0").at(update=-1), "updates: -1 must be at least 0"),
+        (lambda: BatchSchedule.parse("64@0").steps(micro_batch=0), "micro_batch=0: must be"),
+        (lambda: BatchSchedule.parse("64@0").steps(micro_batch=8, ranks=0), "ranks=0: must be"),
+        (lambda: scale_warmup(float("inf"), base_batch=1, batch=2), "updates=inf: must be"),
+        (lambda: adam_betas((0.9,), base_batch=1, batch=2), "must be two numbers"),  # type: ignore[arg-type]
+        (lambda: half_life(0.9, tokens=-1), "tokens=-1: must be a number above 0"),
+        (lambda: lr_factor(base_batch=1, batch=10**400, rule="sqrt"), "must be a number above 0"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(ask: Callable[[], object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ask()
+
+
+def test_rounding_up_is_exact_beyond_a_float() -> None:
+    large = 10**17
+    assert scale_warmup(3, base_batch=large + 1, batch=large) == 4
+    assert epochs_in_updates(3, samples=large + 1, batch=3) == large + 1

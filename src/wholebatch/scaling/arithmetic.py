@@ -9,7 +9,7 @@ from typing import Any
 
 from wholebatch.errors import OptionError
 
-__all__ = ["Arithmetic", "over_ranks", "pieces_of", "runs_said", "share_of", "solve"]
+__all__ = ["Arithmetic", "check_count", "over_ranks", "pieces_of", "runs_said", "share_of", "solve"]
 
 
 def share_of(samples: int, *, rank: int, ranks: int) -> slice:
@@ -123,7 +123,8 @@ def solve(
         "ranks": ranks,
     }
     for name, value in given.items():
-        _check(name, value)
+        if value is not None:
+            check_count(name, value)
     if ranks is None and None in (global_batch, micro_batch, steps):
         ranks = 1
     missing = [name for name, value in given.items() if value is None and name != "ranks"]
@@ -212,9 +213,8 @@ def _runs(values: Sequence[Any]) -> list[tuple[Any, int]]:
     return runs
 
 
-def _check(name: str, value: object) -> None:
-    if value is None:
-        return
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no number of samples, steps or ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")
     if value > _MOST_SAMPLES:
