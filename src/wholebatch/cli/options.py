@@ -222,7 +222,9 @@ def check(name: str, value: Any, label: str) -> Any:
     if name == "wandb":
         return str(value)
     if name in ("checkpointing", "fit"):
-        return bool(value) or None
+        if not isinstance(value, bool):
+            raise OptionError(f"{label} {value}: must be true or false")
+        return value or None
     if name in ("clip_norm", "lr"):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
