@@ -67,6 +67,11 @@ def test_what_is_refused(name: str, value: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
+def test_a_project_of_a_manifest_can_be_left_out() -> None:
+    assert resolve(Given(wandb="mine"), {}, stored=None).wandb == "mine"
+    assert resolve(Given(wandb="off"), {}, stored=None).wandb is None
+
+
 def test_a_bad_default_is_told_as_the_recipe_s() -> None:
     with pytest.raises(OptionError, match=r"the recipe's defaults\['steps'\] 0: must be"):
         resolve(Given(), {"steps": 0}, stored=None)

@@ -170,6 +170,8 @@ def resolve(
             values[name] = _FALLBACK[name]
     if values["precision"] == "fp32":
         values["precision"] = "full"
+    if values["wandb"] == "off":
+        values["wandb"] = None
     if given.fit and values["memory"] is None:
         values["memory"] = "free"
     return Config(**values)
@@ -220,6 +222,8 @@ def check(name: str, value: Any, label: str) -> Any:
     if name == "noise":
         return _noise(value, label)
     if name == "wandb":
+        if not str(value).strip():
+            raise OptionError(f'{label} {value}: must be the name of a project, or "off"')
         return str(value)
     if name in ("checkpointing", "fit"):
         if not isinstance(value, bool):
