@@ -155,6 +155,31 @@ def test_what_is_not_a_number_is_told_with_what_was_given(
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "--out", ""], ["tune", "--out="], ["train", "--from", ""], ["lint", ""]],
+)
+def test_an_empty_path_is_not_the_folder_one_is_in(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert ' "": is empty; give a path' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("digit-cnn", "digits-cnn"), ("mine", "mine.py")])
+def test_what_was_meant_is_asked(
+    typed: str,
+    meant: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    assert main(["train", typed]) == 2
+    assert f"(did you mean {meant}?)" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "verify", "tune", "plan", "bench"])
 def test_an_empty_recipe_is_not_the_default(
     command: str, capsys: pytest.CaptureFixture[str]

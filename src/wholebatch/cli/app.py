@@ -66,6 +66,9 @@ def run(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that has no "×" shows "?", and lives
             stream.reconfigure(errors="replace")
+    empty = _empty_path(arguments)
+    if empty is not None:
+        return fail(f'{empty} "": is empty; give a path (a variable that is not set?)', 2)
     command = typer.main.get_command(app)
     try:
         result = command.main(arguments, prog_name="wholebatch", standalone_mode=False)
@@ -85,6 +88,17 @@ def run(arguments: list[str]) -> int:
         said = _not_a_number(error, arguments) or f"{format_message()} (see --help)"
         return fail(said, int(getattr(error, "exit_code", 2)))
     return result if isinstance(result, int) else 0
+
+
+def _empty_path(arguments: list[str]) -> str | None:
+    """The option whose path is empty: as a path that would be the folder one is in."""
+    options = ("--out", "--from", "--output")
+    for option, value in zip(arguments, [*arguments[1:], None], strict=True):
+        if (option in options and value == "") or option in [f"{name}=" for name in options]:
+            return option.rstrip("=")
+    if arguments[:1] in (["lint"], ["report"]) and "" in arguments[1:2]:
+        return arguments[0]
+    return None
 
 
 def _not_a_number(error: Exception, arguments: list[str]) -> str | None:

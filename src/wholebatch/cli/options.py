@@ -153,8 +153,9 @@ def resolve(
         if stored is not None:
             kept = stored.get(name, _FALLBACK[name])  # a run of before there was this setting
             if asked is not None and asked != kept and name not in _MAY_CHANGE:
+                has = "none given" if kept is None else kept
                 raise OptionError(
-                    f"{_flag(name)} {asked}: the run that --resume continues has {kept}; leave it "
+                    f"{_flag(name)} {asked}: the run that --resume continues has {has}; leave it "
                     "out, or begin a new run in another --out"
                 )
             values[name] = kept if asked is None else asked
