@@ -166,6 +166,15 @@ def test_an_empty_path_is_not_the_folder_one_is_in(
     assert ' "": is empty; give a path' in capfd.readouterr().err
 
 
+def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wholebatch.cli.scale.solve", lambda **_: interrupted())
+    assert main(["scale", "--batch-size", "8", "--micro-batch", "2"]) == 130
+    assert capfd.readouterr().err == "stopped\n"
+
+
 @pytest.mark.parametrize(("typed", "meant"), [("digit-cnn", "digits-cnn"), ("mine", "mine.py")])
 def test_what_was_meant_is_asked(
     typed: str,

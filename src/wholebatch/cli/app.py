@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +17,7 @@ from wholebatch.cli.plan import plan
 from wholebatch.cli.recipes import recipes
 from wholebatch.cli.report import report
 from wholebatch.cli.scale import scale
+from wholebatch.cli.stop import STOPPED
 from wholebatch.cli.train import train
 from wholebatch.cli.tune import tune
 from wholebatch.cli.verify import verify
@@ -30,15 +33,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
-app.command()(plan)
-app.command()(tune)
-app.command()(bench)
-app.command()(scale)
-app.command()(verify)
-app.command()(lint)
-app.command()(report)
-app.command()(recipes)
+
+
+def _told(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with a word when Ctrl-C ends it: the parser's package would say none."""
+
+    @functools.wraps(command)
+    def told(*given: Any, **options: Any) -> None:
+        try:
+            command(*given, **options)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            raise typer.Exit(STOPPED) from None
+
+    return told
+
+
+for _command in (train, plan, tune, bench, scale, verify, lint, report, recipes):
+    app.command()(_told(_command))
 
 
 def _print_version(asked: bool) -> None:
@@ -74,7 +86,7 @@ def run(arguments: list[str]) -> int:
         result = command.main(arguments, prog_name="wholebatch", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
-        return 130
+        return STOPPED
     except WholebatchError as error:
         return fail(str(error), 2)
     except BrokenPipeError:  # `wholebatch recipes | head`
