@@ -113,7 +113,8 @@ def _summary(files: Sequence[str], findings: Sequence[Finding], repaired: int, f
     if form != "text":
         return
     fixable = sum(1 for f in findings if f.fix)
-    words = f"{len(findings)} finding{'' if len(findings) == 1 else 's'} in {len(files)} files"
+    words = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
+    words += f" in {len(files)} file{'' if len(files) == 1 else 's'}"
     if repaired:
         words += f", {repaired} fixed"
     if fixable:
