@@ -88,3 +88,9 @@ def test_module_map_is_the_tree() -> None:
             continue
         name = path.name + ("/" if path.is_dir() else "")
         assert name in in_map, f"{name}: not in the module map of docs/architecture.md"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_code_is_python(path: Path) -> None:
+    for block in python_blocks(path):
+        compile(block, path.name, "exec")
