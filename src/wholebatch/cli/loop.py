@@ -85,6 +85,8 @@ class _Loop:
         for sink in sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
                 self._note_losses(sink.first, sink.last)
+                if sink.lost:
+                    terminal.note(f"note: {sink.path.name} does not have windows 1 to {sink.lost}")
         self._stop = stop
         self._began = time.perf_counter()
         self._units = self._seconds = 0.0
