@@ -72,6 +72,7 @@ def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["train.py", "--select", "XX1"], "select='XX1': names no rule"),
         (["--explain", "WB999"], "no such rule; rules are WB101"),
         (["train.py", "--jobs", "0"], "jobs=0: must be at least 1"),
+        (["train.py", "--output", "train.py/x"], "output='train.py/x': cannot be written"),
     ],
 )
 def test_wrong_usage(

@@ -93,7 +93,12 @@ def run(options: Options) -> int:
         if problem:
             return _usage(problem)
         findings = lint_files(files, settings, jobs=options.jobs)
-    _write(render(findings, options.form), options.output)
+    try:
+        _write(render(findings, options.form), options.output)
+    except OSError as error:
+        if options.output is None:  # standard output is another's affair
+            raise
+        return _usage(f"output={options.output!r}: cannot be written: {error.strerror}")
     _summary(files, findings, repaired, options.form)
     return _status(findings)
 
