@@ -105,7 +105,7 @@ def run(arguments: list[str]) -> int:
 def _empty_path(arguments: list[str]) -> str | None:
     """The option whose path is empty: as a path that would be the folder one is in."""
     options = ("--out", "--from", "--output")
-    for option, value in zip(arguments, [*arguments[1:], None], strict=True):
+    for option, value in zip(arguments, [*arguments[1:], None], strict=False):
         if (option in options and value == "") or option in [f"{name}=" for name in options]:
             return option.rstrip("=")
     if arguments[:1] in (["lint"], ["report"]) and "" in arguments[1:2]:
