@@ -88,3 +88,12 @@ def test_module_map_is_the_tree() -> None:
             continue
         name = path.name + ("/" if path.is_dir() else "")
         assert name in in_map, f"{name}: not in the module map of docs/architecture.md"
+
+
+# Those of the linter's rules are pieces from the middle of a loop.
+@pytest.mark.parametrize(
+    "path", [one for one in DOCUMENTS if one.parent.name != "lint"], ids=lambda path: path.name
+)
+def test_code_is_python(path: Path) -> None:
+    for block in python_blocks(path):
+        compile(block, path.name, "exec")

@@ -36,9 +36,9 @@ def off_by() -> float:
 
 def test_what_stays_is_known_the_better(monkeypatch: pytest.MonkeyPatch) -> None:
     known = off_by()
-    monkeypatch.setattr("wholebatch.noise.estimate._memory", lambda *given: given[-1])
-    assert known < 0.08
-    assert known < off_by() / 1.2  # the same windows with the shortest memory alone
+    monkeypatch.setattr("wholebatch.noise.estimate._half_life", lambda *given: given[-1])
+    assert known < 0.06
+    assert known < off_by() / 1.5  # the same windows with the shortest memory alone
 
 
 def test_what_changes_is_followed() -> None:

@@ -128,6 +128,10 @@ def test_the_command(command: Callable[..., Ran], recipe: Callable[..., Path]) -
     assert "gradient off by" in page
     assert " KiB" in page
 
+    short = ("--beside", "wholebatch", "--seconds", 0.01, "--out", "out/b.json", "--json")
+    printed = command("bench", path, *short).out
+    assert json.loads(printed) == json.loads(Path("out/b.json").read_text(encoding="utf-8"))
+
     for given, said in [
         (("--beside", "loops"), "--beside loops: must be of wholebatch"),
         (("--micro-batch", "0"), "--micro-batch 0: must be 1 or more"),

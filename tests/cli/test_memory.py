@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.helpers import EXACT, assert_same_bits, metrics_of, newest_checkpoint
 from wholebatch.cli import main
+from wholebatch.cli.memory import PeakMemory
 from wholebatch.cli.options import Given, resolve
 from wholebatch.errors import OptionError
 
@@ -140,3 +142,22 @@ def test_settings_say_what_is_chosen_by_whom() -> None:
     assert resolve(Given(memory="2GiB"), {}, stored=stored).memory == "2GiB"
     with pytest.raises(OptionError, match="--checkpointing True: the run that --resume continues"):
         resolve(Given(checkpointing=True), {}, stored=stored)
+
+
+@pytest.mark.parametrize(("fulls", "expected"), [([1, 1, 1], 2), ([1, 0, 1], 3), ([0] * 9, 4)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_meter_is_slow_and_so_looks_at_few_windows(
+    fulls: list[int], expected: int, momentum: float
+) -> None:
+    """Of a full batch where one comes soon; plain SGD, which never has a state, ends too."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    memory = PeakMemory(model, optimizer, device=torch.device("cpu"))
+    metered = 0
+    for full in [*fulls, *[1] * 9]:
+        metered += not memory.settled
+        with memory.around(whole_window=True, full_batch=bool(full)):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+    assert metered == (expected if momentum else 4)
+    assert memory.measured

@@ -67,6 +67,11 @@ def test_what_is_refused(name: str, value: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
+def test_a_project_of_a_manifest_can_be_left_out() -> None:
+    assert resolve(Given(wandb="mine"), {}, stored=None).wandb == "mine"
+    assert resolve(Given(wandb="off"), {}, stored=None).wandb is None
+
+
 def test_a_bad_default_is_told_as_the_recipe_s() -> None:
     with pytest.raises(OptionError, match=r"the recipe's defaults\['steps'\] 0: must be"):
         resolve(Given(), {"steps": 0}, stored=None)
@@ -148,6 +153,40 @@ def test_what_is_not_a_number_is_told_with_what_was_given(
 ) -> None:
     assert main(["train", *arguments]) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "--out", ""], ["tune", "--out="], ["train", "--from", ""], ["lint", ""]],
+)
+def test_an_empty_path_is_not_the_folder_one_is_in(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert ' "": is empty; give a path' in capfd.readouterr().err
+
+
+def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wholebatch.cli.scale.solve", lambda **_: interrupted())
+    assert main(["scale", "--batch-size", "8", "--micro-batch", "2"]) == 130
+    assert capfd.readouterr().err == "stopped\n"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("digit-cnn", "digits-cnn"), ("mine", "mine.py")])
+def test_what_was_meant_is_asked(
+    typed: str,
+    meant: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    assert main(["train", typed]) == 2
+    assert f"(did you mean {meant}?)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "tune", "plan", "bench"])

@@ -58,11 +58,27 @@ def test_what_lies_beyond_the_checkpoint_is_cut_off(tmp_path: Path, kept: int) -
     assert lines[-1]["loss"] == 9.0
 
 
-@pytest.mark.parametrize("text", [None, "", '{"window": 1}\n{"window": 3}\n', "[]\n"])
-def test_a_file_that_lost_lines_is_noticed(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", [None, "", '{"window": 7}\n'])
+def test_a_file_that_is_gone_begins_anew(tmp_path: Path, text: str | None) -> None:
+    """A log must not keep a checkpoint from being used; and it is told."""
     path = tmp_path / "metrics.jsonl"
     if text is not None:
         path.write_text(text)
+    metrics = MetricsFile(path, windows=5)
+    assert metrics.lost == 5
+    metrics.write(record(6))
+    metrics.write(record(7))
+    metrics.close()
+    again = MetricsFile(path, windows=6)
+    again.close()
+    assert again.lost == 5
+    assert [json.loads(line)["window"] for line in path.read_text().splitlines()] == [6]
+
+
+@pytest.mark.parametrize("text", ['{"window": 1}\n{"window": 3}\n', "[]\n", '{"window": 1}\n'])
+def test_a_file_that_lost_lines_is_noticed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
     with pytest.raises(StateError, match="of the 2 windows before the checkpoint"):
         MetricsFile(path, windows=2)
 

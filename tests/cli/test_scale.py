@@ -54,6 +54,23 @@ def test_any_from_the_others(command: Command) -> None:
         assert tuple(found[name] for name in names) == expected
 
 
+@pytest.mark.parametrize(("rule", "factor"), [("sqrt", 2), ("linear", 4), (None, 4)])
+def test_a_rule_without_a_rate_shows_the_factor(
+    command: Command, rule: str | None, factor: int
+) -> None:
+    options = ("--lr-rule", rule) if rule else ()
+    ran = command("scale", "--batch-size", 64, "--micro-batch", 8, "--base-batch", 16, *options)
+    assert f"16 → 64: ×{factor} ({rule or 'linear'}: " in ran.out
+
+
+def test_a_narrow_terminal_gets_lines(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    ran = command("scale", "--batch-size", 100, "--micro-batch", 8)
+    assert "(8 × 1 + 5) × 4 ranks + (8 × 1 + 4) × 4 ranks = 100" in " ".join(ran.out.split())
+    assert "…" not in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 40
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -62,6 +79,9 @@ def test_any_from_the_others(command: Command) -> None:
         (["--batch-size", 0, "--steps", 1], "--batch-size 0"),
         (["--batch-size", 64, "--steps", 2, "--ranks", "1,x"], "--ranks 1,x"),
         (["--batch-size", 64, "--steps", 2, "--lr", 0.1], "--lr: also give --base-batch"),
+        (["--batch-size", 64, "--steps", 2, "--lr-rule", "sqrt"], "--lr-rule: also give"),
+        (["--batch-size", 64, "--steps", 2, "--lr", 1e308, "--base-batch", 8], "--lr 1e+308"),
+        (["--micro-batch", 8, "--steps", 2, "--samples", 99], "--samples: the batch differs"),
         (
             ["--micro-batch", 8, "--steps", 2, "--lr", 0.1, "--base-batch", 8],
             "the batch differs between the ranks",
@@ -73,6 +93,10 @@ def test_any_from_the_others(command: Command) -> None:
         (
             ["--batch-size", 64, "--steps", 2, "--base-batch", 8, "--betas", "0.9"],
             "must be two numbers",
+        ),
+        (
+            ["--batch-size", 64, "--steps", 2, "--base-batch", 8, "--betas", "0.9,nan"],
+            "--betas 0.9,nan: must be two numbers, at least 0 and below 1",
         ),
         (
             ["--batch-size", 64, "--micro-batch", 8, "--steps", 4, "--ranks", 1],

@@ -52,6 +52,9 @@ LOOP = """
 
     def broken(model, optimizer, micro_batches):
         micro_batches[0]["pixels"]
+
+    def short(model, micro):
+        pass
 """
 
 
@@ -135,6 +138,8 @@ def test_a_loop_with_a_model_of_its_own(
     assert data["trials"][0]["units"] == [5.0, 5.0, 5.0]
     assert len(set(data["trials"][2]["units"])) == 3
     assert main(["verify", "--loop", f"{loop}:wrong", "--device", "cpu"]) == 1
+    assert main(["verify", "--loop", f"{loop}:right", "--model", "cnn", "--device", "cpu"]) == 2
+    assert "--model cnn: loop.py has a model of its own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -150,12 +155,21 @@ def test_a_loop_with_a_model_of_its_own(
         (["verify", "--loop", "LOOP:right", "--steps", "1"], "at least 2"),
         (["verify", "--loop", "LOOP:broken"], "KeyError: 'pixels'"),
         (["verify", "--micro-batch", "none"], "--micro-batch none: must be"),
+        (["verify", "--batchnorm", "some"], "--batchnorm some: must be one of exact, statistics"),
+        (["verify", "--execute", "fast"], "--execute fast: must be one of auto, eager"),
+        (["verify", "RECIPE", "--batch-size", "99"], "--batch-size 99: is more than the 40"),
+        (["verify", "--loop", "LOOP:short"], "short() does not take (model, optimizer, micro_"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(
-    arguments: list[str], message: str, loop: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    loop: Path,
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = [argument.replace("LOOP", str(loop)) for argument in arguments]
+    for word, path in (("LOOP", loop), ("RECIPE", recipe)):
+        arguments = [argument.replace(word, str(path)) for argument in arguments]
     assert main([*arguments, "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert message in said

@@ -72,6 +72,7 @@ def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["train.py", "--select", "XX1"], "select='XX1': names no rule"),
         (["--explain", "WB999"], "no such rule; rules are WB101"),
         (["train.py", "--jobs", "0"], "jobs=0: must be at least 1"),
+        (["train.py", "--output", "train.py/x"], "output='train.py/x': cannot be written"),
     ],
 )
 def test_wrong_usage(
@@ -200,7 +201,7 @@ def test_as_a_module(script: Path) -> None:
     )
     assert done.returncode == FOUND
     assert done.stdout.startswith("train.py:5:8 WB110 [*] boundary is off by one")
-    assert done.stderr == "1 finding in 1 files, 1 fixable with --fix\n"
+    assert done.stderr == "1 finding in 1 file, 1 fixable with --fix\n"
 
 
 def test_command_of_the_big_command_line(script: Path) -> None:

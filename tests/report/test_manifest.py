@@ -90,9 +90,16 @@ def test_settings_alone_are_enough(command: Command, recipe: Write, tmp_path: Pa
     ran = command("train", "--from", "tune.json", "--steps", 2, "--out", "run")
     assert ran.status == 0, ran.err
     assert [line["micro_batches"] for line in metrics_of(tmp_path / "run")] == [4, 4]
-    tuned["settings"] = {"batch_size": "4@0,8@1", "micro_batch": "2", "noise": "off"}
+    tuned["settings"] = {
+        "batch_size": "4@0,8@1",
+        "micro_batch": "2",
+        "noise": "off",
+        "steps": "2",
+        "lr": "1e-3",
+        "checkpointing": False,
+    }
     (tmp_path / "tune.json").write_text(json.dumps(tuned))
-    assert command("train", "--from", "tune.json", "--steps", 2, "--out", "other").status == 0
+    assert command("train", "--from", "tune.json", "--out", "other").status == 0
     assert [line["units"] for line in metrics_of(tmp_path / "other")] == [4, 8]
 
 
@@ -123,6 +130,8 @@ def test_what_differs_here_is_said(command: Command, recipe: Write, tmp_path: Pa
         ("{}", 'has no object "settings"'),
         ('{"settings": {"colour": 1}}', "the setting 'colour' is none of train's"),
         ('{"settings": {"steps": 0}}', "steps 0: must be a whole number, at least 1"),
+        ('{"settings": {"steps": "x"}}', "steps x: must be a whole number, at least 1"),
+        ('{"settings": {"checkpointing": "no"}}', "checkpointing no: must be true or false"),
         ('{"settings": {"batch_size": "x"}}', "batch_size x: must be a whole number"),
         ('{"settings": {"warmup": "x"}}', "'x' must be a number of updates"),
         ('{"settings": {}, "recipe": 3}', '"recipe" must be a name'),

@@ -231,7 +231,10 @@ def test_command(
         (("--clock", "sun"), "--clock sun: must be wall or cpu"),
         (("--seconds", "0"), "--seconds 0: must be above 0"),
         (("--precision", "bf16-pure"), "set it in the recipe's defaults"),
-        (("--execute", "fast"), "executes: 'fast' must be one of eager"),
+        (("--execute", "fast"), "--execute fast: must be one of eager"),
+        (("--execute", ""), "--execute : must be one of eager"),
+        (("--seconds", "nan"), "--seconds nan: must be above 0"),
+        (("--out", "mine.py/tune.json"), "--out mine.py/tune.json: cannot be written"),
     ],
 )
 def test_command_refuses(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +17,7 @@ from wholebatch.cli.plan import plan
 from wholebatch.cli.recipes import recipes
 from wholebatch.cli.report import report
 from wholebatch.cli.scale import scale
+from wholebatch.cli.stop import STOPPED
 from wholebatch.cli.train import train
 from wholebatch.cli.tune import tune
 from wholebatch.cli.verify import verify
@@ -30,15 +33,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
-app.command()(plan)
-app.command()(tune)
-app.command()(bench)
-app.command()(scale)
-app.command()(verify)
-app.command()(lint)
-app.command()(report)
-app.command()(recipes)
+
+
+def _told(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with a word when Ctrl-C ends it: the parser's package would say none."""
+
+    @functools.wraps(command)
+    def told(*given: Any, **options: Any) -> None:
+        try:
+            command(*given, **options)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            raise typer.Exit(STOPPED) from None
+
+    return told
+
+
+for _command in (train, plan, tune, bench, scale, verify, lint, report, recipes):
+    app.command()(_told(_command))
 
 
 def _print_version(asked: bool) -> None:
@@ -66,12 +78,15 @@ def run(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that has no "×" shows "?", and lives
             stream.reconfigure(errors="replace")
+    empty = _empty_path(arguments)
+    if empty is not None:
+        return fail(f'{empty} "": is empty; give a path (a variable that is not set?)', 2)
     command = typer.main.get_command(app)
     try:
         result = command.main(arguments, prog_name="wholebatch", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
-        return 130
+        return STOPPED
     except WholebatchError as error:
         return fail(str(error), 2)
     except BrokenPipeError:  # `wholebatch recipes | head`
@@ -85,6 +100,17 @@ def run(arguments: list[str]) -> int:
         said = _not_a_number(error, arguments) or f"{format_message()} (see --help)"
         return fail(said, int(getattr(error, "exit_code", 2)))
     return result if isinstance(result, int) else 0
+
+
+def _empty_path(arguments: list[str]) -> str | None:
+    """The option whose path is empty: as a path that would be the folder one is in."""
+    options = ("--out", "--from", "--output")
+    for option, value in zip(arguments, [*arguments[1:], None], strict=False):
+        if (option in options and value == "") or option in [f"{name}=" for name in options]:
+            return option.rstrip("=")
+    if arguments[:1] in (["lint"], ["report"]) and "" in arguments[1:2]:
+        return arguments[0]
+    return None
 
 
 def _not_a_number(error: Exception, arguments: list[str]) -> str | None:

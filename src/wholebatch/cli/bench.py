@@ -77,6 +77,10 @@ def bench(
             metavar="FILE.json", help="The page is written beside it.", rich_help_panel=_OUT
         ),
     ] = Path("bench.json"),
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print what FILE.json has, too.", rich_help_panel=_OUT),
+    ] = False,
 ) -> None:
     """Hold every loop that accumulates beside the others: time, memory, and whether it is right.
 
@@ -105,7 +109,7 @@ def bench(
             raise OptionError(f"--beside {name}: must be of {', '.join(WAYS)}")
     where = choose_device(device)
     found = load_recipe(recipe or next(iter(EMBEDDED)))
-    console = Console()
+    console = Console(stderr=as_json)
     with short_warnings(shown=True):
         config, job = _job(
             found,
@@ -133,7 +137,11 @@ def bench(
                 about=about,
             )
     measured.write(out)
-    show(console, measured, out=out, page=page_beside(out))
+    page = page_beside(out)
+    if as_json:
+        print(out.read_text(encoding="utf-8"), end="")
+        return
+    show(console, measured, out=out, page=page)
 
 
 def _job(

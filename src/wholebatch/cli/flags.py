@@ -98,7 +98,7 @@ Noise: TypeAlias = Annotated[
 Wandb: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        metavar="PROJECT",
+        metavar="PROJECT|off",
         help="Log to this project of Weights & Biases too (WANDB_MODE=offline: without network).",
         rich_help_panel=_RUN,
     ),

@@ -85,6 +85,8 @@ class _Loop:
         for sink in sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
                 self._note_losses(sink.first, sink.last)
+                if sink.lost:
+                    terminal.note(f"note: {sink.path.name} does not have windows 1 to {sink.lost}")
         self._stop = stop
         self._began = time.perf_counter()
         self._units = self._seconds = 0.0
@@ -119,7 +121,7 @@ class _Loop:
         session = self._session
         metered = not self._memory.settled
         began = time.perf_counter()
-        with self._memory.around(whole_window=whole):
+        with self._memory.around(whole_window=whole, full_batch=self._is_full(batch)):
             if isinstance(batch, Nothing):
                 step = session.train.join(batch.like)
             else:
@@ -185,6 +187,12 @@ class _Loop:
             size = batch_size_of(batch)
             if size > self._largest[0]:
                 self._largest = (size, batch)
+
+    def _is_full(self, batch: Any) -> bool:
+        if self._memory.settled or isinstance(batch, Nothing):
+            return True
+        crew, wanted = self._session.crew, self._session.batches.batch_size
+        return crew.ranks > 1 or batch_size_of(batch) >= wanted
 
     @property
     def _rate(self) -> float:

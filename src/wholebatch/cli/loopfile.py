@@ -17,6 +17,7 @@ micro_batch = 4                                      # samples in each, with dat
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,15 @@ def verify_file(
             f"{path} has no function {name}; it has {', '.join(has) or 'none'}. The function takes "
             "(model, optimizer, micro_batches) and trains one window"
         )
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError as error:
+        raise RecipeError(
+            f"{path}: {name}() does not take (model, optimizer, micro_batches), which trains one "
+            f"window: {error}"
+        ) from None
+    except ValueError:  # it has no signature that could be read: it is seen when it is called
+        pass
     count = steps if steps is not None else int(getattr(module, "steps", 4))
     try:
         return verify_loop(
@@ -118,6 +128,8 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case]:
         if model != "all" and model not in ZOO:
             raise OptionError(f"--model {model}: must be one of {', '.join(ZOO)} or all")
         return list(ZOO.values()) if model == "all" else [ZOO[model]]
+    if model != "all":
+        raise OptionError(f"--model {model}: {path.name} has a model of its own")
     missing = [f"{name}()" for name in parts if name not in there]
     if "data" not in there and "micro_batches" not in there:
         missing.append("data() or micro_batches()")

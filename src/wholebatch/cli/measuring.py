@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from wholebatch.errors import MissingExtraError, OptionError
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from wholebatch.cli.options import Config
     from wholebatch.recipes import Recipe
 
-__all__ = ["CLOCKS", "check_measuring", "full_batches", "made", "page_beside"]
+__all__ = ["CLOCKS", "check_measuring", "check_writable", "full_batches", "made", "page_beside"]
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """What `--clock` may be."""
@@ -27,8 +30,23 @@ def check_measuring(*, out: Path, clock: str, seconds: float) -> None:
         raise OptionError(f"--out {out}: must be the name of a .json file")
     if clock not in CLOCKS:
         raise OptionError(f"--clock {clock}: must be {' or '.join(CLOCKS)}")
-    if seconds <= 0:
+    if not seconds > 0:
         raise OptionError(f"--seconds {seconds:g}: must be above 0")
+    check_writable(out)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a file that could not be written, before hours are spent on what goes into it."""
+    if out.is_dir():
+        raise OptionError(f"--out {out}: is a folder; give the name of a file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out.parent):
+            pass
+        if out.exists() and not os.access(out, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise OptionError(f"--out {out}: cannot be written: {error.strerror}") from error
 
 
 def full_batches(

@@ -17,11 +17,17 @@ from wholebatch.report.terminal import bytes_said
 __all__ = ["PeakMemory"]
 
 
+# Windows, whatever they were: the meter is slow. Plain SGD never has a state, and batches may all
+# be short.
+_ENOUGH = 4
+
+
 class PeakMemory:
     """Measures a run: CUDA's allocator keeps its own peak, on the CPU a few windows are metered.
 
     Metered until one whole window after the first was, with the optimizer's state there already:
-    the first makes that state at its end, and so shows less than all later ones use.
+    the first makes that state at its end, and so shows less than all later ones use. One of a full
+    batch, if it comes soon: the last one of an epoch may be short.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class PeakMemory:
             reset_cuda_peak(self._device)
 
     @contextmanager
-    def around(self, *, whole_window: bool) -> Iterator[None]:
+    def around(self, *, whole_window: bool, full_batch: bool = True) -> Iterator[None]:
         """Around one window."""
         if self.settled:
             yield
@@ -55,7 +61,8 @@ class PeakMemory:
         before = 0 if self._metered <= 2 or self._measured is None else self._measured
         self._measured = max(meter.peak, before)
         self._is_first = not has_state
-        self.settled = has_state and whole_window and self._metered > 1
+        is_usual = has_state and whole_window and full_batch and self._metered > 1
+        self.settled = is_usual or self._metered >= _ENOUGH
 
     @property
     def measured(self) -> int | None:

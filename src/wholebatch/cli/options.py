@@ -153,8 +153,9 @@ def resolve(
         if stored is not None:
             kept = stored.get(name, _FALLBACK[name])  # a run of before there was this setting
             if asked is not None and asked != kept and name not in _MAY_CHANGE:
+                has = "none given" if kept is None else kept
                 raise OptionError(
-                    f"{_flag(name)} {asked}: the run that --resume continues has {kept}; leave it "
+                    f"{_flag(name)} {asked}: the run that --resume continues has {has}; leave it "
                     "out, or begin a new run in another --out"
                 )
             values[name] = kept if asked is None else asked
@@ -170,6 +171,8 @@ def resolve(
             values[name] = _FALLBACK[name]
     if values["precision"] == "fp32":
         values["precision"] = "full"
+    if values["wandb"] == "off":
+        values["wandb"] = None
     if given.fit and values["memory"] is None:
         values["memory"] = "free"
     return Config(**values)
@@ -220,9 +223,13 @@ def check(name: str, value: Any, label: str) -> Any:
     if name == "noise":
         return _noise(value, label)
     if name == "wandb":
+        if not str(value).strip():
+            raise OptionError(f'{label} {value}: must be the name of a project, or "off"')
         return str(value)
     if name in ("checkpointing", "fit"):
-        return bool(value) or None
+        if not isinstance(value, bool):
+            raise OptionError(f"{label} {value}: must be true or false")
+        return value or None
     if name in ("clip_norm", "lr"):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:

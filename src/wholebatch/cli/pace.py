@@ -64,6 +64,7 @@ class Pace:
             base_batch=config.base_batch,
             rule=config.lr_rule,
             betas=config.betas,
+            first_batch=None if self.schedule is None else self.schedule.first,
         )
         if self.schedule is not None:
             batches.follow(self._size_at)

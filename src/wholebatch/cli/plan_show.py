@@ -24,18 +24,22 @@ _COLORS = {
     "communication": "red",
 }
 _BAR = 42
+_NUMBERS = 36  # columns that stand before a bar
 
 
 def show(console: Console, plan: Plan) -> None:
     """The table of sizes, the choice, and what other settings would change."""
     from wholebatch.memory.budget import bytes_said
 
-    scale = max(plan.budget, *(point.peak for point in plan.points)) / _BAR
+    room = min(_BAR, console.width - _NUMBERS)
+    has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
+    scale = max(plan.budget, *(point.peak for point in plan.points)) / max(room, 8)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("micro-batch", justify="right", no_wrap=True)
     table.add_column("peak", justify="right", no_wrap=True)
     table.add_column("used", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    if has_bars:
+        table.add_column("", no_wrap=True)
     for point in plan.points:
         chosen = point.micro_batch == plan.micro_batch
         style = "bold" if chosen else "" if point.fits else "dim"
@@ -43,10 +47,11 @@ def show(console: Console, plan: Plan) -> None:
             Text(("▶ " if chosen else "") + str(point.micro_batch), style),
             Text(bytes_said(point.peak), style),
             Text(f"{100 * point.peak / plan.budget:.0f}%", style if point.fits else "red"),
-            _bar(point.by_category, scale, limit=round(plan.budget / scale)),
+            *([_bar(point.by_category, scale, limit=round(plan.budget / scale))] * has_bars),
         )
     console.print(table)
-    console.print(_legend(plan), highlight=False)
+    if has_bars:
+        console.print(_legend(plan), highlight=False)
     if plan.micro_batch is None:
         from wholebatch.memory.fit import refusal
 

@@ -10,6 +10,8 @@ from rich.table import Table
 
 __all__ = ["recipes"]
 
+_WIDE = 60  # columns that the table needs
+
 
 def recipes(
     name: Annotated[
@@ -26,14 +28,18 @@ def recipes(
             raise RecipeError(f"recipe {name!r} is not embedded; there are: {', '.join(EMBEDDED)}")
         print(source_of(name), end="")
         return
+    console = Console()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("recipe", "what it trains", "batch", "micro-batch", "updates"):
-        table.add_column(column, overflow="fold", no_wrap=column == "recipe")
+        table.add_column(column, no_wrap=column != "what it trains")
     for one in EMBEDDED:
         recipe = load_recipe(one)
         defaults = recipe.defaults
-        numbers = (defaults.get(key) for key in ("batch_size", "micro_batch", "steps"))
-        table.add_row(one, recipe.description, *map(str, numbers))
-    console = Console()
-    console.print(table)
+        batch, micro, steps = (defaults[key] for key in ("batch_size", "micro_batch", "steps"))
+        table.add_row(one, recipe.description, str(batch), str(micro), str(steps))
+        if console.width < _WIDE:
+            numbers = f"batch {batch}, micro-batch {micro}, {steps} updates"
+            console.print(f"{one}: {recipe.description} ({numbers})", highlight=False, markup=False)
+    if console.width >= _WIDE:
+        console.print(table)
     console.print("Train one: wholebatch train bytes-gpt", highlight=False)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from wholebatch.errors import OptionError
+from wholebatch.words import bytes_said
 
 __all__ = ["report"]
 
@@ -47,7 +48,7 @@ def report(
     from wholebatch.report.page import write_report
 
     written = write_report(runs, out, title=title)
-    print(f"{written} ({written.stat().st_size / 2**20:.1f} MiB, one file, works offline)")
+    print(f"{written} ({bytes_said(written.stat().st_size)}, one file, works offline)")
     if show:
         import webbrowser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ from wholebatch.scaling import (
 
 __all__ = ["scale"]
 
+_WIDE = 60  # columns that the table needs
 _FOLLOWS = "What follows the batch"
 _SOURCE = {
     "linear": "Goyal et al. 2017, SGD",
@@ -65,13 +67,14 @@ def scale(
         ),
     ] = None,
     lr_rule: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="linear|sqrt|none",
-            help="How the learning rate follows.",
+            help="How the learning rate follows; without --lr the factor is shown. Default: "
+            "linear.",
             rich_help_panel=_FOLLOWS,
         ),
-    ] = "linear",
+    ] = None,
     warmup: Annotated[
         str | None,
         typer.Option(
@@ -158,7 +161,7 @@ def _follows(
     *,
     lr: float | None,
     base: int | None,
-    rule: str,
+    rule: str | None,
     warmup: str | None,
     betas: str | None,
     samples: int | None,
@@ -166,10 +169,12 @@ def _follows(
     """What goes with the batch: values for JSON, and lines for people."""
     values: dict[str, Any] = {}
     said: list[tuple[str, str]] = []
-    asks = {"--lr": lr, "--warmup": warmup, "--betas": betas}
+    asks = {"--lr": lr, "--lr-rule": rule, "--warmup": warmup, "--betas": betas}
     asked = [flag for flag, value in asks.items() if value is not None]
     if asked and base is None:
         raise OptionError(f"{asked[0]}: also give --base-batch, the batch size that it is for")
+    shows_rate = lr is not None or rule is not None or not asked
+    asked += [flag for flag, at in (("--base-batch", base), ("--samples", samples)) if at]
     if asked and batch is None:
         raise OptionError(
             f"{asked[0]}: the batch differs between the ranks given; give one --ranks, or a "
@@ -180,19 +185,21 @@ def _follows(
         last = samples - (updates - 1) * batch
         values["epoch"] = {"updates": updates, "last_batch": last}
         short = "" if last == batch else f", the last with {last}"
-        said.append(("epoch", f"{samples:,} samples: {updates:,} updates{short}"))
+        many = "1 update" if updates == 1 else f"{updates:,} updates"
+        said.append(("epoch", f"{samples:,} samples: {many}{short}"))
     if base is None or batch is None:
         return {"values": values, "said": said}
-    factor = lr_factor(base_batch=base, batch=batch, rule=rule)
-    if lr is not None:
-        values["lr"] = {"rule": rule, "factor": factor, "base": lr, "scaled": lr * factor}
-        said.append(
-            (
-                "learning rate",
-                f"{lr:g} for {base} → {lr * factor:.6g} for {batch}: ×{factor:.6g} "
-                f"({rule}: {_SOURCE[rule]})",
-            )
+    if shows_rate:
+        rule = rule or "linear"
+        factor = lr_factor(base_batch=base, batch=batch, rule=rule)
+        scaled = None if lr is None else lr * factor
+        if scaled == math.inf:
+            raise OptionError(f"--lr {lr:g}: times {factor:g} is more than a number can be")
+        values["lr"] = {"rule": rule, "factor": factor, "base": lr, "scaled": scaled}
+        rates = (
+            f"{base} → {batch}" if lr is None else f"{lr:g} for {base} → {scaled:.6g} for {batch}"
         )
+        said.append(("learning rate", f"{rates}: ×{factor:.6g} ({rule}: {_SOURCE[rule]})"))
     if warmup is not None:
         amount = parse_amount(warmup, f"--warmup {warmup}")
         if amount.by == "tokens" or (amount.by == "epochs" and samples is None):
@@ -230,13 +237,24 @@ def _follows(
 def _pair(text: str) -> tuple[float, float]:
     try:
         first, second = (float(part) for part in text.split(","))
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError
     except ValueError:
-        raise OptionError(f"--betas {text}: must be two numbers, such as 0.9,0.95") from None
+        raise OptionError(
+            f"--betas {text}: must be two numbers, at least 0 and below 1, such as 0.9,0.95"
+        ) from None
     return first, second
 
 
 def _show(table: list[Arithmetic], said: list[tuple[str, str]]) -> None:
     console = Console()
+    if console.width < _WIDE:
+        for one in table:
+            facts = f"batch {one.global_batch}, micro-batch {one.micro_batch}, steps {one.steps}"
+            line = f"{one.ranks} rank{'' if one.ranks == 1 else 's'}: {facts}: {one}"
+            console.print(line, highlight=False, markup=False)
+        _say(console, said)
+        return
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("ranks", "batch", "micro-batch", "steps", "on a rank"):
         grid.add_column(name, justify="right", no_wrap=True)
@@ -252,5 +270,9 @@ def _show(table: list[Arithmetic], said: list[tuple[str, str]]) -> None:
             str(one),
         )
     console.print(grid)
+    _say(console, said)
+
+
+def _say(console: Console, said: list[tuple[str, str]]) -> None:
     for label, line in said:
         console.print(f"{label:<14} {line}", highlight=False, soft_wrap=True, markup=False)

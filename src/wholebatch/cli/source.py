@@ -6,7 +6,8 @@ Nothing here imports torch: a wrong option is refused at once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ __all__ = ["Source", "given_of", "read_source"]
 
 # Options of the command that are not settings of a run's configuration.
 _PLACES = ("device", "parallel")
+_NUMBERS: dict[str, Callable[[str], float]] = {
+    **dict.fromkeys(("steps", "seed", "checkpoint_every", "zero", "base_batch"), int),
+    **dict.fromkeys(("clip_norm", "lr"), float),
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,11 @@ def read_source(path: Path | None) -> Source:
 def given_of(options: Mapping[str, Any], source: Source) -> Given:
     """The settings that were given: on the command line, else in the file; all of them checked."""
     told = _with_schedule(
-        {name: value for name, value in source.settings.items() if name not in _PLACES},
+        {
+            name: _as_typed(name, value)
+            for name, value in source.settings.items()
+            if name not in _PLACES
+        },
         f"--from {source.path}: batch_size",
     )
     for name, value in told.items():
@@ -97,6 +106,14 @@ def given_of(options: Mapping[str, Any], source: Source) -> Given:
     if "batch_size" in typed:  # the schedule of the file is not that of another size
         told.pop("batch_schedule", None)
     return Given(**{**told, **typed})
+
+
+def _as_typed(name: str, value: Any) -> Any:
+    """A number that is written as a string, which is what one types after an option."""
+    if name in _NUMBERS and isinstance(value, str):
+        with suppress(ValueError):
+            return _NUMBERS[name](value)
+    return value
 
 
 def _with_schedule(settings: dict[str, Any], label: str) -> dict[str, Any]:

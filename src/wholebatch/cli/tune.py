@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
+_EXECUTES = ("eager", "compile", "graph")
 _WHAT, _HOW, _OUT = "What is tuned", "How long, and over what", "Output"
 
 
@@ -114,6 +115,10 @@ def tune(
             rich_help_panel=_OUT,
         ),
     ] = Path("tune.json"),
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print what FILE.json has, too.", rich_help_panel=_OUT),
+    ] = False,
 ) -> None:
     """Find the fastest settings for a batch here, what holds them back, and whether to accumulate.
 
@@ -121,12 +126,13 @@ def tune(
     """
     check_recipe(recipe)
     check("batch_size", batch_size, "--batch-size")
-    check_measuring(out=out, clock=clock, seconds=seconds)
     names = None if precision is None else _names("--precision", precision, PRECISIONS)
     sizes = None if micro_batch is None else _numbers("--micro-batch", micro_batch)
     numbers = _numbers("--ranks", "2,4,8,16,32,64" if ranks is None else ranks)
     if ranks is not None and bandwidth is None:
         raise OptionError(f"--ranks {ranks}: belongs to --bandwidth, the rate of one rank's link")
+    ways = None if execute is None else _names("--execute", execute, _EXECUTES)
+    check_measuring(out=out, clock=clock, seconds=seconds)
 
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.cli.failure import short_warnings
@@ -140,7 +146,9 @@ def tune(
     with process_group(device) as (rank, where), short_warnings(shown=rank == 0):
         parse_memory(memory, device=where)
         found = load_recipe(recipe or next(iter(EMBEDDED)))
-        console = Console() if rank == 0 else Console(quiet=True, force_terminal=False)
+        console = (
+            Console(stderr=as_json) if rank == 0 else Console(quiet=True, force_terminal=False)
+        )
         with Bar(console, unit=found.unit) as bar:
             tuned = _tune(
                 found,
@@ -150,7 +158,7 @@ def tune(
                 precisions=names,
                 memory=memory,
                 micro_batches=sizes,
-                executes=None if execute is None else tuple(_split(execute)),
+                executes=ways,
                 limits=Limits(total=seconds),
                 exhaustive=exhaustive,
                 bandwidth=link,
@@ -162,6 +170,9 @@ def tune(
         return
     tuned.write(out)
     page = page_beside(out)
+    if as_json:
+        print(out.read_text(encoding="utf-8"), end="")
+        return
     show(console, tuned, subject=found.name, out=out, page=page)
 
 
@@ -234,7 +245,7 @@ def _split(text: str) -> list[str]:
 
 
 def _names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    for name in _split(text):
+    for name in _split(text) or [text]:
         if name not in allowed:
             raise OptionError(f"{option} {name}: must be one of {', '.join(allowed)}")
     return tuple("full" if name == "fp32" else name for name in _split(text))

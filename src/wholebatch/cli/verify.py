@@ -19,6 +19,8 @@ __all__ = ["verify"]
 
 _BATCH, _LOOP, _OUT = "The batch and the update", "A loop of your own", "Output"
 
+_BATCHNORM = ("exact", "statistics", "freeze", "group", "layer", "sync", "refuse")
+
 
 def verify(
     recipe: Annotated[
@@ -136,6 +138,9 @@ def verify(
     for name, value in vars(given).items():
         check(name, value, "--" + name.replace("_", "-"))
     check_recipe(recipe)
+    check("execute", execute, "--execute")
+    if batchnorm not in _BATCHNORM:
+        raise OptionError(f"--batchnorm {batchnorm}: must be one of {', '.join(_BATCHNORM)}")
     if loop is not None and recipe is not None:
         raise OptionError("RECIPE and --loop together: a loop's FILE.py brings its own model")
     if loop is None and (steps is not None or equal or model != "all"):
@@ -192,6 +197,7 @@ def _recipe(
 
     import torch
 
+    from wholebatch.cli.session import fitted_to
     from wholebatch.proof import verify as prove
     from wholebatch.recipes import EMBEDDED, Batches, load_recipe
 
@@ -209,6 +215,8 @@ def _recipe(
         seed=config.seed + rank,
         collate=recipe.collate,
     )
+    if given.batch_size is not None:
+        config = fitted_to(config, batches)
     optimizer = recipe.build_optimizer(model, lr=None)
     wrapped: torch.nn.Module = model
     if options.pop("ddp") and torch.distributed.is_initialized():

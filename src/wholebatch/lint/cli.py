@@ -93,7 +93,12 @@ def run(options: Options) -> int:
         if problem:
             return _usage(problem)
         findings = lint_files(files, settings, jobs=options.jobs)
-    _write(render(findings, options.form), options.output)
+    try:
+        _write(render(findings, options.form), options.output)
+    except OSError as error:
+        if options.output is None:  # standard output is another's affair
+            raise
+        return _usage(f"output={options.output!r}: cannot be written: {error.strerror}")
     _summary(files, findings, repaired, options.form)
     return _status(findings)
 
@@ -113,7 +118,8 @@ def _summary(files: Sequence[str], findings: Sequence[Finding], repaired: int, f
     if form != "text":
         return
     fixable = sum(1 for f in findings if f.fix)
-    words = f"{len(findings)} finding{'' if len(findings) == 1 else 's'} in {len(files)} files"
+    words = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
+    words += f" in {len(files)} file{'' if len(files) == 1 else 's'}"
     if repaired:
         words += f", {repaired} fixed"
     if fixable:

@@ -35,7 +35,7 @@ from typing import Any
 __all__ = ["Estimator", "NoiseScale", "Observation"]
 
 _Z = 1.96  # of the 95% interval
-_AGREE = 1.5  # standard deviations: stretches of windows closer to each other tell the same
+_AGREE = 2.0  # standard deviations: stretches of windows closer to each other tell the same
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ class Estimator:
     """Averages observations, newer ones more, and says how sure the ratio of them is.
 
     Its memory halves in `half_life` windows; in twice as many, and twice again, as long as the
-    windows before those say the same: what does not change is known the better the longer it is
-    looked at.
+    windows before those say the same, and not at all where all do: what does not change is known
+    the better the longer it is looked at.
     """
 
     def __init__(self, *, half_life: float = 32.0, most: int = 1024) -> None:
@@ -221,7 +221,7 @@ class Estimator:
         )
         # The interval is of the newest windows, what it grows by in the meantime included; the
         # estimate in it may rest on more.
-        weights = _fading(len(seen), _memory(spreads, signals, self._half_life))
+        weights = _fading(len(seen), _half_life(spreads, signals, self._half_life))
         found = _averages(spreads, signals, weights)
         if not low <= found.ratio <= high:
             weights, found = _fading(len(seen), self._half_life), recent
@@ -248,21 +248,25 @@ class Estimator:
         self._seen = [Observation(o[0], o[1], o[2], int(o[3])) for o in state]
 
 
-def _memory(spreads: Sequence[float], signals: Sequence[float], shortest: float) -> float:
-    """The half-life to average with: doubled while the windows before tell the same ratio.
+def _half_life(spreads: Sequence[float], signals: Sequence[float], shortest: float) -> float:
+    """The half-life to average with: doubled while the windows before tell the same ratio, endless
+    where the older half of all windows does too.
 
     Two stretches of one length, the newest and the one before it, have the averages s, g and s', g'
     of tr Σ and |G|². With the same ratio, s g' − s' g is zero but for noise of a known variance.
     """
     half_life = shortest
-    while 4 * half_life <= len(spreads):
-        number = int(2 * half_life)
+    half = len(spreads) // 2
+    while shortest <= half:
+        number = min(int(2 * half_life), half)
         even = [1.0 / number] * number
         new = _averages(spreads[-number:], signals[-number:], even)
         old = _averages(spreads[-2 * number : -number], signals[-2 * number : -number], even)
         gap = new.above * old.below - old.above * new.below
         if gap * gap > _AGREE**2 * (new.gap_variance(old) + old.gap_variance(new)):
             break
+        if number == half:
+            return math.inf
         half_life *= 2
     return half_life
 

@@ -26,6 +26,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypedDict, cast
@@ -205,7 +206,12 @@ def _find(name: str) -> Path:
         raise RecipeError(f"recipe {name!r} is empty; give a Python file or one of: {known}")
     if path.is_dir():
         raise RecipeError(f"recipe {name!r} is a folder; give a Python file or one of: {known}")
-    raise RecipeError(f"recipe {name!r}: there is no such file; the embedded recipes are: {known}")
+    meant = f"{name}.py" if Path(f"{name}.py").is_file() else ""
+    meant = meant or next(iter(get_close_matches(name, EMBEDDED, n=1)), "")
+    hint = f" (did you mean {meant}?)" if meant else ""
+    raise RecipeError(
+        f"recipe {name!r}: there is no such file{hint}; the embedded recipes are: {known}"
+    )
 
 
 def _read(path: Path) -> bytes:

@@ -102,12 +102,16 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsFile:
-    """`metrics.jsonl`, opened to go on after `windows` windows; later lines are cut off."""
+    """`metrics.jsonl`, opened to go on after `windows` windows; later lines are cut off.
+
+    A file that is gone, or was moved away, begins anew: `lost` windows are then not in it.
+    """
 
     def __init__(self, path: Path, *, windows: int) -> None:
         self.path = path
         self.first: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
+        self.lost = 0
         kept, size = self._read(windows)
         if kept != windows:
             raise StateError(
@@ -121,11 +125,15 @@ class MetricsFile:
     def _read(self, windows: int) -> tuple[int, int]:
         """How many of the first windows there are, and where the last of them ends."""
         kept = size = 0
-        if windows and self.path.exists():
+        if windows and not (self.path.exists() and self.path.stat().st_size):
+            self.lost = kept = windows
+        elif windows:
             with self.path.open("rb") as file:
                 for line in file:
                     try:
                         record = json.loads(line)
+                        if not size:  # it may have begun anew before
+                            self.lost = kept = min(max(0, record["window"] - 1), windows)
                         belongs = record["window"] == kept + 1 <= windows
                     except (ValueError, KeyError, TypeError):
                         belongs = False

@@ -43,7 +43,7 @@ class WandbRun:
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise OptionError(
                 f"--wandb {project}: Weights & Biases does not begin a run ({reason}); "
-                "WANDB_MODE=offline needs neither network nor account"
+                "WANDB_MODE=offline needs neither network nor account, --wandb off leaves it out"
             ) from error
         self.id: str = self._run.id
         known.write_text(json.dumps({"project": project, "id": self.id}) + "\n", encoding="utf-8")

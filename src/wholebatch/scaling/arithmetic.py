@@ -9,7 +9,7 @@ from typing import Any
 
 from wholebatch.errors import OptionError
 
-__all__ = ["Arithmetic", "over_ranks", "pieces_of", "runs_said", "share_of", "solve"]
+__all__ = ["Arithmetic", "check_count", "over_ranks", "pieces_of", "runs_said", "share_of", "solve"]
 
 
 def share_of(samples: int, *, rank: int, ranks: int) -> slice:
@@ -64,7 +64,8 @@ class Arithmetic:
     @property
     def steps(self) -> int:
         """Micro-batches of the rank that has most."""
-        return -(-max(self.shares) // self.micro_batch)
+        most = -(-self.global_batch // self.ranks)  # the first rank's
+        return -(-most // self.micro_batch)
 
     @property
     def is_even(self) -> bool:
@@ -90,6 +91,8 @@ class Arithmetic:
 
 MOST = 10_000_000
 """Micro-batches of one update. Nobody makes so many; lists of more of them fill the memory."""
+MOST_RANKS = 1_000_000
+_MOST_SAMPLES = 10**18
 
 
 def solve(
@@ -102,7 +105,7 @@ def solve(
     """Any of the four from the others; `ranks` is 1 where only two of the others are given.
 
     What is asked for is the smallest that does it: the fewest steps that fit the global batch, the
-    smallest micro-batch that needs no more steps, the fewest ranks.
+    smallest micro-batch and the fewest ranks that need no more steps.
 
     >>> solve(micro_batch=8, steps=4, ranks=2).global_batch
     64
@@ -120,7 +123,8 @@ def solve(
         "ranks": ranks,
     }
     for name, value in given.items():
-        _check(name, value)
+        if value is not None:
+            check_count(name, value)
     if ranks is None and None in (global_batch, micro_batch, steps):
         ranks = 1
     missing = [name for name, value in given.items() if value is None and name != "ranks"]
@@ -139,22 +143,30 @@ def solve(
         assert steps is not None
         assert ranks is not None
         most = -(-global_batch // ranks)
-        return Arithmetic(global_batch, -(-most // steps), ranks)
+        return _within_reason(Arithmetic(global_batch, -(-most // steps), ranks))
     if ranks is None:
         assert steps is not None
-        ranks = -(-global_batch // (micro_batch * steps))
-    if global_batch // micro_batch > MOST:
-        raise OptionError(
-            f"global_batch={global_batch}, micro_batch={micro_batch}: make "
-            f"{global_batch // micro_batch:,} micro-batches; at most {MOST:,} are reckoned with"
-        )
-    found = Arithmetic(global_batch, micro_batch, ranks)
+        fewest = -(-global_batch // (micro_batch * steps))
+        return _within_reason(Arithmetic(global_batch, micro_batch, fewest))
+    found = _within_reason(Arithmetic(global_batch, micro_batch, ranks))
     if steps is not None and found.steps != steps:
         raise OptionError(
             f"global_batch={global_batch}, micro_batch={micro_batch}, ranks={ranks} make "
             f"{found.steps} steps, not steps={steps}: leave one of the four out, and it follows"
         )
     return found
+
+
+def _within_reason(batch: Arithmetic) -> Arithmetic:
+    pieces = batch.global_batch // batch.micro_batch
+    if pieces > MOST:
+        raise OptionError(
+            f"global_batch={batch.global_batch}, micro_batch={batch.micro_batch}: make "
+            f"{pieces:,} micro-batches; at most {MOST:,} are reckoned with"
+        )
+    if batch.ranks > MOST_RANKS:
+        raise OptionError(f"ranks={batch.ranks}: at most {MOST_RANKS:,} are reckoned with")
+    return batch
 
 
 def over_ranks(
@@ -201,8 +213,9 @@ def _runs(values: Sequence[Any]) -> list[tuple[Any, int]]:
     return runs
 
 
-def _check(name: str, value: object) -> None:
-    if value is None:
-        return
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no number of samples, steps or ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")
+    if value > _MOST_SAMPLES:
+        raise OptionError(f"{name}={value!r}: more than {_MOST_SAMPLES:,} are not reckoned with")

@@ -38,6 +38,7 @@ class Follow:
         base_batch: int,
         rule: Rule | str = "none",
         betas: str = "keep",
+        first_batch: int | None = None,
     ) -> None:
         self._rule = check_rule(rule)
         if betas not in ("keep", "beta2", "both"):
@@ -49,6 +50,7 @@ class Follow:
         self._optimizer = optimizer
         self._betas = betas
         self.base_batch = base_batch
+        self.first_batch = first_batch  # of a schedule: where a warm-up starts must not jump
         self.batch = base_batch
         self.warmth = 1.0
         self._found: list[dict[str, Any]] | None = None
@@ -70,11 +72,14 @@ class Follow:
         """What the learning rate is multiplied by now.
 
         A warm-up goes from the rate of the base batch to that of this one (Goyal et al. 2017), or
-        from zero where this one has no higher rate.
+        from zero where this one (of a schedule: its first) has no higher rate.
         """
-        full = lr_factor(base_batch=self.base_batch, batch=self.batch, rule=self._rule)
-        start = 1.0 if full > 1.0 else 0.0
+        full = self._full(self.batch)
+        start = 1.0 if self._full(self.first_batch or self.batch) > 1.0 else 0.0
         return start + (full - start) * self.warmth
+
+    def _full(self, batch: int) -> float:
+        return lr_factor(base_batch=self.base_batch, batch=batch, rule=self._rule)
 
     def rates(self) -> list[float]:
         """The learning rates that the next update is made with, by parameter group."""

@@ -13,6 +13,7 @@ Rules of thumb with a source, not laws: docs/scaling.md has the tables that they
 from __future__ import annotations
 
 import math
+import sys
 from typing import Literal, TypeAlias, get_args
 
 from wholebatch.errors import OptionError
@@ -73,7 +74,7 @@ def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str =
     >>> scale_warmup(25024, base_batch=256, batch=8192)
     782
     """
-    if not updates >= 0:
+    if not 0 <= updates < math.inf:
         raise OptionError(f"updates={updates!r}: must be a number of updates, at least 0")
     _positive("base_batch", base_batch)
     _positive("batch", batch)
@@ -81,7 +82,7 @@ def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str =
         raise OptionError(f"keep={keep!r}: must be 'samples' or 'updates'")
     if keep == "updates":
         return math.ceil(updates)
-    return math.ceil(updates * base_batch / batch)
+    return _rounded_up(updates, base_batch, batch)
 
 
 def epochs_in_updates(epochs: float, *, samples: int, batch: int) -> int:
@@ -92,9 +93,9 @@ def epochs_in_updates(epochs: float, *, samples: int, batch: int) -> int:
     """
     _positive("samples", samples)
     _positive("batch", batch)
-    if not epochs >= 0:
+    if not 0 <= epochs < math.inf:
         raise OptionError(f"epochs={epochs!r}: must be a number, at least 0")
-    return math.ceil(epochs * samples / batch)
+    return _rounded_up(epochs, samples, batch)
 
 
 def half_life(beta: float, *, tokens: float = 1.0) -> float:
@@ -104,6 +105,7 @@ def half_life(beta: float, *, tokens: float = 1.0) -> float:
     7084917
     """
     _beta("beta", beta)
+    _positive("tokens", tokens)
     if beta == 0.0:
         return 0.0
     return tokens * math.log(0.5) / math.log(beta)
@@ -122,14 +124,23 @@ def adam_betas(
     """
     _positive("base_batch", base_batch)
     _positive("batch", batch)
+    if len(betas) != 2:
+        raise OptionError(f"betas={betas!r}: must be two numbers, such as (0.9, 0.95)")
     for name, beta in zip(("beta1", "beta2"), betas, strict=True):
         _beta(name, beta)
     power = batch / base_batch
     return (betas[0] ** power if first else betas[0], betas[1] ** power)
 
 
+def _rounded_up(number: float, times: float, over: float) -> int:
+    if isinstance(number, int) and isinstance(times, int) and isinstance(over, int):
+        return -(-number * times // over)  # a float has 53 bits
+    return math.ceil(number * times / over)
+
+
 def _positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
         raise OptionError(f"{name}={value!r}: must be a number above 0")
 
 

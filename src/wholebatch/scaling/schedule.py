@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from wholebatch.errors import OptionError
+from wholebatch.scaling.arithmetic import check_count
 
 __all__ = ["Amount", "BatchSchedule", "parse_amount"]
 
@@ -71,6 +72,14 @@ class BatchSchedule:
     changes: tuple[tuple[int, int], ...]
     by: By = "updates"
 
+    def __post_init__(self) -> None:
+        places = [place for place, _ in self.changes]
+        rise = all(before < after for before, after in pairwise(places))
+        if not places or places[0] != 0 or not rise:
+            raise OptionError(f"changes={self.changes!r}: places must begin at 0, and rise")
+        for _, size in self.changes:
+            check_count("size", size)
+
     @staticmethod
     def parse(text: str, label: str = "--batch-size") -> BatchSchedule:
         """From what a user writes; an OptionError says which part is wrong, and how."""
@@ -84,7 +93,8 @@ class BatchSchedule:
                     f"{said}: {part.strip()!r} must be SIZE@PLACE, as in 64@0,128@1000 (updates), "
                     "128@2ep (epochs) or 256@2Mtok (tokens)"
                 )
-            if not (size_text.isascii() and size_text.isdigit() and int(size_text) > 0):
+            is_count = size_text.isascii() and size_text.isdigit() and len(size_text) < 19
+            if not is_count or int(size_text) == 0:
                 raise OptionError(
                     f"{said}: the size {size_text!r} must be a whole number of samples above 0"
                 )
@@ -121,6 +131,8 @@ class BatchSchedule:
     def at(self, *, update: int = 0, epoch: int = 0, tokens: float = 0.0) -> int:
         """The size of the batch that is taken after `update` updates and `tokens`, in `epoch`."""
         now = {"updates": update, "epochs": epoch, "tokens": tokens}[self.by]
+        if not now >= 0:
+            raise OptionError(f"{self.by}: {now!r} must be at least 0")
         return next(size for place, size in reversed(self.changes) if place <= now)
 
     def steps(self, *, micro_batch: int, ranks: int = 1) -> dict[int, int]:
@@ -131,6 +143,8 @@ class BatchSchedule:
         """
         if self.by == "tokens":
             raise OptionError(f"{self}: steps= goes by update or by epoch, not by tokens")
+        check_count("micro_batch", micro_batch)
+        check_count("ranks", ranks)
         for _, size in self.changes:
             if size % (micro_batch * ranks):
                 raise OptionError(

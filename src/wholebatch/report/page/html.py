@@ -7,6 +7,7 @@ A content policy in the head forbids the browser to load anything from anywhere.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,21 @@ def _asset(name: str) -> str:
 
 def _spec(chart: Chart) -> dict[str, Any]:
     return {
-        "data": [dict(trace) for trace in chart.data],
-        "layout": dict(chart.layout),
+        "data": [_plain(dict(trace)) for trace in chart.data],
+        "layout": _plain(dict(chart.layout)),
         "height": chart.height,
     }
+
+
+def _plain(value: Any) -> Any:
+    """Texts as they are: the library takes `<b>` in the name of a run for its own markup."""
+    if isinstance(value, str):
+        return value.replace("&", "&amp;").replace("<", "&lt;")
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
 
 
 def _json(value: Any) -> str:

@@ -96,9 +96,13 @@ def _known(path: Path, data: object) -> str:
     if kind is None:
         raise StateError(
             f"{path}: is not what `wholebatch plan --json`, `verify --json`, `tune` or a benchmark "
-            "writes, nor the folder of a run"
+            f"writes, nor the folder of a run{_beside(path)}"
         )
     return kind
+
+
+def _beside(path: Path) -> str:
+    return f"; give {path.parent}" if (path.parent / "config.json").is_file() else ""
 
 
 def _read_folder(path: Path, name: str, sources: Sources) -> None:

@@ -134,8 +134,18 @@ def _chart(
         "showlegend": len(shown) > 1,
     }
     if bounds is not None:  # an interval may end at ten times the value
-        layout["yaxis"] = {"title": {"text": label}, "type": "log", "dtick": "D2"}
+        layout["yaxis"] = {"title": {"text": label}, "type": "log", **_ticks(traces)}
     return Chart(name, title, traces, layout)
+
+
+def _ticks(traces: Sequence[Record]) -> dict[str, str]:
+    """2, 5 and 10 of every decade, where there is a whole one; else the library finds better."""
+    ends = [y for trace in traces for y in trace["y"] if y]
+    for trace in traces:
+        bars = trace.get("error_y", {})
+        steps = zip(trace["y"], bars.get("array", ()), bars.get("arrayminus", ()), strict=False)
+        ends += [end for y, up, down in steps if y for end in (y + up, y - down) if end > 0]
+    return {"dtick": "D2"} if ends and max(ends) >= 10 * min(ends) else {}
 
 
 def _bars(
@@ -222,6 +232,8 @@ def overview(
         "windows", [f"{len(run.records):,} of {_setting(run, 'steps')}" for run in runs], mark=False
     )
     row("loss, first → last", [_losses_said(run) for run in runs], mark=False)
+    if any(_count(run, _is_lost) != "0" for run in runs):
+        row("losses that are not finite", [_count(run, _is_lost) for run in runs], mark=False)
     row(
         "speed (median)",
         [_speed_said(run, unit) for run, unit in zip(runs, units, strict=True)],
@@ -272,6 +284,10 @@ def _device_said(run: Run) -> str:
 def _losses_said(run: Run) -> str:
     losses = [r["loss"] for r in run.records if _number(r.get("loss")) is not None]
     return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–"
+
+
+def _is_lost(record: Record) -> bool:
+    return _number(record.get("loss")) is None and record.get("units") != 0
 
 
 def _speed_said(run: Run, unit: str) -> str:

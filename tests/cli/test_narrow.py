@@ -1,0 +1,29 @@
+"""A terminal of forty columns: every number is there, nothing is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import EXACT, Ran
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+
+
+def test_plan_leaves_the_bars_out(command: Callable[..., Ran], recipe: Callable[..., Path]) -> None:
+    ran = command("plan", recipe(EXACT), "--quick", "--gpu-memory", "1GiB")
+    assert ran.status == 0, ran.err
+    assert ran.out.split("used")[0].split()[-2:] == ["micro-batch", "peak"]
+    assert "▶ 10" in ran.out
+    assert "…" not in ran.out
+
+
+def test_recipes_are_lines(command: Callable[..., Ran]) -> None:
+    said = " ".join(command("recipes").out.split())
+    assert "digits-cnn: A small CNN with BatchNorm on scikit-learn's 1,797 handwritten" in said
+    assert "(batch 256, micro-batch 48, 80 updates)" in said
