@@ -39,7 +39,12 @@ def _grouped_mm(
     return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
-_INSTEAD: dict[Any, Callable[..., Any]] = {}
+def _rand(size: Any, **options: Any) -> torch.Tensor:
+    """One random number decides whether a layer is left out (LayerDrop): none is, as is larger."""
+    return torch.rand(size, **options) if size else torch.tensor(1.0)
+
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {_aten.rand.default: _rand}
 if hasattr(_aten, "_grouped_mm"):
     _INSTEAD[_aten._grouped_mm.default] = _grouped_mm
 
