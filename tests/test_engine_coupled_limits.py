@@ -39,7 +39,8 @@ def test_memory_grows_by_the_representations_and_a_chunk_only() -> None:
 
 
 def test_out_of_memory_in_either_pass_begins_again() -> None:
-    for failing in (2, 4):  # the third micro-batch of the first pass, the second of the second
+    # The third micro-batch of the first pass; the second of the second, from the last to the first.
+    for failing in (2, 4):
         model = Clip(dropout=0.3)
         reference = copy.deepcopy(model)
         calls = [0]
@@ -51,7 +52,7 @@ def test_out_of_memory_in_either_pass_begins_again() -> None:
             return encode(model, micro)
 
         torch.manual_seed(1)
-        loss = wb.Coupled(short, lambda all, m=model: LOSSES["clip"](m, all))
+        loss = wb.Coupled(short, lambda all, m=model: LOSSES["clip"](m, all), keep=0)
         # The probe of the audit would be counted too.
         train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=5, audit=False)
         step = train.step(batch(12))
@@ -68,6 +69,35 @@ def test_out_of_memory_in_either_pass_begins_again() -> None:
         plain._fitting.split = lambda _, made=pieces: made  # type: ignore[method-assign, misc]
         plain.step(batch(12))
         assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 3, 4, "loss"])
+def test_out_of_memory_gives_up_the_graphs_that_were_kept_first(failing: Any) -> None:
+    """Then no micro-batch is cut, and it is the update of the same window without a failure."""
+    made = []
+    for at in (failing, None):
+        model = Clip(dropout=0.3)
+        calls = [0]
+
+        def short(model: Clip, micro: Batch, calls: Any = calls, at: Any = at) -> Batch:
+            calls[0] += 1
+            if calls[0] - 1 == at:
+                raise torch.OutOfMemoryError("injected")
+            return encode(model, micro)
+
+        def whole(all: Batch, m: Clip = model, at: Any = at, calls: Any = calls) -> wb.Loss:
+            if at == "loss" and calls[0] == 3:  # all are encoded, and the last one is kept
+                raise torch.OutOfMemoryError("injected")
+            return LOSSES["clip"](m, all)
+
+        torch.manual_seed(1)
+        train = wb.WholeBatch(
+            model, sgd(model), loss=wb.Coupled(short, whole), micro_batch=5, audit=False
+        )
+        step = train.step(batch(12))
+        assert (train.recoveries, step.micro_batches) == (0, 3)
+        made.append([*model.parameters(), torch.get_rng_state()])
+    assert all(map(torch.equal, *made))
 
 
 def test_out_of_memory_in_the_loss_is_said_as_it_is() -> None:

@@ -184,6 +184,20 @@ def test_what_is_refused() -> None:
         with pytest.raises(wb.errors.UnsupportedError, match=f"{type(layer).__name__}"):
             wb.WholeBatch(layer, sgd(layer), loss=loss, dropout="per-sample")
 
+    class TimeFirst(Tagger):
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = self.read(self.drop(self.embed(tokens).transpose(0, 1)))
+            return logits.transpose(0, 1)
+
+    # Six tokens: six is a multiple of three samples and of two, so no shape is odd by itself.
+    for size, said in ((3, "the samples are its second dimension"), (4, r"of shape \(6, 4, 8\)")):
+        late = TimeFirst().double()
+        train = wb.WholeBatch(
+            late, sgd(late), loss=loss, micro_batch=size, dropout="per-sample", audit=False
+        )
+        with pytest.raises(wb.errors.UnsupportedError, match=said):
+            train.step(tokens(8))
+
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()

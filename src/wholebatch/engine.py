@@ -176,7 +176,8 @@ class WholeBatch:
             noise=noise is not None,
         )
         if self._feeding.whole_loss is not None:
-            self._feeding.whole_loss.keeping.room = self._fitting.room
+            keeping = self._feeding.whole_loss.keeping
+            keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
         if self._feeding.whole_loss is not None and engine.ranks > 1:
             self._fitting.recovers = False  # a rank that begins again would gather alone
         coupled = self._feeding.needs_every_rank() is not None

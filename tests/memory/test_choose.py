@@ -45,6 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
         ("25%", 250),
         (0.5, 500),
         (1.0, 1000),
+        ("0.5", 500),
     ],
 )
 def test_budgets_as_users_write_them(memory: int | float | str, expected: int) -> None:

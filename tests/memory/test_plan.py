@@ -105,6 +105,14 @@ def test_nothing_fits() -> None:
     assert made.rungs[0].what == "as it is"
     with pytest.raises(OptionError, match="ranks=0: must be at least 1"):
         make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000, ranks=0)
+    with pytest.raises(OptionError, match="batch_size=3 on 4 ranks: must be at least one sample"):
+        make_plan(mlp(), loss, vectors(2), batch_size=3, budget=1000, ranks=4)
+
+
+def test_samples_that_ranks_do_not_share_evenly() -> None:
+    made = make_plan(mlp(), loss, vectors(2), batch_size=7, budget=2**30, ranks=4, variants=False)
+    expected = "micro-batch 2 × 1 step × 4 ranks = 7 samples; 2 or 1 on a rank"
+    assert made.arithmetic() == expected
 
 
 def test_command_shows_a_table_and_a_picture() -> None:
@@ -146,9 +154,12 @@ def test_command_refuses_bad_options() -> None:
     assert "--precision int3: must be one of" in str(refused("--precision", "int3"))
     assert "--seq 0: must be" in str(refused("--seq", "0"))
     assert "--seq: is for hf:CONFIG.json" in str(refused("digits-cnn", "--seq", "8"))
-    assert 'must be a size such as "20GiB"' in str(refused("digits-cnn", "--gpu-memory", "much"))
+    assert "--gpu-memory much: must be a size" in str(refused("--gpu-memory", "much"))
+    few = refused("digits-cnn", "--gpu-memory", "1GiB", "--batch-size", "3", "--gpus", "4")
+    assert "--gpus 4: an update of 3 samples has none for some" in str(few)
     if not torch.cuda.is_available():
-        assert "no GPU here" in str(refused("digits-cnn", "--gpu-memory", "50%"))
+        for share in ("50%", "0.5", "free"):
+            assert "no GPU here" in str(refused("digits-cnn", "--gpu-memory", share))
 
 
 LLAMA = {
@@ -169,6 +180,10 @@ CONFIGURATIONS = {
     "mistral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64},
     "bert": {**SMALL, "intermediate_size": 64, "max_position_embeddings": 64},
+    "mixtral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 2},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    # One random number for each layer decides whether it is left out.
+    "opt": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
 }
 
 
@@ -191,6 +206,34 @@ def test_command_reads_hugging_face_configurations(tmp_path: Path, kind: str) ->
     found = json.loads(result.output)
     assert found["micro_batch"] == 8
     assert found["parameters"] > 2 * 128 * 32
+
+
+def test_command_reads_classifiers_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    small = {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+    path.write_text(json.dumps({"model_type": "vit", **small}))
+    result = command(f"hf:{tmp_path}", "--gpu-memory", "1GiB", "--batch-size", "5", "--quick")
+    assert result.exit_code == 0, result.exception
+    assert f"{tmp_path.name} (vit)" in result.output
+    assert "images of 32 × 32" in result.output
+    assert "--seq 8: is for language models" in str(refused(f"hf:{path}", "--seq", "8"))
+
+
+def test_command_says_what_is_wrong_with_a_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    for stored, said in (
+        ({**LLAMA, "num_attention_heads": 5}, "is not a multiple of the number of attention heads"),
+        ({"model_type": "no such"}, "no model can be built: "),
+        ({"model_type": "wav2vec2"}, "wav2vec2 is planned neither as a language model nor as a"),
+    ):
+        path.write_text(json.dumps(stored))
+        error = refused(f"hf:{path}")
+        assert isinstance(error, RecipeError)
+        assert said in str(error)
+        assert len(str(error)) < 250 + len(str(path))
+        assert "\n" not in str(error)
 
 
 def test_sixteen_bit_weights_and_every_way_of_gradients(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ Choice = Literal["fresh", "per-sample"]
 
 _aten = torch.ops.aten
 _BITS = 24
+_Shapes = dict[int, tuple[int, tuple[int, ...]]]
+"""By call: the samples of a micro-batch, and the shape of what was dropped from."""
 
 
 @final
@@ -39,6 +41,7 @@ class PerSample:
 
     def __init__(self) -> None:
         self.seed: int | None = None
+        self._shapes: _Shapes = {}
 
     @staticmethod
     def draw_seed() -> int:
@@ -48,6 +51,7 @@ class PerSample:
     def begin_window(self, seed: int | None = None) -> None:
         """A new window: all of its micro-batches share the seed, drawn if it is not given."""
         self.seed = self.draw_seed() if seed is None else seed
+        self._shapes = {}
 
     @contextmanager
     def micro(self, samples: Sequence[int] | Tensor) -> Iterator[None]:
@@ -63,7 +67,7 @@ class PerSample:
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(self.seed)
         try:
-            with _Masks(torch.as_tensor(samples, dtype=torch.int64)):
+            with _Masks(torch.as_tensor(samples, dtype=torch.int64), self._shapes):
                 yield
         finally:
             torch.set_rng_state(before)
@@ -96,9 +100,10 @@ def check_dropout(choice: str, model: nn.Module) -> PerSample | None:
 class _Masks(TorchDispatchMode):
     """Replaces the masks of dropout, and refuses randomness that it cannot split."""
 
-    def __init__(self, samples: Tensor) -> None:
+    def __init__(self, samples: Tensor, shapes: _Shapes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
+        self._shapes = shapes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,12 +142,25 @@ class _Masks(TorchDispatchMode):
                 'samples: dropout="per-sample" needs the samples as its first dimension'
             )
         call = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        self._check(call, count, tuple(x.shape))
         bits = _mix(self._samples.to(x.device, non_blocking=True) + call)
         # One coordinate after the other, so that a longer padding does not move the rest.
         for size in (x.shape[0] // count, *x.shape[1:]):
             bits = _mix(bits[..., None] + torch.arange(1, size + 1, device=x.device) * _GOLDEN)
         keep: Tensor = bits.bitwise_and_(2**_BITS - 1) < round(chance * 2**_BITS)
         return keep.view(x.shape)
+
+    def _check(self, call: int, count: int, shape: tuple[int, ...]) -> None:
+        """Refuse what has time first, where that is seen: in micro-batches of different sizes."""
+        other, before = self._shapes.setdefault(call, (count, shape))
+        if other == count or len(shape) < 2 or len(before) < 2 or shape[0] != before[0]:
+            return
+        if shape[1] * other == before[1] * count:
+            raise UnsupportedError(
+                f"dropout on a tensor of shape {before} in a micro-batch of {other} samples and"
+                f" {shape} in one of {count}: the samples are its second dimension, and "
+                'dropout="per-sample" needs them as its first'
+            )
 
 
 def _signed(value: int) -> int:

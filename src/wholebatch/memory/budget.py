@@ -20,6 +20,7 @@ __all__ = [
     "bytes_said",
     "device_memory",
     "free_memory",
+    "is_share",
     "parse_memory",
     "sharing_processes",
 ]
@@ -59,12 +60,14 @@ def parse_memory(
         if match is None:
             raise OptionError(_refusal(memory))
         number, unit = float(match[1]), match[2]
+        if unit == "" and "." in match[1]:
+            return _fraction(number, memory, device, total) // processes
         if unit == "%":
             return _fraction(number / 100, memory, device, total) // processes
         factors = {name.lower(): factor for name, factor in _UNITS.items()}
         if unit.lower() not in factors:
             raise OptionError(_refusal(memory))
-        if number * factors[unit.lower()] < 1 or (unit == "" and "." in match[1]):
+        if number * factors[unit.lower()] < 1:
             raise OptionError(_refusal(memory))
         return int(number * factors[unit.lower()])
     if isinstance(memory, float):
@@ -72,6 +75,16 @@ def parse_memory(
     if memory < 1:
         raise OptionError(_refusal(memory))
     return memory
+
+
+def is_share(memory: str) -> bool:
+    """Whether this is said of what a device has, and so means nothing without one.
+
+    >>> is_share("80%"), is_share("0.8"), is_share("free"), is_share("24GiB")
+    (True, True, True, False)
+    """
+    text = memory.strip()
+    return text == "free" or re.fullmatch(r"\d+\.\d+|.*%", text) is not None
 
 
 def _fraction(part: float, memory: Memory, device: torch.device | str, total: int | None) -> int:

@@ -11,7 +11,7 @@ a block changes (BatchNorm's running statistics) are changed once, by the forwar
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,21 +37,42 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     """The names of the blocks that a model is built of: the outermost modules of a repeated class.
 
     A transformer's layers, a ResNet's bottlenecks. A block has parts of its own, is no mere
-    container, and its class occurs at least twice; blocks inside blocks are not named.
+    container, and its class occurs at least twice; blocks inside blocks are not named. Two towers,
+    or an encoder and a decoder, that are stacks of blocks themselves do not count as blocks.
 
     >>> layer = lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True)
     >>> repeated_blocks(nn.Sequential(layer(), layer(), nn.Linear(8, 8)))
     ['0', '1']
     """
     by_class: dict[type[nn.Module], list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
-        is_block = any(module.children()) and type(module) not in _CONTAINERS
-        if name and is_block and any(True for _ in module.parameters()):
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if name and _is_block(module):
             by_class[_class_of(module)].append(name)
-    repeated = {name for names in by_class.values() if len(names) > 1 for name in names}
+    repeated = {
+        name
+        for names in by_class.values()
+        if len(names) > 2 or (len(names) == 2 and not all(_is_stack(modules[n]) for n in names))
+        for name in names
+    }
     outermost = [name for name in repeated if not _has_ancestor(name, repeated)]
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    order = {name: place for place, name in enumerate(modules)}
     return sorted(outermost, key=order.__getitem__)
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_parts = any(module.children()) and type(module) not in _CONTAINERS
+    return has_parts and any(True for _ in module.parameters())
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether more than two blocks of one class follow each other in it."""
+    for inside in module.modules():
+        if isinstance(inside, nn.ModuleList | nn.Sequential):
+            kinds = Counter(_class_of(one) for one in inside if _is_block(one))
+            if any(count > 2 for count in kinds.values()):
+                return True
+    return False
 
 
 def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> list[str]:
@@ -110,6 +131,7 @@ class _Checkpointed(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return super().__call__(*args, **kwargs)
         forward = super().__call__
+        args, kwargs = _without_caches(self, args, kwargs)
 
         def once_or_again(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() == -1:
@@ -132,6 +154,33 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 def _class_of(module: nn.Module) -> type[nn.Module]:
     kind = type(module)
     return kind.__mro__[2] if is_checkpointed(module) else kind
+
+
+def _without_caches(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without a cache of keys and values, which a second forward would write again.
+
+    Models of transformers make one in every forward, and training does not read it. One that came
+    with something in it (a learned prefix) is a part of the model.
+    """
+    if getattr(module, "_can_checkpoint_with_cache", False):  # it only reads
+        return args, kwargs
+    caches = [one for one in (*args, *kwargs.values()) if _is_cache(one)]
+    if any(one.get_seq_length() > 0 for one in caches):
+        raise UnsupportedError(
+            f"{_class_of(module).__name__} is checkpointed, and was given a cache that has keys and"
+            " values in it: it would be written twice; train without checkpointing, or give no"
+            " past_key_values"
+        )
+    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if kept.get("use_cache") is True:
+        kept["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "get_seq_length", None)) and hasattr(value, "update")
 
 
 @contextmanager

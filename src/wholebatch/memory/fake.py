@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.batches import map_tensors
+from wholebatch.memory.kernels import asked_of
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.shapes import NOT_LOOKED_AT, Shapes
 
@@ -230,17 +231,11 @@ class FakeMeter(MemoryMeter):
 
     def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            result = func(*args, **kwargs)
+            return asked_of(func, args, kwargs)
         except DataDependentOutputException:
             if not self._answers:
                 raise
             return 1
-        if func in _BATCH_NORMS and args[1] is not None and args[1].dtype != args[0].dtype:
-            # 16-bit input with fp32 weights: the kernel saves mean and deviation in the dtype of
-            # the weights, its shape function says that of the input.
-            output, *saved = result
-            return (output, *(one.to(args[1].dtype) for one in saved))
-        return result
 
 
 def _is_unknown(value: Any) -> bool:
@@ -256,10 +251,3 @@ def _is_unknown(value: Any) -> bool:
 _CHANGE_LISTS = ("_foreach_", "_fused_")
 _DEVICE_OF = torch.ops.prim.device.default
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
-_BATCH_NORMS = frozenset(
-    {
-        torch.ops.aten.native_batch_norm.default,
-        torch.ops.aten._native_batch_norm_legit.default,
-        torch.ops.aten._native_batch_norm_legit.no_stats,
-    }
-)

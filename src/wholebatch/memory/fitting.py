@@ -84,6 +84,7 @@ class Fitting:
             sync.ranks == 1 or is_auto or memory is not None
         )
         self._recovery = Recovery(model, scale=scale, static=layout["static"])
+        self.relieved: Callable[[], bool] = lambda: False
         self.sizing: Sizing | None = None
         self.said: str | None = None
         """What "auto" chose and why, in two lines, once it has."""
@@ -142,7 +143,7 @@ class Fitting:
             # A window's own peak: that of a failed attempt would forbid to grow for good.
             torch.cuda.reset_peak_memory_stats(self._device)
         with within(self._budget, model=self._model, optimizer=self._optimizer) as meter:
-            _, parts = self._recovery.run(micros, attempt, discard=discard)
+            _, parts = self._recovery.run(micros, attempt, discard=discard, relieved=self.relieved)
         if on_cuda and self.sizing is not None and not self._optimizer.state:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
             # would hold on to all of their memory.

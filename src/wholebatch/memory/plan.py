@@ -85,7 +85,10 @@ class Plan:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         product = f"micro-batch {self.micro_batch} × {steps} × {ranks}"
-        return f"{product} = {self.batch_size} samples{uneven}"
+        if self.batch_size % self.ranks:
+            uneven += f"; {per_rank} or {per_rank - 1} on a rank"
+        samples = "1 sample" if self.batch_size == 1 else f"{self.batch_size} samples"
+        return f"{product} = {samples}{uneven}"
 
 
 class _Peaks:
@@ -140,6 +143,10 @@ def make_plan(
     for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
         if value < 1:
             raise OptionError(f"{name}={value}: must be at least 1")
+    if batch_size < ranks:
+        raise OptionError(
+            f"batch_size={batch_size} on {ranks} ranks: must be at least one sample for each"
+        )
     sharding = None if sync is None else Sharding(ranks, sync)
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     target = predictor.device

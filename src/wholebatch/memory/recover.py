@@ -71,11 +71,13 @@ class Recovery:
         attempt: Callable[[Sequence[Any], Callable[[int], None]], T],
         *,
         discard: Callable[[], None],
+        relieved: Callable[[], bool] = lambda: False,
     ) -> tuple[T, list[Any]]:
         """What `attempt(micros, at)` returned, and the micro-batches that it went through with.
 
         `attempt` makes the forwards and backwards of a window and nothing after them; it calls
         `at(index)` before each micro-batch. `discard()` drops what a failed attempt has added.
+        `relieved()` says whether it has given something up since, so that none need be cut.
         """
         before = Snapshot(self._model)
         scale = None if self._scale is None else self._scale.state_dict()
@@ -89,7 +91,8 @@ class Recovery:
             before.restore()
             if self._scale is not None and scale is not None:
                 self._scale.load_state_dict(scale)
-            parts = self._smaller(parts, place.index, failure)
+            if not relieved():
+                parts = self._smaller(parts, place.index, failure)
             _release()
         raise torch.OutOfMemoryError(
             f"out of memory {self._most + 1} times in one window, the last time with"

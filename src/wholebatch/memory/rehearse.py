@@ -29,6 +29,7 @@ from wholebatch.memory.fake import (
     fake_model,
     fake_optimizer,
 )
+from wholebatch.memory.masks import masks_as_for
 from wholebatch.memory.plain import PlainWindow, Reduction
 from wholebatch.memory.sharding import Sharding, gathered, group_now, shard
 from wholebatch.memory.stores import bucket_bytes_of, held_on_device
@@ -96,6 +97,10 @@ class _GotNone(Exception):
     """A parameter that was thought to be trained got no gradient."""
 
 
+class _PartOfMore(Exception):
+    """A gradient is a view into something larger, which it keeps alive."""
+
+
 class Rehearsal:
     """Runs windows of a model, its loss and optimizer on fake tensors, as if on `target`.
 
@@ -137,10 +142,7 @@ class Rehearsal:
             leaves = self._gradients(way) in _LEAVING
             ran = self._left.get(key) if leaves else None
             if ran is None:
-                try:
-                    ran = self._run(copy, batch, way)
-                except _GotNone:  # now it is known which do
-                    ran = self._run(copy, batch, way)
+                ran = self._tried(copy, batch, way)
             if leaves:
                 self._left[key] = ran
         except BaseException:
@@ -151,6 +153,16 @@ class Rehearsal:
         held = CUDA_WORKSPACES + held_on_device(way.gradients, copy.model, self._target)
         return Ran(_with(ran.adding, held), _with(ran.stepping, held), ran.largest)
 
+    def _tried(self, copy: _Copy, batch: Any, way: Way) -> Ran:
+        """By the last micro-batch alone if that is enough, otherwise by all of them."""
+        try:
+            try:
+                return self._run(copy, batch, way)
+            except _GotNone:  # now it is known which do
+                return self._run(copy, batch, way)
+        except _PartOfMore:
+            return self._run(copy, batch, way, last_is_enough=False)
+
     def _copy(self, sharding: Sharding | None) -> _Copy:
         mode = fake_mode_of(self._model)
         model, parameters = fake_model(self._model, mode, self._run_on)
@@ -158,7 +170,7 @@ class Rehearsal:
             parameters = shard(model, mode, parameters, ranks=sharding.ranks, device=self._run_on)
         return _Copy(mode, model, parameters)
 
-    def _run(self, copy: _Copy, batch: Any, way: Way) -> Ran:
+    def _run(self, copy: _Copy, batch: Any, way: Way, *, last_is_enough: bool = True) -> Ran:
         stepping = None
         if self._optimizer is not None:
             stepping = fake_optimizer(
@@ -180,7 +192,7 @@ class Rehearsal:
             device=self._run_on,
             granule=CUDA_GRANULE if self._on_cuda else 1,
         )
-        with _untouched(self._model), _quiet(), copy.mode, meter:
+        with _untouched(self._model), _quiet(), masks_as_for(batch), copy.mode, meter:
             window = PlainWindow(
                 copy.model,
                 self._loss,
@@ -198,7 +210,7 @@ class Rehearsal:
             numbers = meter.answering() if way.lock_step is not None else nullcontext()
             try:
                 with numbers:
-                    ran = self._halves(copy, window, micros, meter, way)
+                    ran = self._halves(copy, window, micros, meter, way, last_is_enough)
             except (
                 DataDependentOutputException,
                 DynamicOutputShapeException,
@@ -215,7 +227,13 @@ class Rehearsal:
         return "device" if to_host and not self._on_cuda else way.gradients
 
     def _halves(
-        self, copy: _Copy, window: PlainWindow, micros: Sequence[Any], meter: FakeMeter, way: Way
+        self,
+        copy: _Copy,
+        window: PlainWindow,
+        micros: Sequence[Any],
+        meter: FakeMeter,
+        way: Way,
+        last_is_enough: bool,
     ) -> Ran:
         """The peaks of forwards and backwards, and of the step; of the first window or a later one.
 
@@ -226,7 +244,7 @@ class Rehearsal:
         is_first = way.first or self._optimizer is None
         needs_state = window.steps_in_backward and not is_first
         alike = way.lock_step is None and way.sharding is None and not _has_sparse(copy.model)
-        if alike and len(micros) == 2:
+        if alike and last_is_enough and len(micros) == 2:
             trained = copy.trained
             if trained is None:
                 trained = [p for p in copy.model.parameters() if p.requires_grad]
@@ -235,7 +253,7 @@ class Rehearsal:
                 meter.reset_peak()
             # Sums that leave the device do not wait for the next micro-batch.
             there = [] if self._gradients(way) in ("host", "swap", "moments") else trained
-            with _seen(copy, there):
+            with _whole_storages(there), _seen(copy, there):
                 window.add_last(
                     micros[0],
                     after_forward=not copy.has_run or way.precision not in ("full", "fp32"),
@@ -297,6 +315,29 @@ def _seen(copy: _Copy, there: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     copy.trained = [parameter for parameter in there if id(parameter) in reached]
     if len(copy.trained) < len(there):
         raise _GotNone
+
+
+@contextmanager
+def _whole_storages(there: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Find a gradient that is a view: autograd keeps the first one as it is, with all its storage.
+
+    So it is for a token that is put before the others and expanded over a batch of one, and for
+    weights that are concatenated before they are used.
+    """
+    larger: list[int] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size():
+            larger.append(1)
+
+    handles = [parameter.register_hook(look) for parameter in there]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if larger:
+        raise _PartOfMore
 
 
 def _with(by_category: dict[str, int], held: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["SixteenBit"]
 
@@ -72,12 +73,14 @@ class SixteenBit:
 
 def _takes_fp32_gradients(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:
     """Whether a step of this kind of optimizer works on a 16-bit parameter with fp32 gradient."""
-    probe = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
-    probe.grad_dtype = torch.float32
-    probe.grad = torch.zeros(2, dtype=torch.float32, device=like.device)
     try:
-        with warnings.catch_warnings():
+        # Real tensors also in a prediction: on fake ones a kernel refuses nothing, and a number
+        # cannot be read.
+        with warnings.catch_warnings(), _disable_current_modes():
             warnings.simplefilter("ignore")
+            probe = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+            probe.grad_dtype = torch.float32
+            probe.grad = torch.zeros(2, dtype=torch.float32, device=like.device)
             type(optimizer)([probe], **optimizer.defaults).step()
     except Exception:  # whatever an unknown optimizer raises, the rounded gradient is the safe way
         return False

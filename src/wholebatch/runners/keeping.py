@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 __all__ = ["Keep", "Keeping"]
+
+_log = logging.getLogger("wholebatch")
 
 Keep: TypeAlias = int | Literal["auto"]
 
@@ -31,6 +34,7 @@ class Keeping:
         self._number = keep if isinstance(keep, int) else 0
         self._weighed = 0  # bytes of the graph of one micro-batch
         self._samples = 0  # of the one that was weighed
+        self._gave_up = False
         self.room: Callable[[], int | None] = lambda: None
 
     def number(self) -> int:
@@ -43,7 +47,15 @@ class Keeping:
 
     def ran_out(self) -> None:
         """Memory did not suffice: no more of it is taken for this."""
+        if self._number:
+            self._gave_up = True
+            _log.warning("out of memory: no graphs of the first pass are kept any more")
         self._auto, self._number = False, 0
+
+    def relieved(self) -> bool:
+        """Whether graphs were given up since this was asked: the window may begin again uncut."""
+        gave_up, self._gave_up = self._gave_up, False
+        return gave_up
 
     @contextmanager
     def weighing(self, samples: int) -> Iterator[None]:

@@ -92,7 +92,8 @@ def run_two_pass(
         finite = [tree.is_finite() for tree in trees]
         whole_batch = Leaves.of(trees)
         del trees
-    if buffers.put_back():  # the second pass shall be the one that moves them
+    moves = buffers.put_back()
+    if moves:  # the second pass shall be the one that moves them
         kept.clear()
     between()
     try:
@@ -129,8 +130,9 @@ def run_two_pass(
 
     if not alone:
         randomness.restore(start)
-    # Those that were kept come first: the others then have their memory.
-    run([numbered[index] for index in kept] + numbered[: len(micros) - len(kept)], again, through)
+    # From the last to the first. Those that were kept so come first, and the others have their
+    # memory; and what is added is added in one order, to the same bits however many were kept.
+    run(numbered[::-1] if alone and not moves else numbered, again, through)
     randomness.restore(after)
     if farthest:
         worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())

@@ -1,0 +1,190 @@
+"""Kinds of models whose operations torch's shape functions, or its fakes, do not tell truly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.memory.models import images, loss, vectors
+from wholebatch.errors import UnsupportedError
+from wholebatch.loss import Loss, cross_entropy
+from wholebatch.memory import MemoryMeter, predict_peak, repeated_blocks, with_checkpoints
+from wholebatch.memory.predict import PlainWindow
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+def assert_exact(
+    model: nn.Module,
+    micro: Any,
+    *,
+    optimizer: Any = None,
+    loss: Any = loss,
+    precision: str = "full",
+) -> None:
+    """What is predicted is what a real window takes, to the byte."""
+    made = (optimizer or torch.optim.AdamW)(model.parameters())
+    predicted = predict_peak(model, loss, micro, optimizer=made, precision=precision)
+    with MemoryMeter(model=model, optimizer=made) as meter:
+        window = PlainWindow(model, loss, optimizer=made, precision=precision)
+        window.run([micro])
+        meter.reset_peak()
+        window.run([micro] * 3)
+    assert (predicted.peak, predicted.by_category) == (meter.peak, meter.peak_by_category)
+
+
+class Channels(nn.Module):
+    """16-bit convolutions before norms whose weights are in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.group = nn.GroupNorm(2, 8)
+        self.second = nn.Conv2d(8, 8, 7, padding=3, groups=8)
+        self.layer = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.group(self.first(x)).relu()).permute(0, 2, 3, 1)
+        made: Tensor = self.head(nn.functional.gelu(self.layer(x)).mean((1, 2)))
+        return made
+
+
+def test_statistics_of_norms_are_kept_in_the_dtype_of_their_weights() -> None:
+    assert_exact(Channels(), images(3), precision="bf16")
+
+
+class Classified(nn.Module):
+    """A token before the others: with one sample, its gradient is a view of all their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1, 1, 4))
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(len(x), 5, 4)
+        tokens = torch.cat([self.first.expand(len(x), -1, -1), rows], 1)
+        made: Tensor = self.head(tokens.cumsum(1)[:, -1] + tokens.exp().sum(1))
+        return made
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_gradient_keeps_what_it_is_a_view_of(samples: int) -> None:
+    assert_exact(Classified(), vectors(samples), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+class Experts(nn.Module):
+    """Each sample to one of three experts, in one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(3, 32, 20) / 5)
+        self.second = nn.Parameter(torch.randn(3, 8, 32) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.full((3,), len(x), dtype=torch.int32)
+        for weight in (self.first, self.second):
+            x = nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends).relu()
+        return x
+
+
+def test_experts_in_one_kernel() -> None:
+    assert_exact(Experts(), vectors(6))
+
+
+@pytest.mark.parametrize("kind", ["fused", "reads"])
+def test_what_an_optimizer_does_with_wide_gradients_of_16_bit_parameters(kind: str) -> None:
+    """Whether it takes them is tried out on real tensors, also in a prediction."""
+    model = nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 5)).to(torch.bfloat16)
+    micro = {k: v.bfloat16() if v.is_floating_point() else v for k, v in vectors(3).items()}
+    fused = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True)  # noqa: E731
+    assert_exact(model, micro, optimizer=fused if kind == "fused" else torch.optim.Adafactor)
+
+
+def language_model(**options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        use_cache=options.pop("use_cache", False),
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+def sequences(number: int, padded: bool) -> dict[str, Tensor]:
+    mask = torch.ones(number, 12, dtype=torch.long)
+    mask[0, 9:] = 0 if padded else 1
+    ids = torch.randint(0, 64, (number, 12))
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+def masked(model: nn.Module, micro: dict[str, Tensor]) -> Loss:
+    ids, mask = micro["input_ids"], micro["attention_mask"]
+    return cross_entropy(model(input_ids=ids, attention_mask=mask).logits, micro["labels"])
+
+
+def unmasked(model: nn.Module, micro: dict[str, Tensor]) -> Loss:
+    return cross_entropy(model(input_ids=micro["input_ids"]).logits, micro["labels"])
+
+
+@pytest.mark.parametrize(
+    ("padded", "with_mask"), [(False, False), (False, True), (True, True)], ids=str
+)
+def test_attention_masks_are_made_where_they_are_in_a_real_run(
+    padded: bool, with_mask: bool
+) -> None:
+    assert_exact(language_model(), sequences(3, padded), loss=masked if with_mask else unmasked)
+
+
+def test_packed_sequences_have_a_mask() -> None:
+    def packed(model: nn.Module, micro: dict[str, Tensor]) -> Loss:
+        logits = model(input_ids=micro["input_ids"], position_ids=micro["position_ids"]).logits
+        return cross_entropy(logits, micro["labels"])
+
+    micro = sequences(3, False)
+    del micro["attention_mask"]
+    for positions in (torch.arange(12), torch.arange(12) % 6):
+        micro["position_ids"] = positions.expand(3, -1).clone()
+        assert_exact(language_model(), micro, loss=packed)
+
+
+def test_checkpointed_blocks_write_no_cache() -> None:
+    """A model that makes a cache of keys and values would write it again in the backward."""
+    model = language_model(use_cache=True, attn_implementation="eager")
+    plain = copy.deepcopy(model)
+    with_checkpoints(model)
+    micro = sequences(3, True)
+    assert_exact(model, micro, loss=masked)
+    plain.load_state_dict(model.state_dict())
+    for one in (plain, model):
+        one.zero_grad()
+        masked(one, micro).total.backward()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    kept = plain(micro["input_ids"]).past_key_values
+    with pytest.raises(UnsupportedError, match="LlamaDecoderLayer is checkpointed, and was given"):
+        model(micro["input_ids"], past_key_values=kept)
+
+
+class Tower(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        made = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(layers))
+        self.layers = nn.ModuleList(made)
+
+
+def test_towers_that_are_stacks_are_not_blocks_themselves() -> None:
+    towers = nn.ModuleDict({"image": Tower(3), "text": Tower(4)})
+    expected = [f"image.layers.{k}" for k in range(3)] + [f"text.layers.{k}" for k in range(4)]
+    assert repeated_blocks(towers) == expected
+    assert repeated_blocks(nn.ModuleList([Tower(1), Tower(1)])) == ["0", "1"]
