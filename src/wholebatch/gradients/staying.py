@@ -37,8 +37,8 @@ class Staying:
         if self._full or total.nbytes < _LEAST:
             return None
         found = torch.cuda.memory_stats(parameter.device)
-        needed = found["allocated_bytes.all.current"] + total.nbytes + self._aside
-        if needed > found["allocated_bytes.all.peak"]:
+        needed = found.get("allocated_bytes.all.current", 0) + total.nbytes + self._aside
+        if needed > found.get("allocated_bytes.all.peak", 0):  # some allocators do not say
             return None
         try:
             room = torch.empty(total.shape, dtype=total.dtype, device=parameter.device)
