@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -114,8 +114,7 @@ def test_sums_that_stay_on_the_device_have_the_bits_of_the_plain_window() -> Non
         self.sums[id(parameter)] = torch.empty_like(total, device=parameter.device)
         return self.sums[id(parameter)]
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Staying, "room_for", always)
+    with mock.patch.object(Staying, "room_for", always):
         for dtype in (torch.float32, torch.bfloat16):
             for options in ({}, {"clip_norm": 0.05}, {"clip_value": 0.001}, {"fused": False}):
                 same_bits(dtype, "host", **options)
