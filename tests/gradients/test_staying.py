@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import wholebatch as wb
 from tests.gradients.seen import watching
-from tests.gradients.test_host import fused, in_pieces, loss
+from tests.gradients.test_host import fused, in_pieces, made
 from tests.support import EXACT, Whole, adamw, distance, mlp, samples, sgd
 from wholebatch.gradients import host, staying
 from wholebatch.gradients.link import Link
@@ -49,15 +48,7 @@ def test_update_is_that_of_the_undivided_batch(
     stayed: list[int], make: Any, options: dict[str, Any], sizes: list[int]
 ) -> None:
     whole, model = Whole(mlp(), make, **options), mlp()
-    train = wb.WholeBatch(
-        model,
-        make(model),
-        loss=loss,
-        gradients="host",
-        micro_batch=4,
-        units=lambda micro: len(micro["y"]),
-        **options,
-    )
+    train = made(model, make, units=lambda micro: len(micro["y"]), **options)
     with watching(model) as parts:
         for number in (10, 13, 10):
             in_pieces(train, sizes if number == 10 else [5, 8])
@@ -74,13 +65,7 @@ def test_gradient_hooks_see_the_whole_gradient(stayed: list[int]) -> None:
     seen: list[list[float]] = []
     for gradients in ("device", "host"):
         model = mlp()
-        train = wb.WholeBatch(
-            model,
-            adamw(model),
-            loss=loss,
-            gradients=gradients,  # type: ignore[arg-type]
-            micro_batch=4,
-        )
+        train = made(model, gradients=gradients)
         norms: list[float] = []
         parameter = next(model.parameters())
         parameter.register_hook(lambda grad, norms=norms: norms.append(float(grad.norm())))
@@ -122,13 +107,7 @@ def test_room_is_below_the_peak_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_same_bits_as_the_plain_window(stayed: list[int], make: Any, dtype: torch.dtype) -> None:
     models = [mlp(dtype=dtype), mlp(dtype=dtype)]
     for model, gradients in zip(models, ("device", "host"), strict=True):
-        train = wb.WholeBatch(
-            model,
-            make(model),
-            loss=loss,
-            gradients=gradients,  # type: ignore[arg-type]
-            micro_batch=4,
-        )
+        train = made(model, make, gradients=gradients)
         for number in (10, 13, 9):
             train.step(samples(number, dtype=dtype))
     assert stayed

@@ -1,10 +1,9 @@
 """Kinds of micro-batches that differ in sizes alone, and the one graph that serves them all.
 
 The first kind has a graph of its own, made for its very shapes: whoever has one shape has what is
-fastest for it. When a second kind comes that
-differs in sizes, a graph is traced in which those sizes are open, and every later kind that it
-admits runs in it: nothing is traced or compiled again. What cannot be left open has graphs of its
-own, as before.
+fastest for it. When a second kind comes that differs in sizes, a graph is traced in which those
+sizes are open, and every later kind that it admits runs in it: nothing is traced or compiled again.
+What cannot be left open has graphs of its own.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import nn
 
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["Owner", "owners_of", "state_of"]
+__all__ = ["Owner", "check_adam", "owners_of", "state_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,15 @@ class Owner:
         """The parameter's state, which is there already."""
         state: dict[str, Any] = self.optimizer.state[parameter]
         return state
+
+
+def check_adam(optimizer: torch.optim.Optimizer, option: str, what: str) -> None:
+    """Refuse an optimizer whose moments are not Adam's; `what` gradients would do to them."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedError(
+            f"{option} with {type(optimizer).__name__}: gradients can {what} the moments of "
+            'torch\'s Adam and AdamW only; use one of these, or gradients="host"'
+        )
 
 
 def owners_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Owner]:

@@ -90,7 +90,6 @@ class MomentsStore(Store):
         self._keys: dict[int, Tensor] = {}  # what brings their old moments back
         self._ready = Ready()  # keys of those that may be opened yet
         self._in_place: list[nn.Parameter] = []  # whose `.grad` is the first moment
-        self._hooked: dict[int, Any] = {}  # the hooks of all others
         self._nowhere: set[int] = set()
         self._counts = True
 
@@ -111,7 +110,6 @@ class MomentsStore(Store):
                     'gradients="moments" there is never a whole gradient for it to see; remove it'
                 )
         self.hook(self._made)
-        self._hooked = dict(zip(map(id, parameters), self._handles, strict=True))
 
     @torch.no_grad()
     def _made(self, parameter: Tensor) -> None:
@@ -151,7 +149,7 @@ class MomentsStore(Store):
         for parameter in parameters:
             parameter.grad = self._owner_of(parameter).state(parameter)["exp_avg"]
             self._in_place.append(parameter)
-            self._hooked.pop(id(parameter)).remove()
+            self.look_away(parameter)
 
     def _open(self, parameters: Sequence[nn.Parameter]) -> None:
         """Pack and decay the moments of those that this window has not touched yet."""
@@ -332,7 +330,7 @@ class MomentsStore(Store):
                 first.copy_(old)
         self._opened, self._keys, self._nowhere = {}, {}, set()
         self._ready.clear()
-        self._in_place, self._hooked = [], {}
+        self._in_place = []
         self._waiting, self._waiting_bytes = {}, 0
         super().discard()
 

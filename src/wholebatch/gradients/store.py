@@ -60,7 +60,7 @@ class Store(ABC):
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
         self.spoiled: list[tuple[nn.Parameter, int]] = []
-        self._handles: list[Any] = []
+        self._hooked: dict[int, Any] = {}  # parameters that are looked at, by id
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
@@ -82,12 +82,16 @@ class Store(ABC):
         """Until the window is over, call `made(parameter)` when a backward has made its `.grad`."""
         self._unhook()
         for parameter in self.parameters:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(made))
+            self._hooked[id(parameter)] = parameter.register_post_accumulate_grad_hook(made)
+
+    def look_away(self, parameter: Tensor) -> None:
+        """This parameter's `hook` is over: layers add to its `.grad` themselves."""
+        self._hooked.pop(id(parameter)).remove()
 
     def _unhook(self) -> None:
-        for handle in self._handles:
+        for handle in self._hooked.values():
             handle.remove()
-        self._handles.clear()
+        self._hooked.clear()
 
     def check_total(self, total: Tensor) -> None:
         """Refuse a total whose seed would be rounded, where nothing can be put right later."""

@@ -8,6 +8,7 @@ import torch
 
 from wholebatch.close import CloseOptions
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.gradients.adam import check_adam
 
 if TYPE_CHECKING:
     from wholebatch.target import Target
@@ -35,12 +36,8 @@ def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) 
             'the close; use precision="bf16" or full precision'
         )
     for optimizer in target.optimizers:
+        check_adam(optimizer, option, "be added into")
         name = type(optimizer).__name__
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            raise UnsupportedError(
-                f"{option} with {name}: gradients can be added into the moments of torch's Adam "
-                'and AdamW only; use one of these, or gradients="host"'
-            )
         for group in optimizer.param_groups:
             decoupled = group.get("decoupled_weight_decay", name == "AdamW")
             if group["weight_decay"] and not decoupled:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from wholebatch.close import Closed, CloseOptions, stepping
 from wholebatch.errors import UnsupportedError
-from wholebatch.gradients.adam import state_of
+from wholebatch.gradients.adam import check_adam, state_of
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.parts import in_parts, only
 from wholebatch.gradients.sums import Bucket, Sums, flat_of, like
@@ -61,7 +61,6 @@ class SwapStore(DeviceStore):
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._gone: dict[int, torch.cuda.Event] = {}  # by bucket: its moments are on the host
         self._nowhere: set[int] = set()
-        self._hooked: dict[int, Any] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -79,7 +78,6 @@ class SwapStore(DeviceStore):
             self._sums = Sums.of(parameters, self.target.optimizers)
         self._send(self._sums)
         self.hook(self._made)
-        self._hooked = dict(zip(map(id, parameters), self._handles, strict=True))
 
     @torch.no_grad()
     def _send(self, sums: Sums) -> None:
@@ -128,7 +126,7 @@ class SwapStore(DeviceStore):
             )
         self._take(place, parameter.device)
         parameter.grad = place.room.copy_(gradient)
-        self._hooked.pop(id(parameter)).remove()  # a layer adds itself where nobody looks on
+        self.look_away(parameter)
 
     def _take(self, place: _Place, device: torch.device) -> None:
         """The room may be written to: what was in it is on the host."""
@@ -309,9 +307,4 @@ def _moments_in(
 def check_swap(target: Target) -> None:
     """Refuse optimizers that do not have Adam's moments, with the reason."""
     for optimizer in target.optimizers:
-        name = type(optimizer).__name__
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            raise UnsupportedError(
-                f'gradients="swap" with {name}: gradients can take the place of the moments of '
-                'torch\'s Adam and AdamW only; use one of these, or gradients="host"'
-            )
+        check_adam(optimizer, 'gradients="swap"', "take the place of")

@@ -71,7 +71,7 @@ def try_out(
         failed.append(at)
         if at == 1:
             break
-        at = max(1, min(at - 1, int(at * _SMALLER)))
+        at = _smaller(at)
     if used is not None and at == begin < size:
         chosen = _by_the_slope(at, trial.reserved, choice)
         more = trial.run(chosen, micro_batches=2) if chosen > at else None
@@ -106,7 +106,11 @@ def _first_size(choice: Choice) -> int:
     """A little less than what was chosen: what it takes says whether all of it will fit."""
     size = choice.micro_batch
     known = [other for other in choice.tried if other < size]
-    return size if choice.is_whole_batch or not known else max(1, min(size - 1, size * 7 // 8))
+    return size if choice.is_whole_batch or not known else _smaller(size)
+
+
+def _smaller(size: int) -> int:
+    return max(1, min(size - 1, int(size * _SMALLER)))
 
 
 def _by_the_slope(size: int, reserved: int, choice: Choice) -> int:

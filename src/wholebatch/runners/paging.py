@@ -131,9 +131,7 @@ class Pages:
             storage = page.storage()
             if storage is None:
                 self._forget(key, page)
-            elif page.shared:
-                self._share(page)
-            elif self._is_gradient(key, page):
+            elif page.shared or self._is_gradient(key, page):
                 self._take_for_good(page)
             elif page.span is None and self._stays(page, stretch):
                 page.kept = True
