@@ -50,15 +50,23 @@ def _wholebatch(
     execute: Any,
     *,
     fused: bool = True,
-    recomputes: bool = True,
+    recomputes: bool = False,
     entropy: bool = True,
     adding: bool = True,
+    gelu: bool = True,
+    norms: bool = True,
+    gelu_sums: bool = True,
+    whole_rows: int = 4096,
     inductor: dict[str, Any] | None = None,
 ) -> Loop:
     def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
         JointStep.fuses_products = fused
         JointStep.recomputes = recomputes
         JointStep.fuses_entropy = entropy
+        JointStep.simplifies_gelu = gelu
+        JointStep.fuses_norms = norms
+        JointStep.fuses_gelu = gelu_sums
+        JointStep.whole_rows = whole_rows
         JointStep.inductor = inductor or {}
         logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
         train = wb.WholeBatch(
@@ -260,7 +268,7 @@ def _quiet(loop: Loop) -> Loop:
 LOOPS: dict[str, Loop] = {
     "wholebatch graph": _wholebatch("graph" if DEVICE == "cuda" else "compile"),
     "wholebatch graph, gradients added apart": _wholebatch("graph", fused=False),
-    "wholebatch graph, activations held": _wholebatch("graph", recomputes=False),
+    "wholebatch graph, activations made again": _wholebatch("graph", recomputes=True),
     "wholebatch graph, loss by Inductor": _wholebatch("graph", entropy=False),
     "wholebatch graph, small kernels combined": _wholebatch(
         "graph", inductor={"combo_kernels": True}
@@ -268,6 +276,10 @@ LOOPS: dict[str, Loop] = {
     "wholebatch graph, kernels tuned": _wholebatch(
         "graph", inductor={"coordinate_descent_tuning": True}
     ),
+    "wholebatch graph, GELU by Inductor": _wholebatch("graph", gelu=False, gelu_sums=False),
+    "wholebatch graph, biases summed apart": _wholebatch("graph", gelu_sums=False),
+    "wholebatch graph, long rows read again": _wholebatch("graph", whole_rows=1024),
+    "wholebatch graph, norms by Inductor": _wholebatch("graph", norms=False),
     "wholebatch eager, gradients by autograd": _wholebatch("eager", adding=False),
     "wholebatch compile": _wholebatch("compile"),
     "wholebatch auto": _wholebatch("auto"),

@@ -48,7 +48,7 @@ VARIANTS: list[Spec] = [
         OURS,
         "wholebatch graph, loss by Inductor",
         "wholebatch graph, small kernels combined",
-        "wholebatch graph, activations held",
+        "wholebatch graph, activations made again",
         "wholebatch graph, gradients added apart",
         "wholebatch eager",
         "wholebatch eager, gradients by autograd",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.execute.nets import Tagger, loss, mean_of_tokens, mode_of, tagged
+from tests.execute.nets import Blocks, Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.execute import ExecuteWarning
 
@@ -31,13 +31,13 @@ def test_compiled_joint_graphs_of_many_sizes_make_the_update_of_the_undivided_ba
     from wholebatch.execute import joint
 
     compilations = []
-    plain = joint._inductor
+    plain = joint.compiled_by_inductor
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         compilations.append(arguments)
-        return plain(*arguments)
+        return plain(*arguments, **options)
 
-    monkeypatch.setattr(joint, "_inductor", counted)
+    monkeypatch.setattr(joint, "compiled_by_inductor", counted)
     model = Tagger().double()
     whole = Whole(model, loss=mean_of_tokens, clip_norm=0.2)
     optimizer = sgd(model)
@@ -97,7 +97,7 @@ def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long story")
 
-    monkeypatch.setattr(joint, "_inductor", broken)
+    monkeypatch.setattr(joint, "compiled_by_inductor", broken)
     monkeypatch.setattr(compiled.torch, "compile", lambda _: broken)
     model = Tagger().double()
     whole = Whole(model, loss=mean_of_tokens)
@@ -112,4 +112,24 @@ def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch
     train.step(tagged(8))
     whole.step(tagged(8))
     assert mode_of(train) == "eager"
+    whole.assert_same(model)
+
+
+def test_norms_that_are_one_operation_make_the_update_of_the_undivided_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the stand-in that a CPU has for the kernel, for one shape and for open sizes."""
+    from wholebatch.execute import joint
+
+    monkeypatch.setattr(joint, "can_fuse_norms", lambda _: True)
+    monkeypatch.setattr(joint, "can_fuse_gelu", lambda _: True)
+    model = Blocks().double()
+    whole = Whole(model, loss=mean_of_tokens)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3, execute="compile")
+    for number, length in ((8, 6), (6, 6), (8, 9), (8, 6), (5, 7)):
+        whole.step(tagged(number, length))
+        train.step(tagged(number, length))
+    steps = list(train._feeding.executor._steps.values())
+    assert {step.mode for step in steps} == {"compile"}
+    assert any(step.joint.sizes is not None for step in steps)
     whole.assert_same(model)

@@ -255,11 +255,11 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """A compiler that changes nothing; one entry for each graph: whether its sizes are open."""
     made: list[bool] = []
 
-    def compiled(graph: Any, arguments: list[Any], _: Any) -> Any:
+    def compiled(graph: Any, arguments: list[Any], *_: Any, **__: Any) -> Any:
         made.append(isinstance(arguments[0], torch.SymInt))
         return graph
 
-    monkeypatch.setattr(joint_module, "_inductor", compiled)
+    monkeypatch.setattr(joint_module, "compiled_by_inductor", compiled)
     return made
 
 
@@ -285,15 +285,15 @@ def test_a_compiler_that_cannot_leave_sizes_open(
     monkeypatch: pytest.MonkeyPatch, compilations: list[bool]
 ) -> None:
     """Each kind is compiled by itself then, as if nothing else had been tried; nobody is warned."""
-    plain = joint_module._inductor
+    plain = joint_module.compiled_by_inductor
 
-    def broken(graph: Any, arguments: list[Any], more: Any) -> Any:
-        compiled = plain(graph, arguments, more)
+    def broken(graph: Any, arguments: list[Any], *more: Any, **options: Any) -> Any:
+        compiled = plain(graph, arguments, *more, **options)
         if isinstance(arguments[0], torch.SymInt):
             raise RuntimeError("sizes must be numbers\nand a long story")
         return compiled
 
-    monkeypatch.setattr(joint_module, "_inductor", broken)
+    monkeypatch.setattr(joint_module, "compiled_by_inductor", broken)
     model = mlp()
     whole = Whole(model)
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=16, execute="compile")

@@ -7,7 +7,7 @@ the seeds; its outputs are the totals and units, which stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from wholebatch.execute.buffers import Casts, Gradients
 from wholebatch.execute.entropy import can_fuse_entropy
 from wholebatch.execute.fused import can_add_products
+from wholebatch.execute.gelu import can_fuse_gelu
+from wholebatch.execute.inductor import compiled_by_inductor
+from wholebatch.execute.norms import can_fuse_norms
 from wholebatch.execute.rewrite import Options, rewrite
 from wholebatch.execute.trace import Form, State, Traced
 
@@ -38,8 +41,20 @@ class JointStep:
     fuses_entropy = True
     """Whether a cross-entropy and its gradient are one kernel where the device can."""
 
-    recomputes = True
+    fuses_norms = True
+    """Whether a layer norm's backward and what stands around it are one kernel."""
+
+    recomputes = False
     """Whether a compiled step makes cheap activations again instead of holding them."""
+
+    simplifies_gelu = True
+    """Whether a compiled step on CUDA has GELUs by one exponential."""
+
+    fuses_gelu = True
+    """Whether a GELU's gradient and that of the bias before it are one kernel."""
+
+    whole_rows = 4096
+    """Rows up to this long are held in registers while a kernel reduces them."""
 
     inductor: ClassVar[dict[str, Any]] = {}
     """More options of the compiler, to measure what they are worth."""
@@ -73,7 +88,10 @@ class JointStep:
                 products=self.fuses_products and can_add_products(device),
                 products_in_full=not compiled,
                 entropy=self.fuses_entropy and can_fuse_entropy(device),
+                norms=self.fuses_norms and can_fuse_norms(device),
                 recompute=compiled and self.recomputes,
+                gelu_sums=self.fuses_gelu and can_fuse_gelu(device),
+                gelu=compiled and self.simplifies_gelu and device.type == "cuda",
             ),
         )
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
@@ -89,7 +107,9 @@ class JointStep:
         else:
             tail = map(self.sizes.alike, self._tail)
             arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
-        self._run = _inductor(rewritten.graph, arguments, self.inductor)
+        self._run = compiled_by_inductor(
+            rewritten.graph, arguments, self.inductor, whole_rows=self.whole_rows
+        )
 
     def hold(self, state: State) -> None:
         """The model's tensors are these now."""
@@ -126,26 +146,3 @@ class Prepared:
     def mode(self) -> str:
         how = "compile" if self.joint.compiled else "operations"
         return f"graph of {how}" if self.captured else how
-
-
-def _inductor(graph: Any, arguments: list[Any], more: Mapping[str, Any]) -> Callable[..., Any]:
-    import torch._inductor  # only who compiles pays for its import
-    from torch._inductor import config
-
-    # It would put the gradients of a layer norm's weights, as partial sums, into the kernel of its
-    # input's gradient: on an H200 that made a window of a GPT (64 sequences in micro-batches of 8)
-    # longer, by 2 ms of 132.
-    options = {"triton.mix_order_reduction": False, **more}
-    known = {name: value for name, value in options.items() if _has(config, name)}
-    with torch.no_grad(), config.patch(known):
-        compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
-        return compiled
-
-
-def _has(config: Any, name: str) -> bool:
-    """Whether this version of Inductor has the option."""
-    for part in name.split("."):
-        if not hasattr(config, part):
-            return False
-        config = getattr(config, part)
-    return True

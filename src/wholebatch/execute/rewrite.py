@@ -1,12 +1,13 @@
 """From the traced graph to the one that runs: weights cast outside, gradients added in place.
 
-Four changes, none of which changes a number beyond the order of additions:
+None of these changes changes a number beyond the order of additions:
 
 - a weight that autocast casts to 16 bit becomes an input that is cast once per window;
 - each gradient is added into its buffer where it is made, so that it lives no longer than that;
 - a weight gradient that is a matrix product, or rows of an embedding, is added by the very
   operation that makes it, and never exists on its own;
-- a cross-entropy and its gradient become one operation (`entropy`).
+- a cross-entropy and its gradient become one operation (`entropy`), and so does the backward of a
+  layer norm with what stands around it (`norms`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch import fx
 
 from wholebatch.execute import fused
 from wholebatch.execute.entropy import fuse_entropy
+from wholebatch.execute.gelu import fuse_gelu, simplify_gelu
+from wholebatch.execute.nodes import SIXTEEN_BIT, cast_to
+from wholebatch.execute.norms import fuse_norms
 from wholebatch.execute.recompute import recompute
 from wholebatch.execute.sizes import same_shape
 from wholebatch.execute.trace import Traced
@@ -27,7 +31,6 @@ from wholebatch.execute.trace import Traced
 __all__ = ["Options", "Rewritten", "rewrite"]
 
 aten = torch.ops.aten
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class Options:
     """A cross-entropy and its gradient as one kernel, in the memory of the logits (CUDA only)."""
     recompute: bool = False
     """Cheap activations are made again in the backward (pays where kernels are fused)."""
+    norms: bool = False
+    """A layer norm's backward, its sums and the residual's addition as one kernel (CUDA only)."""
+    gelu_sums: bool = False
+    """A GELU's gradient and that of the bias before it as one kernel (CUDA only)."""
+    gelu: bool = False
+    """GELUs of 16-bit numbers by one exponential (pays where kernels are fused)."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ class Rewritten:
     fused_embeddings: int
     recomputed: int
     fused_losses: int
+    fused_norms: int
+    fused_gelus: int
 
 
 def rewrite(
@@ -73,20 +84,19 @@ def rewrite(
     results = list(output) if isinstance(output, (list, tuple)) else [output]
     sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
     _drop_detach(graph, results)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
+    seeds = inputs[len(inputs) - len(traced.form.names) :]
+    recomputed = recompute(graph, seeds) if options.recompute else 0
     losses = fuse_entropy(graph, results) if options.entropy else 0
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
-    inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
-
-    seeds = inputs[len(inputs) - len(traced.form.names) :]
-    recomputed = recompute(graph, seeds) if options.recompute else 0
 
     casts: dict[tuple[int, torch.dtype], fx.Node] = {}
     last = inputs[-1]
     for index, parameter in enumerate(inputs[:trained]):
         for user in list(parameter.users):  # a layer that is used twice is cast twice
-            dtype = _cast_to(user)
-            if dtype is None or dtype not in _SIXTEEN_BIT:
+            dtype = cast_to(user)
+            if dtype is None or dtype not in SIXTEEN_BIT:
                 continue
             if (index, dtype) not in casts:
                 with graph.inserting_after(last):
@@ -106,9 +116,23 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
+    norms = fuse_norms(graph) if options.norms else 0
+    gelus = fuse_gelu(graph) if options.gelu_sums else 0
+    if options.gelu:
+        simplify_gelu(graph)
+    graph.eliminate_dead_code()
     graph.lint()
     module = fx.GraphModule(traced.graph, graph)  # with the constants that the graph names
-    return Rewritten(module, tuple(casts), adder.products, adder.embeddings, recomputed, losses)
+    return Rewritten(
+        module,
+        tuple(casts),
+        fused_products=adder.products,
+        fused_embeddings=adder.embeddings,
+        recomputed=recomputed,
+        fused_losses=losses,
+        fused_norms=norms,
+        fused_gelus=gelus,
+    )
 
 
 def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
@@ -121,15 +145,6 @@ def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
                 if result is node:
                     results[position] = source
             graph.erase_node(node)
-
-
-def _cast_to(node: fx.Node) -> torch.dtype | None:
-    """The dtype, if this is a cast and nothing else."""
-    if node.target is not aten._to_copy.default:
-        return None
-    dtype = node.kwargs.get("dtype")
-    others = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "layout", "device")}
-    return dtype if isinstance(dtype, torch.dtype) and not any(others.values()) else None
 
 
 class _Adder:
@@ -155,7 +170,7 @@ class _Adder:
             return False
         left, right = node.args
         its = node.meta["val"].dtype
-        if its in _SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
+        if its in SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
             target: Any = fused.add_product()
         elif its is dtype and self._options.products_in_full:
             target = aten.addmm_.default
@@ -223,7 +238,7 @@ def _product_behind(part: fx.Node, parent: fx.Node | None) -> tuple[fx.Node | No
             return node, transposed
         if node.target is aten.t.default:
             transposed = not transposed
-        elif _cast_to(node) is not torch.float32:
+        elif cast_to(node) is not torch.float32:
             break
         node, user = node.all_input_nodes[0], node
     return None, False

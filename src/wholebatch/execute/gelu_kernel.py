@@ -1,0 +1,74 @@
+"""The kernel of `gelu`: a GELU's gradient, with the sums of its columns.
+
+Imported only where a CUDA device asks for it: Triton comes with torch's CUDA builds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from wholebatch.execute.columns_kernel import processors, sum_columns
+
+__all__ = ["launch"]
+
+_ROWS, _COLUMNS = 2, 256
+"""Of what a program works on at a time."""
+_PROGRAMS_PER_PROCESSOR = 16
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def gelu_backward_columns(  # type: ignore[no-untyped-def]
+    gradients, inputs, outs, partials, rows, columns,
+    is_tanh: tl.constexpr, block_of_rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    here = tl.program_id(0) * block + tl.arange(0, block)
+    inside = here < columns
+    lines = tl.arange(0, block_of_rows)
+    stride = tl.num_programs(1) * block_of_rows
+    total = tl.zeros([block_of_rows, block], dtype=tl.float32)
+    for first in range(tl.program_id(1) * block_of_rows, rows, stride):
+        line = first + lines
+        at = line[:, None].to(tl.int64) * columns + here[None, :]
+        there = (line < rows)[:, None] & inside[None, :]
+        x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
+        g = tl.load(gradients + at, mask=there, other=0.0).to(tl.float32)
+        squared = x * x
+        if is_tanh:
+            # s = the logistic function of 2u = x (1.5957691 + 0.0713548 x²); s + x s (1 - s) (2u)′
+            share = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * squared))
+            inner = 1.5957691216057308 + 0.21406444881780073 * squared
+            slope = share + x * share * (1.0 - share) * inner
+        else:
+            density = 0.3989422804014327 * tl.exp(-0.5 * squared)
+            slope = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476) + x * density
+        out = (g * slope).to(outs.dtype.element_ty)
+        tl.store(outs + at, out, mask=there)
+        total += out.to(tl.float32)
+    column = tl.sum(total, 0)
+    tl.store(partials + tl.program_id(1) * columns + here, column, mask=inside)
+
+
+def launch(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
+    """The gradient of `x`; the sum of its rows is added to `bias_sum`."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    out = torch.empty_like(x)
+    if not rows:
+        return out
+    wide = triton.cdiv(columns, _COLUMNS)
+    high = min(
+        triton.cdiv(processors(x.device) * _PROGRAMS_PER_PROCESSOR, wide), triton.cdiv(rows, _ROWS)
+    )
+    partials = torch.empty(high, columns, dtype=torch.float32, device=x.device)
+    kernel: Any = gelu_backward_columns[(wide, high)]
+    kernel(
+        gradient, x, out, partials, rows, columns,
+        is_tanh=approximate == "tanh", block_of_rows=_ROWS, block=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    sum_columns(partials[None], bias_sum[None], adds=True)
+    return out

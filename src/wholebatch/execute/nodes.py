@@ -1,0 +1,57 @@
+"""What a node of a traced graph does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+__all__ = ["SIXTEEN_BIT", "Added", "added_into_buffer", "cast_to", "column_sum_into_buffer"]
+
+aten = torch.ops.aten
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def cast_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype, if this is a cast and nothing else."""
+    if node.target is not aten._to_copy.default:
+        return None
+    dtype = node.kwargs.get("dtype")
+    others = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "layout", "device")}
+    return dtype if isinstance(dtype, torch.dtype) and not any(others.values()) else None
+
+
+@dataclass(frozen=True)
+class Added:
+    """A gradient's end: the node that adds it, and the buffer that it is added into."""
+
+    addition: fx.Node
+    buffer: fx.Node
+
+
+def added_into_buffer(part: fx.Node) -> Added | None:
+    """Where this is added into a buffer, if that is all that is done with it."""
+    while len(part.users) == 1:
+        [user] = part.users
+        if user.target is aten.add_.Tensor and user.args[1:] == (part,):
+            buffer = user.args[0]
+            assert isinstance(buffer, fx.Node)
+            fits = buffer.op == "placeholder" and not user.kwargs and not user.users
+            return Added(user, buffer) if fits else None
+        if user.target is not aten.view.default and cast_to(user) is not torch.float32:
+            return None
+        part = user
+    return None
+
+
+def column_sum_into_buffer(node: fx.Node, columns: int) -> Added | None:
+    """Where the sum of its rows goes, which is the gradient of a bias, if into a buffer."""
+    for reader in (node, *(user for user in node.users if user.target is aten.view.default)):
+        shape = reader.meta["val"].shape
+        for user in reader.users if len(shape) == 2 and shape[1] == columns else ():
+            if user.target is aten.sum.dim_IntList and user.args[1] == [0]:
+                added = added_into_buffer(user)
+                if added is not None:
+                    return added
+    return None

@@ -1,0 +1,293 @@
+"""The backward of a layer norm with all that stands around it, as one operation.
+
+Under autocast a residual network's backward reads the gradient of a layer norm's output in 16 bit,
+the norm's input and the residual's gradient, and makes of them: the gradient of the norm's input,
+that plus the residual's, the same in 16 bit for the products to come, and three sums over
+all rows (of the norm's weight and bias, and of the bias of the layer before). Compiled, these
+are seven kernels, each of which reads most of it again. As one operation all is read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholebatch.execute.nodes import (
+    SIXTEEN_BIT,
+    Added,
+    added_into_buffer,
+    cast_to,
+    column_sum_into_buffer,
+)
+from wholebatch.execute.sizes import same_shape
+
+__all__ = ["can_fuse_norms", "fuse_norms"]
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_LONGEST = 8192
+"""Rows that a program can hold."""
+
+
+@cache
+def _operation() -> Any:
+    """`... -> (gradient, the same in 16 bit, sums)`; the norm's input is `x`, plus `addend`.
+
+    The sums over the rows, as far as they are asked for, are those of the weight's gradient, the
+    bias's, and of what is in 16 bit. They are not added into buffers here: buffers are views of one
+    memory, and an operation that changes two of them makes Inductor copy it all.
+    """
+
+    @torch.library.custom_op("wholebatch::layer_norm_backward", mutates_args=())
+    def operation(
+        gradient: Tensor,
+        x: Tensor,
+        addend: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        residual: Tensor | None,
+        low: torch.dtype | None,
+        sums: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradient, x, mean, rstd = (t.contiguous() for t in (gradient, x, mean, rstd))
+        addend = None if addend is None else addend.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        if x.is_cuda and x.dtype is torch.float32:
+            from wholebatch.execute.norms_kernel import launch as run
+        else:
+            run = _by_operations
+        lower, total = _lower(x, low), _sums(x, sums)
+        target = None if low is None else lower
+        given = gradient, x, addend, mean, rstd, weight, residual
+        return run(*given, target, total, sums), lower, total
+
+    @operation.register_fake
+    def _(
+        gradient: Tensor,
+        x: Tensor,
+        addend: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        residual: Tensor | None,
+        low: torch.dtype | None,
+        sums: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return out, _lower(x, low), _sums(x, sums)
+
+    del _
+    return torch.ops.wholebatch.layer_norm_backward.default
+
+
+def _lower(x: Tensor, low: torch.dtype | None) -> Tensor:
+    if low is None:
+        return x.new_empty(0)
+    return torch.empty_like(x, dtype=low, memory_format=torch.contiguous_format)
+
+
+def _sums(x: Tensor, sums: list[bool]) -> Tensor:
+    return x.new_empty(len(sums) if any(sums) else 0, x.shape[-1])
+
+
+def _by_operations(
+    gradient: Tensor,
+    x: Tensor,
+    addend: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    low: Tensor | None,
+    total: Tensor,
+    sums: list[bool],
+) -> Tensor:
+    """What the kernel does, written down: for the CPU, and to hold the kernel against."""
+    columns = x.shape[-1]
+    if addend is not None:
+        x = x + addend
+    wanted = [True, weight is not None, weight is not None]
+    bias = None if weight is None else torch.zeros_like(weight)
+    out, of_weight, of_bias = aten.native_layer_norm_backward.default(
+        gradient.to(x.dtype), x, [columns], mean, rstd, weight, bias, wanted
+    )
+    if residual is not None:
+        out = out + residual
+    of_low = None
+    if low is not None:
+        low.copy_(out)
+        of_low = low.to(x.dtype).reshape(-1, columns).sum(0)
+    for place, found in enumerate((of_weight, of_bias, of_low)):
+        if sums[place]:
+            total[place] = found
+    made: Tensor = out
+    return made
+
+
+@cache
+def can_fuse_norms(device: torch.device) -> bool:
+    """Whether this device has the kernel, and it computes rightly."""
+    if device.type != "cuda":
+        return False
+    try:
+        from wholebatch.execute.norms_kernel import launch
+    except ImportError:
+        return False
+    numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)  # nothing is drawn
+    x, gradient, residual = (
+        (numbers.remainder(by) / by - 0.5).reshape(67, 300) for by in (101, 103, 107)
+    )
+    addend = residual.bfloat16()
+    var, mean = torch.var_mean(x + addend, 1, correction=0, keepdim=True)
+    given = gradient.bfloat16(), x, addend, mean, (var + 1e-5).rsqrt(), 1.0 + x[0], residual
+    made: list[list[Tensor]] = []
+    for run in (launch, _by_operations):
+        low, total = _lower(x, torch.bfloat16), _sums(x, [True] * 3)
+        try:
+            made.append([run(*given, low, total, [True] * 3), low.float(), *total])
+        except Exception:  # whatever a compiler raises, the plain way is there
+            return False
+    return all(
+        bool((one - other).norm() <= 2e-3 * other.norm()) for one, other in zip(*made, strict=True)
+    )
+
+
+@dataclass
+class _Norm:
+    """The nodes of one layer norm's backward, and what is done with its gradient."""
+
+    node: fx.Node
+    gradient: fx.Node
+    x: fx.Node
+    total: fx.Node
+    """The gradient of its input, or that plus the residual's."""
+    addend: fx.Node | None = None
+    """What the norm's input is besides `x`."""
+    residual: fx.Node | None = None
+    low: fx.Node | None = None
+    sums: dict[int, Added] = field(default_factory=dict)
+    """Where the sums go: those of the weight (0), the bias (1), and of the layer before (2)."""
+
+
+def fuse_norms(graph: fx.Graph) -> int:
+    """Put the operation in the place of every backward that allows it; how many did.
+
+    Gradients must have been added into their buffers. What it replaces is left to be eliminated.
+    """
+    nodes = graph.find_nodes(op="call_function", target=aten.native_layer_norm_backward.default)
+    inputs: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
+    for node in reversed(nodes):  # in the order of the forward
+        norm = _matched(node)
+        if norm is not None:
+            inputs[node] = _parts(norm.x, {x for x, _ in inputs.values()})
+    for node in nodes:  # what one is replaced by is what the next one reads
+        norm = _matched(node) if node in inputs else None
+        if norm is not None:
+            norm.x, norm.addend = inputs[node]
+            _replace(graph, norm)
+    return len(inputs)
+
+
+def _matched(node: fx.Node) -> _Norm | None:
+    gradient, x, shape, *_ = node.args
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(x, fx.Node)
+    assert isinstance(shape, (list, tuple))
+    value = x.meta["val"]
+    [columns, *more] = shape
+    outs = {user.args[1]: user for user in node.users if user.target is getitem}
+    if (
+        more
+        or not isinstance(columns, int)
+        or columns > _LONGEST
+        or value.dtype not in (torch.float32, torch.float64)
+        or not value.is_contiguous()
+        or 0 not in outs
+        or len(outs) != len(node.users)
+    ):
+        return None
+    if cast_to(gradient) is value.dtype:
+        source = gradient.all_input_nodes[0]
+        if source.meta["val"].dtype in SIXTEEN_BIT:
+            gradient = source
+    norm = _Norm(node, gradient, x, outs[0])
+    for place in (1, 2):
+        if place in outs and outs[place].users:
+            added = added_into_buffer(outs[place])
+            if added is None:
+                return None
+            norm.sums[place - 1] = added
+    _take_residual(norm, value)
+    _take_low(norm, columns)
+    return norm
+
+
+def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+    """A norm's input as a sum, where both parts are in memory anyway and it need not be.
+
+    Every second one in a residual network: what a layer has added to the input of another norm.
+    """
+    if x.target is not aten.add.Tensor or x.kwargs:
+        return x, None
+    for part, addend in (x.args, x.args[::-1]):
+        if not isinstance(part, fx.Node) or not isinstance(addend, fx.Node) or part not in kept:
+            continue
+        source = addend
+        while source.target in _VIEWS:
+            source = source.all_input_nodes[0]
+        shape = addend.meta["val"].shape
+        if source.target in _PRODUCTS and same_shape(shape, x.meta["val"].shape):
+            return part, addend
+    return x, None
+
+
+def _take_residual(norm: _Norm, value: Tensor) -> None:
+    if len(norm.total.users) != 1:
+        return
+    [user] = norm.total.users
+    others = [part for part in user.all_input_nodes if part is not norm.total]
+    if user.target is not aten.add.Tensor or user.kwargs or len(others) != 1:
+        return
+    other = others[0].meta["val"]
+    if other.dtype is value.dtype and same_shape(other.shape, value.shape):
+        norm.residual, norm.total = others[0], user
+
+
+def _take_low(norm: _Norm, columns: int) -> None:
+    lows = [user for user in norm.total.users if cast_to(user) in SIXTEEN_BIT]
+    if len(lows) != 1:
+        return
+    [norm.low] = lows
+    added = column_sum_into_buffer(norm.low, columns)
+    if added is not None:
+        norm.sums[2] = added
+
+
+def _replace(graph: fx.Graph, norm: _Norm) -> None:
+    _, _, _, mean, rstd, weight, *_ = norm.node.args
+    low = None if norm.low is None else norm.low.meta["val"].dtype
+    sums = [place in norm.sums for place in range(3)]
+    call = graph.call_function
+    # All that it reads is there where the residual's gradient is added.
+    with graph.inserting_before(norm.total if norm.residual else norm.node):
+        read = norm.gradient, norm.x, norm.addend, mean, rstd, weight, norm.residual
+        made = call(_operation(), (*read, low, sums))
+        total = call(getitem, (made, 0))
+        total.meta.update(norm.total.meta)
+        norm.total.replace_all_uses_with(total)
+        if norm.low is not None:
+            lower = call(getitem, (made, 1))
+            lower.meta.update(norm.low.meta)
+            norm.low.replace_all_uses_with(lower)
+        added = call(getitem, (made, 2)) if any(sums) else None
+        for place, one in norm.sums.items():
+            row = call(aten.select.int, (added, 0, place))
+            call(aten.add_.Tensor, (one.buffer, row))
+            graph.erase_node(one.addition)

@@ -1,0 +1,169 @@
+"""A layer norm's backward with all around it as one operation, and GELUs by one exponential."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.execute.nets import Blocks, loss, tagged
+from tests.support import distance
+from wholebatch.execute.gelu import can_fuse_gelu, simplify_gelu
+from wholebatch.execute.inputs import take_apart
+from wholebatch.execute.norms import can_fuse_norms
+from wholebatch.execute.rewrite import Options, Rewritten, rewrite
+from wholebatch.execute.trace import Form, State, trace
+from wholebatch.precision import choose
+
+
+def _run(
+    model: nn.Module, precision: str, options: Options, function: Callable[[Any, Any], wb.Loss]
+) -> tuple[Rewritten, list[Tensor], set[str]]:
+    """The rewritten graph, what it adds to the buffers, and what it calls."""
+    chosen = choose(precision, "cpu")
+    micro = tagged(5)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = State.of(model, trainable)
+    inputs = take_apart(micro)
+    with chosen.forward():
+        form = Form.of(function(model, micro), "loss")
+    traced = trace(model, function, chosen, state, inputs, form, "loss")
+    trained = [parameter.detach() for parameter in state.trained.values()]
+    rewritten = rewrite(traced, len(trained), [trained[0].dtype] * len(traced.used), options)
+    buffers = [torch.ones_like(trained[index]) for index in traced.used]  # not empty before
+    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
+    others = [other.clone() for other in state.others.values()]
+    with torch.no_grad():
+        rewritten.graph(
+            *trained, *others, *inputs.tensors, torch.tensor(0.25).to(form.dtypes[0]), *casts,
+            *buffers,
+        )  # fmt: skip
+    called = {str(node.target) for node in rewritten.graph.graph.nodes}
+    return rewritten, [buffer - 1.0 for buffer in buffers], called
+
+
+def _frozen() -> Blocks:
+    model = Blocks()
+    model.norms[0].weight.requires_grad_(False)
+    model.downs[0].bias.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[], Blocks]] = {
+    "before": Blocks,
+    "after": lambda: Blocks(after=True),
+    "without weights": lambda: Blocks(affine=False),
+    "without biases": lambda: Blocks(bias=False),
+    "one norm used twice": lambda: Blocks(shared=True),
+    "partly frozen": _frozen,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["full", "bf16"])
+def test_the_same_gradients_by_one_operation_for_each_norm(name: str, precision: str) -> None:
+    _, plain, _ = _run(MODELS[name](), precision, Options(), loss)
+    rewritten, found, called = _run(MODELS[name](), precision, Options(norms=True), loss)
+    assert rewritten.fused_norms == 3
+    assert not any("native_layer_norm_backward" in target for target in called)
+    assert distance(found, plain) <= (1e-6 if precision == "full" else 2e-3)
+    assert all(gradient.abs().sum() > 0 for gradient in found)
+
+
+def test_under_autocast_everything_around_the_norm_is_in_it() -> None:
+    """The residual's addition, its cast to 16 bit, and the sum for the bias of the layer before."""
+    rewritten, _, _ = _run(Blocks(), "bf16", Options(norms=True), loss)
+    nodes = rewritten.graph.graph.nodes
+    calls = [n for n in nodes if "wholebatch.layer_norm_backward" in str(n.target)]
+    last, middle, first = [call.args[5:] for call in calls]  # weight, residual, 16 bit, sums
+    assert last[1:] == (None, torch.bfloat16, [True] * 3)  # nothing by-passes the last norm
+    assert middle[1] is not None
+    assert middle[2:] == (torch.bfloat16, [True] * 3)
+    assert first[2:] == (None, [True, True, False])  # an embedding comes before, in 32 bit
+    # The second norm's input is the first one's plus what a layer has added to it.
+    assert [call.args[2] is not None for call in calls] == [False, True, False]
+    assert calls[1].args[1] is calls[2].args[1]
+    assert all(call.args[0].meta["val"].dtype is torch.bfloat16 for call in calls)
+
+
+def test_a_norm_over_two_dimensions_or_with_another_use_of_its_gradients_stays() -> None:
+    class Wide(Blocks):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            logits: Tensor = self.read(functional.layer_norm(x, x.shape[1:]))
+            return logits
+
+    rewritten, found, _ = _run(Wide(), "bf16", Options(norms=True), loss)
+    _, plain, _ = _run(Wide(), "bf16", Options(), loss)
+    assert rewritten.fused_norms == 0
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_a_gelu_by_one_exponential_is_no_further_from_float64(approximate: str) -> None:
+    model = Blocks(approximate=approximate)
+    _, exact, _ = _run(Blocks(approximate=approximate).double(), "full", Options(), loss)
+    _, plain, _ = _run(model, "bf16", Options(), loss)
+    _, found, called = _run(model, "bf16", Options(gelu=True), loss)
+    assert any("gelu" in target for target in called) == (approximate == "none")
+    assert distance(found, exact) <= 1.1 * distance(plain, exact)
+    assert distance(found, plain) <= 2e-3
+
+
+def test_gelus_in_full_precision_are_left_to_the_compiler() -> None:
+    _, plain, _ = _run(Blocks(), "full", Options(), loss)
+    _, found, called = _run(Blocks(), "full", Options(gelu=True), loss)
+    assert any("gelu" in target for target in called)
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_the_bias_before_a_gelu_is_summed_with_its_gradient(approximate: str) -> None:
+    _, plain, _ = _run(Blocks(approximate=approximate), "bf16", Options(), loss)
+    rewritten, found, called = _run(
+        Blocks(approximate=approximate), "bf16", Options(gelu_sums=True), loss
+    )
+    assert rewritten.fused_gelus == 2
+    assert not any("gelu_backward.default" in target for target in called)
+    assert distance(found, plain) <= 2e-3
+    frozen = Blocks(approximate=approximate)
+    frozen.ups[0].bias.requires_grad_(False)
+    assert _run(frozen, "bf16", Options(gelu_sums=True), loss)[0].fused_gelus == 1
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_gelus_of_all_numbers_of_16_bit(gradient: bool) -> None:
+    """Each is within one rounding of torch's own result in float64."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    numbers = numbers[numbers.abs() <= 1e18]  # beyond, torch's own gradient is not a number
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    if gradient:
+        node = graph.call_function(
+            torch.ops.aten.gelu_backward.default,
+            (graph.call_function(torch.ops.aten.ones_like.default, (x,)), x),
+            {"approximate": "tanh"},
+        )
+    else:
+        node = graph.call_function(torch.ops.aten.gelu.default, (x,), {"approximate": "tanh"})
+    node.meta["val"] = numbers
+    graph.output(node)
+    assert simplify_gelu(graph) == 1
+    found = fx.GraphModule({}, graph)(numbers)
+    exact = numbers.double().requires_grad_()
+    made = functional.gelu(exact, approximate="tanh")
+    if gradient:
+        [made] = torch.autograd.grad(made.sum(), exact)
+    made = made.detach()
+    rounding = made.abs() * 2.0**-8 + 1e-6
+    assert bool(((found.double() - made).abs() <= rounding).all())
+
+
+def test_no_cpu_has_the_kernel() -> None:
+    assert not can_fuse_norms(torch.device("cpu"))
+    assert not can_fuse_gelu(torch.device("cpu"))
