@@ -55,7 +55,7 @@ def _wholebatch(
     adding: bool = True,
     gelu: bool = True,
     norms: bool = True,
-    bias_sums: bool = True,
+    gelu_sums: bool = True,
     whole_rows: int = 4096,
     inductor: dict[str, Any] | None = None,
 ) -> Loop:
@@ -65,7 +65,7 @@ def _wholebatch(
         JointStep.fuses_entropy = entropy
         JointStep.simplifies_gelu = gelu
         JointStep.fuses_norms = norms
-        JointStep.fuses_gelu = JointStep.fuses_joining = bias_sums
+        JointStep.fuses_gelu = gelu_sums
         JointStep.whole_rows = whole_rows
         JointStep.inductor = inductor or {}
         logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
@@ -276,8 +276,8 @@ LOOPS: dict[str, Loop] = {
     "wholebatch graph, kernels tuned": _wholebatch(
         "graph", inductor={"coordinate_descent_tuning": True}
     ),
-    "wholebatch graph, GELU by Inductor": _wholebatch("graph", gelu=False, bias_sums=False),
-    "wholebatch graph, biases summed apart": _wholebatch("graph", bias_sums=False),
+    "wholebatch graph, GELU by Inductor": _wholebatch("graph", gelu=False, gelu_sums=False),
+    "wholebatch graph, biases summed apart": _wholebatch("graph", gelu_sums=False),
     "wholebatch graph, long rows read again": _wholebatch("graph", whole_rows=1024),
     "wholebatch graph, norms by Inductor": _wholebatch("graph", norms=False),
     "wholebatch eager, gradients by autograd": _wholebatch("eager", adding=False),

@@ -123,7 +123,6 @@ def test_norms_that_are_one_operation_make_the_update_of_the_undivided_batch(
 
     monkeypatch.setattr(joint, "can_fuse_norms", lambda _: True)
     monkeypatch.setattr(joint, "can_fuse_gelu", lambda _: True)
-    monkeypatch.setattr(joint, "can_fuse_joining", lambda _: True)
     model = Blocks().double()
     whole = Whole(model, loss=mean_of_tokens)
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3, execute="compile")

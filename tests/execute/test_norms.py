@@ -11,12 +11,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.execute.nets import Blocks, Encoder, loss, tagged
+from tests.execute.nets import Blocks, loss, tagged
 from tests.support import distance
-from wholebatch.execute.buffers import in_one_memory, in_one_piece
 from wholebatch.execute.gelu import can_fuse_gelu, simplify_gelu
 from wholebatch.execute.inputs import take_apart
-from wholebatch.execute.joining import can_fuse_joining
 from wholebatch.execute.norms import can_fuse_norms
 from wholebatch.execute.rewrite import Options, Rewritten, rewrite
 from wholebatch.execute.trace import Form, State, trace
@@ -36,18 +34,14 @@ def _run(
         form = Form.of(function(model, micro), "loss")
     traced = trace(model, function, chosen, state, inputs, form, "loss")
     trained = [parameter.detach() for parameter in state.trained.values()]
-    dtypes = [trained[0].dtype] * len(traced.used)
-    buffers = in_one_piece([trained[index] for index in traced.used], dtypes)
-    for buffer in buffers:
-        buffer.fill_(1.0)  # not empty before
-    memory, places = in_one_memory(buffers)
-    rewritten = rewrite(traced, len(trained), dtypes, options, places)
+    rewritten = rewrite(traced, len(trained), [trained[0].dtype] * len(traced.used), options)
+    buffers = [torch.ones_like(trained[index]) for index in traced.used]  # not empty before
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
     others = [other.clone() for other in state.others.values()]
     with torch.no_grad():
         rewritten.graph(
             *trained, *others, *inputs.tensors, torch.tensor(0.25).to(form.dtypes[0]), *casts,
-            *buffers, *(memory if rewritten.fused_norms else ()),
+            *buffers,
         )  # fmt: skip
     called = {str(node.target) for node in rewritten.graph.graph.nodes}
     return rewritten, [buffer - 1.0 for buffer in buffers], called
@@ -75,9 +69,8 @@ MODELS: dict[str, Callable[[], Blocks]] = {
 def test_the_same_gradients_by_one_operation_for_each_norm(name: str, precision: str) -> None:
     _, plain, _ = _run(MODELS[name](), precision, Options(), loss)
     rewritten, found, called = _run(MODELS[name](), precision, Options(norms=True), loss)
-    left = 2 if name == "one norm used twice" else 0  # two are added to one buffer
-    assert rewritten.fused_norms == 3 - left
-    assert any("native_layer_norm_backward" in target for target in called) == bool(left)
+    assert rewritten.fused_norms == 3
+    assert not any("native_layer_norm_backward" in target for target in called)
     assert distance(found, plain) <= (1e-6 if precision == "full" else 2e-3)
     assert all(gradient.abs().sum() > 0 for gradient in found)
 
@@ -87,10 +80,11 @@ def test_under_autocast_everything_around_the_norm_is_in_it() -> None:
     rewritten, _, _ = _run(Blocks(), "bf16", Options(norms=True), loss)
     nodes = rewritten.graph.graph.nodes
     calls = [n for n in nodes if "wholebatch.layer_norm_backward" in str(n.target)]
-    assert [call.args[6] is not None for call in calls] == [False, True, True]  # the residual
-    assert [call.args[7] for call in calls] == [torch.bfloat16, torch.bfloat16, None]
-    summed = [[place >= 0 for place in call.args[9]] for call in calls]
-    assert summed == [[True] * 3, [True] * 3, [True, True, False]]  # an embedding comes before
+    last, middle, first = [call.args[5:] for call in calls]  # weight, residual, 16 bit, sums
+    assert last[1:] == (None, torch.bfloat16, [True] * 3)  # nothing by-passes the last norm
+    assert middle[1] is not None
+    assert middle[2:] == (torch.bfloat16, [True] * 3)
+    assert first[2:] == (None, [True, True, False])  # an embedding comes before, in 32 bit
     # The second norm's input is the first one's plus what a layer has added to it.
     assert [call.args[2] is not None for call in calls] == [False, True, False]
     assert calls[1].args[1] is calls[2].args[1]
@@ -142,17 +136,6 @@ def test_the_bias_before_a_gelu_is_summed_with_its_gradient(approximate: str) ->
     assert _run(frozen, "bf16", Options(gelu_sums=True), loss)[0].fused_gelus == 1
 
 
-def test_the_bias_of_a_layer_that_is_split_is_summed_while_it_is_joined() -> None:
-    _, plain, _ = _run(Encoder(), "bf16", Options(), loss)
-    rewritten, found, called = _run(Encoder(), "bf16", Options(joining=True), loss)
-    assert rewritten.fused_joinings == 1
-    assert not any("aten.cat" in target for target in called)
-    assert distance(found, plain) <= 2e-3  # the plain sum is rounded to 16 bit
-    frozen = Encoder()
-    frozen.qkv.bias.requires_grad_(False)
-    assert _run(frozen, "bf16", Options(joining=True), loss)[0].fused_joinings == 0
-
-
 @pytest.mark.parametrize("gradient", [False, True])
 def test_gelus_of_all_numbers_of_16_bit(gradient: bool) -> None:
     """Each is within one rounding of torch's own result in float64."""
@@ -184,4 +167,3 @@ def test_gelus_of_all_numbers_of_16_bit(gradient: bool) -> None:
 def test_no_cpu_has_the_kernel() -> None:
     assert not can_fuse_norms(torch.device("cpu"))
     assert not can_fuse_gelu(torch.device("cpu"))
-    assert not can_fuse_joining(torch.device("cpu"))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from wholebatch.execute import ExecuteWarning, gelu, joining, norms
+from wholebatch.execute import ExecuteWarning, gelu, norms
 
 DEVICE = torch.device("cuda")
 
@@ -37,9 +37,7 @@ def test_norms_of_every_width_are_as_near_to_float64_as_their_rounding() -> None
             var, mean = torch.var_mean(x + addend, 1, correction=0, keepdim=True)
             rstd = (var + 1e-5).rsqrt()
             given = gradient, x, addend, mean, rstd, weight, residual
-            memory = torch.ones(4 * columns, device=DEVICE)
-            places = [0, 3 * columns, columns]
-            out, low = norms._operation()(*given, torch.bfloat16, memory, places)
+            out, low, sums = norms._operation()(*given, torch.bfloat16, [True] * 3)
 
             normal = ((x + addend).double() - mean.double()) * rstd.double()
             scaled = gradient.double() * weight.double()
@@ -48,11 +46,9 @@ def test_norms_of_every_width_are_as_near_to_float64_as_their_rounding() -> None
             exact += residual.double()
             assert _distance(out, exact) <= 1e-6, (rows, columns, dtype)
             assert torch.equal(low, out.bfloat16())
-            sums = memory.reshape(4, columns) - 1.0
             assert _distance(sums[0], (gradient.double() * normal).sum(0)) <= 1e-5
-            assert _distance(sums[3], gradient.double().sum(0)) <= 1e-5
-            assert _distance(sums[1], low.double().sum(0)) <= 1e-5
-            assert not sums[2].any()
+            assert _distance(sums[1], gradient.double().sum(0)) <= 1e-5
+            assert _distance(sums[2], low.double().sum(0)) <= 1e-5
 
 
 def test_norms_without_weight_residual_or_sums() -> None:
@@ -62,11 +58,10 @@ def test_norms_without_weight_residual_or_sums() -> None:
     var, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
     rstd = (var + 1e-5).rsqrt()
     given = gradient, x, None, mean, rstd, None, None, None
-    memory = torch.ones(7, device=DEVICE)
-    found, low = norms._operation()(*given, memory, [-1] * 3)
-    wanted = norms._by_operations(*given, memory, [-1] * 3)
+    found, low, sums = norms._operation()(*given, [False] * 3)
+    wanted = norms._by_operations(*given, sums, [False] * 3)
     assert not low.numel()
-    assert bool((memory == 1.0).all())
+    assert not sums.numel()
     assert _distance(found, wanted.double()) <= 1e-6
 
 
@@ -86,19 +81,7 @@ def test_gelus_of_every_number_are_within_a_rounding_of_float64() -> None:
         assert _distance(total, 1.0 + found.double().sum(0)) <= 1e-6
 
 
-def test_joined_parts_are_the_parts_and_their_sums() -> None:
-    torch.manual_seed(0)
-    for rows, columns in ((1, 7), (67, 300), (4099, 768), (1024, 2048)):
-        for dtype in (torch.bfloat16, torch.float16):
-            parts = [torch.randn(rows, columns, device=DEVICE).to(dtype) for _ in range(3)]
-            total = torch.ones(3 * columns, device=DEVICE)
-            found = joining._operation()(parts, total)
-            assert torch.equal(found, torch.cat(parts, 1))
-            assert _distance(total, 1.0 + found.double().sum(0)) <= 1e-6
-
-
 def test_this_device_has_them() -> None:
-    assert joining.can_fuse_joining(DEVICE)
     assert norms.can_fuse_norms(DEVICE)
     assert gelu.can_fuse_gelu(DEVICE)
 

@@ -24,7 +24,6 @@ __all__ = [
     "buffer_dtype",
     "eager_into",
     "empty_cache",
-    "in_one_memory",
     "may_lend",
     "take_workspace",
 ]
@@ -61,24 +60,6 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
         pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start).data
         for tensor, dtype, start in zip(like, dtypes, starts, strict=True)
     ]
-
-
-def in_one_memory(buffers: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """The memory that the most of these lie in, as one tensor, and where; -1: not in it."""
-    sizes: dict[tuple[int, torch.dtype], int] = {}
-    whose = [(buffer.untyped_storage().data_ptr(), buffer.dtype) for buffer in buffers]
-    for key, buffer in zip(whose, buffers, strict=True):
-        sizes[key] = sizes.get(key, 0) + buffer.numel()
-    if not sizes:
-        return [], []
-    chosen = max(sizes, key=sizes.__getitem__)
-    places = [
-        int(buffer.storage_offset()) if key == chosen else -1
-        for key, buffer in zip(whose, buffers, strict=True)
-    ]
-    storage = buffers[whose.index(chosen)].untyped_storage()
-    whole = torch.empty(0, dtype=chosen[1], device=storage.device).set_(storage)
-    return [whole], places
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

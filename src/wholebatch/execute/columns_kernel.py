@@ -6,7 +6,6 @@ device asks for it: Triton comes with torch's CUDA builds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-__all__ = ["add_columns", "processors"]
+__all__ = ["processors", "sum_columns"]
 
 _COLUMNS, _LINES = 32, 32
 """Of what a program works on at a time."""
@@ -29,33 +28,31 @@ def processors(device: torch.device) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def column_sums(  # type: ignore[no-untyped-def]
-    partials, memory, first_place, second_place, third_place, programs, columns,
-    block_of_lines: tl.constexpr, block: tl.constexpr,
+    partials, totals, programs, columns,
+    adds: tl.constexpr, block_of_lines: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    which = tl.program_id(1)
-    place = tl.where(which == 0, first_place, tl.where(which == 1, second_place, third_place))
-    if place < 0:
-        return
+    which = tl.program_id(1).to(tl.int64)
     here = tl.program_id(0) * block + tl.arange(0, block)
     inside = here < columns
     lines = tl.arange(0, block_of_lines)
-    start = partials + which.to(tl.int64) * programs * columns
+    start = partials + which * programs * columns
     total = tl.zeros([block_of_lines, block], dtype=tl.float32)
     for first in range(0, programs, block_of_lines):
         line = first + lines
         there = (line < programs)[:, None] & inside[None, :]
         total += tl.load(start + line[:, None] * columns + here[None, :], mask=there, other=0.0)
-    target = memory + place.to(tl.int64) + here
-    tl.store(target, tl.load(target, mask=inside) + tl.sum(total, 0), mask=inside)
+    column = tl.sum(total, 0)
+    target = totals + which * columns + here
+    if adds:
+        column += tl.load(target, mask=inside)
+    tl.store(target, column, mask=inside)
 
 
-def add_columns(partials: Tensor, memory: Tensor, places: Sequence[int]) -> None:
-    """Add `partials[i].sum(0)` into `memory` at `places[i]`, for up to three; not at -1."""
+def sum_columns(partials: Tensor, totals: Tensor, *, adds: bool) -> None:
+    """`totals[i]` becomes `partials[i].sum(0)`, or that is added to it."""
     number, programs, columns = partials.shape
-    if max(places) < 0:
-        return
     kernel: Any = column_sums[(triton.cdiv(columns, _COLUMNS), number)]
     kernel(
-        partials, memory, *(*places, -1, -1)[:3], programs, columns,
-        block_of_lines=_LINES, block=_COLUMNS, num_warps=4,
+        partials, totals, programs, columns,
+        adds=adds, block_of_lines=_LINES, block=_COLUMNS, num_warps=4,
     )  # fmt: skip

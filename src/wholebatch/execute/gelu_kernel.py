@@ -12,7 +12,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from wholebatch.execute.columns_kernel import add_columns, processors
+from wholebatch.execute.columns_kernel import processors, sum_columns
 
 __all__ = ["launch"]
 
@@ -70,5 +70,5 @@ def launch(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> T
         gradient, x, out, partials, rows, columns,
         is_tanh=approximate == "tanh", block_of_rows=_ROWS, block=_COLUMNS, num_warps=4,
     )  # fmt: skip
-    add_columns(partials[None], bias_sum, [0])
+    sum_columns(partials[None], bias_sum[None], adds=True)
     return out

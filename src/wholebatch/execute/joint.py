@@ -13,12 +13,11 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from wholebatch.execute.buffers import Casts, Gradients, in_one_memory
+from wholebatch.execute.buffers import Casts, Gradients
 from wholebatch.execute.entropy import can_fuse_entropy
 from wholebatch.execute.fused import can_add_products
 from wholebatch.execute.gelu import can_fuse_gelu
 from wholebatch.execute.inductor import compiled_by_inductor
-from wholebatch.execute.joining import can_fuse_joining
 from wholebatch.execute.norms import can_fuse_norms
 from wholebatch.execute.rewrite import Options, rewrite
 from wholebatch.execute.trace import Form, State, Traced
@@ -54,9 +53,6 @@ class JointStep:
     fuses_gelu = True
     """Whether a GELU's gradient and that of the bias before it are one kernel."""
 
-    fuses_joining = True
-    """Whether gradients that are joined and that of the layer's bias are one kernel."""
-
     whole_rows = 4096
     """Rows up to this long are held in registers while a kernel reduces them."""
 
@@ -84,7 +80,6 @@ class JointStep:
         self._others = list(state.others.values())
         device = self._trained[0].device
         buffers = gradients.of(self.used)
-        memory, places = in_one_memory(buffers)
         rewritten = rewrite(
             traced,
             len(self._trained),
@@ -96,16 +91,12 @@ class JointStep:
                 norms=self.fuses_norms and can_fuse_norms(device),
                 recompute=compiled and self.recomputes,
                 gelu_sums=self.fuses_gelu and can_fuse_gelu(device),
-                joining=self.fuses_joining and can_fuse_joining(device),
                 gelu=compiled and self.simplifies_gelu and device.type == "cuda",
             ),
-            places,
         )
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
         self._tail = [*casts.of(rewritten.casts), *buffers]
-        if rewritten.fused_norms:
-            self._tail += memory
         self._run: Callable[..., Any] = rewritten.graph
         if not compiled:
             return

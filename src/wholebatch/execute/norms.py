@@ -9,7 +9,6 @@ are seven kernels, each of which reads most of it again. As one operation all is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from operator import getitem
@@ -38,14 +37,14 @@ _LONGEST = 8192
 
 @cache
 def _operation() -> Any:
-    """`... -> (gradient, the same in 16 bit)`; the norm's input is `x`, plus `addend`.
+    """`... -> (gradient, the same in 16 bit, sums)`; the norm's input is `x`, plus `addend`.
 
-    Sums over the rows, of the weight's gradient, the bias's, and of what is in 16 bit, are added
-    into `memory` at these places; those at -1 are not asked for. (Buffers are views of one memory:
-    of an operation that changes two of them Inductor believes that it must copy all.)
+    The sums over the rows, as far as they are asked for, are those of the weight's gradient, the
+    bias's, and of what is in 16 bit. They are not added into buffers here: buffers are views of one
+    memory, and an operation that changes two of them makes Inductor copy it all.
     """
 
-    @torch.library.custom_op("wholebatch::layer_norm_backward_", mutates_args=("memory",))
+    @torch.library.custom_op("wholebatch::layer_norm_backward", mutates_args=())
     def operation(
         gradient: Tensor,
         x: Tensor,
@@ -55,9 +54,8 @@ def _operation() -> Any:
         weight: Tensor | None,
         residual: Tensor | None,
         low: torch.dtype | None,
-        memory: Tensor,
-        places: list[int],
-    ) -> tuple[Tensor, Tensor]:
+        sums: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradient, x, mean, rstd = (t.contiguous() for t in (gradient, x, mean, rstd))
         addend = None if addend is None else addend.contiguous()
         residual = None if residual is None else residual.contiguous()
@@ -65,10 +63,10 @@ def _operation() -> Any:
             from wholebatch.execute.norms_kernel import launch as run
         else:
             run = _by_operations
-        lower = _lower(x, low)
+        lower, total = _lower(x, low), _sums(x, sums)
         target = None if low is None else lower
         given = gradient, x, addend, mean, rstd, weight, residual
-        return run(*given, target, memory, places), lower
+        return run(*given, target, total, sums), lower, total
 
     @operation.register_fake
     def _(
@@ -80,19 +78,23 @@ def _operation() -> Any:
         weight: Tensor | None,
         residual: Tensor | None,
         low: torch.dtype | None,
-        memory: Tensor,
-        places: list[int],
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(x, memory_format=torch.contiguous_format), _lower(x, low)
+        sums: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return out, _lower(x, low), _sums(x, sums)
 
     del _
-    return torch.ops.wholebatch.layer_norm_backward_.default
+    return torch.ops.wholebatch.layer_norm_backward.default
 
 
 def _lower(x: Tensor, low: torch.dtype | None) -> Tensor:
     if low is None:
         return x.new_empty(0)
     return torch.empty_like(x, dtype=low, memory_format=torch.contiguous_format)
+
+
+def _sums(x: Tensor, sums: list[bool]) -> Tensor:
+    return x.new_empty(len(sums) if any(sums) else 0, x.shape[-1])
 
 
 def _by_operations(
@@ -104,8 +106,8 @@ def _by_operations(
     weight: Tensor | None,
     residual: Tensor | None,
     low: Tensor | None,
-    memory: Tensor,
-    places: list[int],
+    total: Tensor,
+    sums: list[bool],
 ) -> Tensor:
     """What the kernel does, written down: for the CPU, and to hold the kernel against."""
     columns = x.shape[-1]
@@ -122,9 +124,9 @@ def _by_operations(
     if low is not None:
         low.copy_(out)
         of_low = low.to(x.dtype).reshape(-1, columns).sum(0)
-    for place, found in zip(places, (of_weight, of_bias, of_low), strict=True):
-        if place >= 0:
-            memory[place : place + columns] += found
+    for place, found in enumerate((of_weight, of_bias, of_low)):
+        if sums[place]:
+            total[place] = found
     made: Tensor = out
     return made
 
@@ -147,9 +149,9 @@ def can_fuse_norms(device: torch.device) -> bool:
     given = gradient.bfloat16(), x, addend, mean, (var + 1e-5).rsqrt(), 1.0 + x[0], residual
     made: list[list[Tensor]] = []
     for run in (launch, _by_operations):
-        low, memory = _lower(x, torch.bfloat16), torch.ones(1000, device=device)
+        low, total = _lower(x, torch.bfloat16), _sums(x, [True] * 3)
         try:
-            made.append([run(*given, low, memory, [0, 300, 640]), low.float(), memory])
+            made.append([run(*given, low, total, [True] * 3), low.float(), *total])
         except Exception:  # whatever a compiler raises, the plain way is there
             return False
     return all(
@@ -174,27 +176,26 @@ class _Norm:
     """Where the sums go: those of the weight (0), the bias (1), and of the layer before (2)."""
 
 
-def fuse_norms(graph: fx.Graph, memory: fx.Node, places: Mapping[fx.Node, int]) -> int:
+def fuse_norms(graph: fx.Graph) -> int:
     """Put the operation in the place of every backward that allows it; how many did.
 
-    Gradients must have been added into their buffers, which lie in `memory` at these places. What
-    it replaces is left to be eliminated.
+    Gradients must have been added into their buffers. What it replaces is left to be eliminated.
     """
     nodes = graph.find_nodes(op="call_function", target=aten.native_layer_norm_backward.default)
     inputs: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
     for node in reversed(nodes):  # in the order of the forward
-        norm = _matched(node, places)
+        norm = _matched(node)
         if norm is not None:
             inputs[node] = _parts(norm.x, {x for x, _ in inputs.values()})
     for node in nodes:  # what one is replaced by is what the next one reads
-        norm = _matched(node, places) if node in inputs else None
+        norm = _matched(node) if node in inputs else None
         if norm is not None:
             norm.x, norm.addend = inputs[node]
-            _replace(graph, norm, memory, places)
+            _replace(graph, norm)
     return len(inputs)
 
 
-def _matched(node: fx.Node, places: Mapping[fx.Node, int]) -> _Norm | None:
+def _matched(node: fx.Node) -> _Norm | None:
     gradient, x, shape, *_ = node.args
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
@@ -220,11 +221,11 @@ def _matched(node: fx.Node, places: Mapping[fx.Node, int]) -> _Norm | None:
     for place in (1, 2):
         if place in outs and outs[place].users:
             added = added_into_buffer(outs[place])
-            if added is None or not _is_in(added, places):
+            if added is None:
                 return None
             norm.sums[place - 1] = added
     _take_residual(norm, value)
-    _take_low(norm, columns, places)
+    _take_low(norm, columns)
     return norm
 
 
@@ -259,30 +260,25 @@ def _take_residual(norm: _Norm, value: Tensor) -> None:
         norm.residual, norm.total = others[0], user
 
 
-def _take_low(norm: _Norm, columns: int, places: Mapping[fx.Node, int]) -> None:
+def _take_low(norm: _Norm, columns: int) -> None:
     lows = [user for user in norm.total.users if cast_to(user) in SIXTEEN_BIT]
     if len(lows) != 1:
         return
     [norm.low] = lows
     added = column_sum_into_buffer(norm.low, columns)
-    if added is not None and _is_in(added, places):
+    if added is not None:
         norm.sums[2] = added
 
 
-def _is_in(added: Added, places: Mapping[fx.Node, int]) -> bool:
-    """Whether its buffer lies in the memory, and nothing else is added to it."""
-    return added.buffer in places and len(added.buffer.users) == 1
-
-
-def _replace(graph: fx.Graph, norm: _Norm, memory: fx.Node, places: Mapping[fx.Node, int]) -> None:
+def _replace(graph: fx.Graph, norm: _Norm) -> None:
     _, _, _, mean, rstd, weight, *_ = norm.node.args
     low = None if norm.low is None else norm.low.meta["val"].dtype
-    at = [places[norm.sums[which].buffer] if which in norm.sums else -1 for which in range(3)]
+    sums = [place in norm.sums for place in range(3)]
     call = graph.call_function
     # All that it reads is there where the residual's gradient is added.
     with graph.inserting_before(norm.total if norm.residual else norm.node):
         read = norm.gradient, norm.x, norm.addend, mean, rstd, weight, norm.residual
-        made = call(_operation(), (*read, low, memory, at))
+        made = call(_operation(), (*read, low, sums))
         total = call(getitem, (made, 0))
         total.meta.update(norm.total.meta)
         norm.total.replace_all_uses_with(total)
@@ -290,5 +286,8 @@ def _replace(graph: fx.Graph, norm: _Norm, memory: fx.Node, places: Mapping[fx.N
             lower = call(getitem, (made, 1))
             lower.meta.update(norm.low.meta)
             norm.low.replace_all_uses_with(lower)
-    for one in norm.sums.values():
-        graph.erase_node(one.addition)
+        added = call(getitem, (made, 2)) if any(sums) else None
+        for place, one in norm.sums.items():
+            row = call(aten.select.int, (added, 0, place))
+            call(aten.add_.Tensor, (one.buffer, row))
+            graph.erase_node(one.addition)

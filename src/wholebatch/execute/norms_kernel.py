@@ -12,7 +12,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from wholebatch.execute.columns_kernel import add_columns, processors
+from wholebatch.execute.columns_kernel import processors, sum_columns
 
 __all__ = ["launch"]
 
@@ -101,14 +101,15 @@ def launch(
     weight: Tensor | None,
     residual: Tensor | None,
     low: Tensor | None,
-    memory: Tensor,
-    places: list[int],
+    total: Tensor,
+    sums: list[bool],
 ) -> Tensor:
-    """The gradient of `x` plus `residual`, also written to `low`; sums are added into `memory`."""
+    """The gradient of `x` plus `residual`, also written to `low`; sums of rows go to `total`."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     out = torch.empty_like(x)
     if not rows:
+        total.zero_()
         return out
     block = triton.next_power_of_2(columns)
     warps = min(max(block // _NUMBERS_PER_WARP, 1), 16)
@@ -120,8 +121,8 @@ def launch(
         gradient, x, addend, mean, rstd, weight, residual, out, low, partials, rows, columns,
         has_addend=addend is not None, has_weight=weight is not None,
         has_residual=residual is not None, has_low=low is not None,
-        sums_weight=places[0] >= 0, sums_bias=places[1] >= 0, sums_low=places[2] >= 0,
-        block=block, num_warps=warps,
+        sums_weight=sums[0], sums_bias=sums[1], sums_low=sums[2], block=block, num_warps=warps,
     )  # fmt: skip
-    add_columns(partials, memory, places)
+    if any(sums):
+        sum_columns(partials, total, adds=False)
     return out

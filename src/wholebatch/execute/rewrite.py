@@ -12,7 +12,7 @@ None of these changes changes a number beyond the order of additions:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch import fx
 from wholebatch.execute import fused
 from wholebatch.execute.entropy import fuse_entropy
 from wholebatch.execute.gelu import fuse_gelu, simplify_gelu
-from wholebatch.execute.joining import fuse_joining
 from wholebatch.execute.nodes import SIXTEEN_BIT, cast_to
 from wholebatch.execute.norms import fuse_norms
 from wholebatch.execute.recompute import recompute
@@ -51,8 +50,6 @@ class Options:
     """A layer norm's backward, its sums and the residual's addition as one kernel (CUDA only)."""
     gelu_sums: bool = False
     """A GELU's gradient and that of the bias before it as one kernel (CUDA only)."""
-    joining: bool = False
-    """Gradients that are joined for a layer, and that of its bias, as one kernel (CUDA only)."""
     gelu: bool = False
     """GELUs of 16-bit numbers by one exponential (pays where kernels are fused)."""
 
@@ -73,21 +70,14 @@ class Rewritten:
     fused_losses: int
     fused_norms: int
     fused_gelus: int
-    fused_joinings: int
 
 
 def rewrite(
-    traced: Traced,
-    trained: int,
-    buffer_dtypes: list[torch.dtype],
-    options: Options,
-    places: Sequence[int] = (),
+    traced: Traced, trained: int, buffer_dtypes: list[torch.dtype], options: Options
 ) -> Rewritten:
     """The same micro-step, with gradients added into buffers instead of returned.
 
-    `buffer_dtypes` are those of the buffers of `traced.used`, in that order; `places`, where they
-    are given, are where in one memory they lie (or -1), and that memory is the last input if norms
-    are fused.
+    `buffer_dtypes` are those of the buffers of `traced.used`, in that order.
     """
     graph = fx.Graph()
     output = graph.graph_copy(traced.graph.graph, {})
@@ -120,24 +110,14 @@ def rewrite(
         with graph.inserting_after(last):
             last = graph.placeholder(f"buffer_{index}")
         buffers.append(last)
-    memory = None
-    if places:
-        with graph.inserting_after(last):
-            memory = graph.placeholder("memory")
 
     adder = _Adder(graph, options)
     for buffer, gradient, dtype in zip(buffers, gradients, buffer_dtypes, strict=True):
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     graph.eliminate_dead_code()
-    norms = 0
-    if options.norms and memory is not None:
-        at = {buffer: place for buffer, place in zip(buffers, places, strict=True) if place >= 0}
-        norms = fuse_norms(graph, memory, at)
-    if memory is not None and not norms:
-        graph.erase_node(memory)
+    norms = fuse_norms(graph) if options.norms else 0
     gelus = fuse_gelu(graph) if options.gelu_sums else 0
-    joined = fuse_joining(graph) if options.joining else 0
     if options.gelu:
         simplify_gelu(graph)
     graph.eliminate_dead_code()
@@ -152,7 +132,6 @@ def rewrite(
         fused_losses=losses,
         fused_norms=norms,
         fused_gelus=gelus,
-        fused_joinings=joined,
     )
 
 
