@@ -37,7 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "untouched",
         }
     ),
-    frozenset({"window", "execute", "execute.entropy_kernel", "coupled"}),
+    frozenset({"window", "execute", "execute.kernels", "coupled"}),
     frozenset({"target", "feed", "units", "gradients"}),
     frozenset(
         {
@@ -70,7 +70,7 @@ EAGER: dict[str, frozenset[str]] = {
     "lint": frozenset({"libcst"}),
     "report": frozenset({"rich"}),
     "recipes": frozenset({"sklearn"}),
-    "execute.entropy_kernel": frozenset({"triton"}),  # comes with torch's CUDA builds
+    "execute.kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {

@@ -50,7 +50,6 @@ def _wholebatch(
     execute: Any,
     *,
     fused: bool = True,
-    recomputes: bool = False,
     entropy: bool = True,
     adding: bool = True,
     gelu: bool = True,
@@ -61,7 +60,6 @@ def _wholebatch(
 ) -> Loop:
     def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
         JointStep.fuses_products = fused
-        JointStep.recomputes = recomputes
         JointStep.fuses_entropy = entropy
         JointStep.simplifies_gelu = gelu
         JointStep.fuses_norms = norms
@@ -268,7 +266,6 @@ def _quiet(loop: Loop) -> Loop:
 LOOPS: dict[str, Loop] = {
     "wholebatch graph": _wholebatch("graph" if DEVICE == "cuda" else "compile"),
     "wholebatch graph, gradients added apart": _wholebatch("graph", fused=False),
-    "wholebatch graph, activations made again": _wholebatch("graph", recomputes=True),
     "wholebatch graph, loss by Inductor": _wholebatch("graph", entropy=False),
     "wholebatch graph, small kernels combined": _wholebatch(
         "graph", inductor={"combo_kernels": True}

@@ -261,6 +261,8 @@ _KINDS = {
     "softmax": "loss and its gradient",
     "_rows": "loss and its gradient",
     "gelu": "GELU, forward and backward",
+    "sigmoid": "GELU, forward and backward",
+    "column_sums": "layer norms, residual additions, their gradients",
     "layer_norm": "layer norms, residual additions, their gradients",
     "Fused": "optimizer",
 }

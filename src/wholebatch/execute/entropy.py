@@ -35,7 +35,7 @@ def _operation() -> Any:
     def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
         if not logits.is_cuda:
             return _by_operations(logits, labels, seed, ignored)
-        from wholebatch.execute.entropy_kernel import launch
+        from wholebatch.execute.kernels.entropy import launch
 
         return launch(logits, labels, seed, ignored)
 
@@ -65,7 +65,7 @@ def can_fuse_entropy(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        import wholebatch.execute.entropy_kernel  # noqa: F401
+        import wholebatch.execute.kernels.entropy  # noqa: F401
     except ImportError:
         return False
     labels = torch.tensor([0, -100, 20000], device=device)

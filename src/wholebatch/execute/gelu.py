@@ -36,7 +36,7 @@ def _operation() -> Any:
         gradient, x = gradient.contiguous(), x.contiguous()
         if not x.is_cuda:
             return _by_operations(gradient, x, bias_sum, approximate)
-        from wholebatch.execute.gelu_kernel import launch
+        from wholebatch.execute.kernels.gelu import launch
 
         return launch(gradient, x, bias_sum, approximate)
 
@@ -61,7 +61,7 @@ def can_fuse_gelu(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        from wholebatch.execute.gelu_kernel import launch
+        from wholebatch.execute.kernels.gelu import launch
     except ImportError:
         return False
     numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)  # nothing is drawn

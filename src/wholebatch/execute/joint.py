@@ -44,9 +44,6 @@ class JointStep:
     fuses_norms = True
     """Whether a layer norm's backward and what stands around it are one kernel."""
 
-    recomputes = False
-    """Whether a compiled step makes cheap activations again instead of holding them."""
-
     simplifies_gelu = True
     """Whether a compiled step on CUDA has GELUs by one exponential."""
 
@@ -89,7 +86,6 @@ class JointStep:
                 products_in_full=not compiled,
                 entropy=self.fuses_entropy and can_fuse_entropy(device),
                 norms=self.fuses_norms and can_fuse_norms(device),
-                recompute=compiled and self.recomputes,
                 gelu_sums=self.fuses_gelu and can_fuse_gelu(device),
                 gelu=compiled and self.simplifies_gelu and device.type == "cuda",
             ),

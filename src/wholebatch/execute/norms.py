@@ -60,7 +60,7 @@ def _operation() -> Any:
         addend = None if addend is None else addend.contiguous()
         residual = None if residual is None else residual.contiguous()
         if x.is_cuda and x.dtype is torch.float32:
-            from wholebatch.execute.norms_kernel import launch as run
+            from wholebatch.execute.kernels.norms import launch as run
         else:
             run = _by_operations
         lower, total = _lower(x, low), _sums(x, sums)
@@ -137,7 +137,7 @@ def can_fuse_norms(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        from wholebatch.execute.norms_kernel import launch
+        from wholebatch.execute.kernels.norms import launch
     except ImportError:
         return False
     numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)  # nothing is drawn

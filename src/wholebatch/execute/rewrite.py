@@ -24,7 +24,6 @@ from wholebatch.execute.entropy import fuse_entropy
 from wholebatch.execute.gelu import fuse_gelu, simplify_gelu
 from wholebatch.execute.nodes import SIXTEEN_BIT, cast_to
 from wholebatch.execute.norms import fuse_norms
-from wholebatch.execute.recompute import recompute
 from wholebatch.execute.sizes import same_shape
 from wholebatch.execute.trace import Traced
 
@@ -44,8 +43,6 @@ class Options:
     embeddings: bool = True
     entropy: bool = False
     """A cross-entropy and its gradient as one kernel, in the memory of the logits (CUDA only)."""
-    recompute: bool = False
-    """Cheap activations are made again in the backward (pays where kernels are fused)."""
     norms: bool = False
     """A layer norm's backward, its sums and the residual's addition as one kernel (CUDA only)."""
     gelu_sums: bool = False
@@ -66,7 +63,6 @@ class Rewritten:
     """For each cast input: which trained parameter, and to what."""
     fused_products: int
     fused_embeddings: int
-    recomputed: int
     fused_losses: int
     fused_norms: int
     fused_gelus: int
@@ -85,8 +81,6 @@ def rewrite(
     sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
     _drop_detach(graph, results)
     inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
-    seeds = inputs[len(inputs) - len(traced.form.names) :]
-    recomputed = recompute(graph, seeds) if options.recompute else 0
     losses = fuse_entropy(graph, results) if options.entropy else 0
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
@@ -128,7 +122,6 @@ def rewrite(
         tuple(casts),
         fused_products=adder.products,
         fused_embeddings=adder.embeddings,
-        recomputed=recomputed,
         fused_losses=losses,
         fused_norms=norms,
         fused_gelus=gelus,

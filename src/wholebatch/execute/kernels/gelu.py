@@ -1,7 +1,4 @@
-"""The kernel of `gelu`: a GELU's gradient, with the sums of its columns.
-
-Imported only where a CUDA device asks for it: Triton comes with torch's CUDA builds.
-"""
+"""The kernel of `gelu`: a GELU's gradient, with the sums of its columns."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from wholebatch.execute.columns_kernel import processors, sum_columns
+from wholebatch.execute.kernels.columns import processors, sum_columns
 
 __all__ = ["launch"]
 

@@ -1,7 +1,6 @@
 """Sums of columns, the second half: what many programs have summed is added up.
 
-In a fixed order, so that the same micro-batch gives the same bits. Imported only where a CUDA
-device asks for it: Triton comes with torch's CUDA builds.
+In a fixed order, so that the same micro-batch gives the same bits.
 """
 
 from __future__ import annotations

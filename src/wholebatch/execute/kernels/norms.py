@@ -1,7 +1,4 @@
-"""The kernel of `norms`: a layer norm's backward, with all that stands around it, in one pass.
-
-Imported only where a CUDA device asks for it: Triton comes with torch's CUDA builds.
-"""
+"""The kernel of `norms`: a layer norm's backward, with all that stands around it, in one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from wholebatch.execute.columns_kernel import processors, sum_columns
+from wholebatch.execute.kernels.columns import processors, sum_columns
 
 __all__ = ["launch"]
 

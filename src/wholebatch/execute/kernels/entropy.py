@@ -1,7 +1,4 @@
-"""The kernel of `entropy`: a row of logits becomes its gradient, and its loss is returned.
-
-Imported only where a CUDA device asks for it: Triton comes with torch's CUDA builds.
-"""
+"""The kernel of `entropy`: a row of logits becomes its gradient, and its loss is returned."""
 
 from __future__ import annotations
 
