@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,13 +58,19 @@ def rehearse(
     """Run it once, or, where it is to be recorded, twice on a stream of its own."""
     if not captures:
         return run()
-    current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    current, side = torch.cuda.current_stream(device), _side(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         for _ in range(2):
             found = run()
     current.wait_stream(side)
     return found
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """One for all: cuBLAS keeps a workspace (32 MiB on an H200) for every stream it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def _like(tensor: Tensor) -> Tensor:
