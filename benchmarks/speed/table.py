@@ -119,8 +119,8 @@ class Results:
         return "\n".join(lines) + "\n"
 
     def _drawn(self, model: str) -> bool:
-        """Whether there is more than variants, which are in the table alone."""
-        return any(its == model and not _is_variant(mode) for its, mode, _ in self._rows)
+        """Whether ours are beside others: our own alone are in the table."""
+        return any(its == model and not mode.startswith("wholebatch") for its, mode, _ in self._rows)
 
     def _table(self, model: str) -> list[str]:
         mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}
@@ -221,7 +221,8 @@ class Results:
                     sizes = [row["micro"] for row in rows]
                     width = 3.0 if mode.startswith("wholebatch") else 1.2
                     axis.plot(sizes, [row[what] for row in rows], "o-", label=mode, lw=width)
-                axis.set(xlabel="micro-batch", ylabel=label, xscale="log", ylim=(0, None))
+                highest = 1.1 * max(row[what] for row in mine.values())  # names stand above lines
+                axis.set(xlabel="micro-batch", ylabel=label, xscale="log", ylim=(0, highest))
                 axis.set_xticks(sorted({size for _, size in mine if size}))
                 axis.xaxis.set_major_formatter("{x:.0f}")
                 axis.xaxis.set_minor_formatter("")
@@ -259,7 +260,7 @@ _KINDS = {
     "flash": "attention",
     "cudnn": "attention",
     "softmax": "loss and its gradient",
-    "_rows": "loss and its gradient",
+    "cross_entropy": "loss and its gradient",
     "gelu": "GELU, forward and backward",
     "sigmoid": "GELU, forward and backward",
     "column_sums": "layer norms, residual additions, their gradients",
