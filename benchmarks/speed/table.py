@@ -120,7 +120,8 @@ class Results:
 
     def _drawn(self, model: str) -> bool:
         """Whether ours are beside others: our own alone are in the table."""
-        return any(its == model and not mode.startswith("wholebatch") for its, mode, _ in self._rows)
+        modes = [mode for its, mode, _ in self._rows if its == model]
+        return not all(mode.startswith("wholebatch") for mode in modes)
 
     def _table(self, model: str) -> list[str]:
         mine = {key[1:]: row for key, row in self._rows.items() if key[0] == model}

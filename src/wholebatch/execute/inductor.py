@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 __all__ = ["compiled_by_inductor"]
 
@@ -33,28 +32,32 @@ def compiled_by_inductor(
 @contextmanager
 def _whole_rows(longest: int) -> Iterator[None]:
     """Inductor's own bound is 1024; longer rows it reads two or three times over."""
-    from torch._inductor import choices, virtualized
+    from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
-    from torch.compiler import config as caching
+    from torch._inductor.virtualized import V
+    from torch.compiler import config
 
-    by_itself = choices.InductorChoices.should_use_persistent_reduction
+    name = "should_use_persistent_reduction"
+    by_itself = getattr(InductorChoices, name, None)
+    if by_itself is None or not hasattr(config, "cache_key_tag"):  # another version's Inductor
+        yield
+        return
 
     def decide(features: Any, cooperative_reduction: bool) -> bool:
         if by_itself(features, cooperative_reduction):
             return True
         if features.get_reduction_hint() != ReductionHint.INNER:
             return False
-        sizes = virtualized.V.graph.sizevars
-        return bool(sizes.statically_known_leq(features.reduction_numel, longest))
+        return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
 
-    tag = f"{caching.cache_key_tag}wholebatch: rows of {longest}"  # its cache knows no choices
-    with (
-        patch.object(
-            choices.InductorChoices, "should_use_persistent_reduction", staticmethod(decide)
-        ),
-        patch.object(caching, "cache_key_tag", tag),
-    ):
+    tag = config.cache_key_tag
+    setattr(InductorChoices, name, staticmethod(decide))
+    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}"  # its cache knows no choices
+    try:
         yield
+    finally:
+        setattr(InductorChoices, name, staticmethod(by_itself))
+        config.cache_key_tag = tag
 
 
 def _has(config: Any, name: str) -> bool:

@@ -48,8 +48,9 @@ def added_into_buffer(part: fx.Node) -> Added | None:
 def column_sum_into_buffer(node: fx.Node, columns: int) -> Added | None:
     """Where the sum of its rows goes, which is the gradient of a bias, if into a buffer."""
     for reader in (node, *(user for user in node.users if user.target is aten.view.default)):
-        shape = reader.meta["val"].shape
-        for user in reader.users if len(shape) == 2 and shape[1] == columns else ():
+        value = reader.meta.get("val")
+        is_matrix = value is not None and value.dim() == 2 and value.shape[1] == columns
+        for user in reader.users if is_matrix else ():
             if user.target is aten.sum.dim_IntList and user.args[1] == [0]:
                 added = added_into_buffer(user)
                 if added is not None:

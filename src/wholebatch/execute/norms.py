@@ -57,8 +57,9 @@ def _operation() -> Any:
         sums: list[bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient, x, mean, rstd = (t.contiguous() for t in (gradient, x, mean, rstd))
-        addend = None if addend is None else addend.contiguous()
-        residual = None if residual is None else residual.contiguous()
+        addend, weight, residual = (
+            None if t is None else t.contiguous() for t in (addend, weight, residual)
+        )
         if x.is_cuda and x.dtype is torch.float32:
             from wholebatch.execute.kernels.norms import launch as run
         else:

@@ -1,0 +1,61 @@
+"""What is changed of Inductor's own choices, and only while it compiles for us."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wholebatch.execute import inductor
+
+
+def _features(hint: Any, numel: int) -> Any:
+    return SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=numel)
+
+
+def test_long_rows_are_held_while_we_compile_and_not_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    def by_itself(features: Any, _: bool) -> bool:
+        return bool(features.reduction_numel <= 1024)
+
+    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(by_itself))
+    sizes = SimpleNamespace(statically_known_leq=lambda numel, longest: numel <= longest)
+    tag = torch.compiler.config.cache_key_tag
+    with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):  # type: ignore[arg-type]
+        with inductor._whole_rows(4096):
+            decide = InductorChoices.should_use_persistent_reduction
+            assert [
+                decide(_features(ReductionHint.INNER, numel), False)
+                for numel in (512, 2048, 4096, 4097)
+            ] == [True, True, True, False]
+            assert not decide(_features(ReductionHint.OUTER, 2048), False)
+            # What was compiled otherwise is not taken from a cache.
+            assert torch.compiler.config.cache_key_tag != tag
+        decide = InductorChoices.should_use_persistent_reduction
+        assert not decide(_features(ReductionHint.INNER, 2048), False)
+    assert torch.compiler.config.cache_key_tag == tag
+
+
+def test_a_compiler_that_fails_leaves_its_choices_as_they_were() -> None:
+    from torch._inductor.choices import InductorChoices
+
+    before = InductorChoices.should_use_persistent_reduction
+    with pytest.raises(RuntimeError, match="no compiler"), inductor._whole_rows(4096):
+        assert InductorChoices.should_use_persistent_reduction is not before
+        raise RuntimeError("no compiler here")
+    assert InductorChoices.should_use_persistent_reduction is before
+
+
+def test_another_version_of_inductor_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.choices import InductorChoices
+
+    monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
+    with inductor._whole_rows(4096):
+        assert not hasattr(InductorChoices, "should_use_persistent_reduction")
