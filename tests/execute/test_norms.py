@@ -91,15 +91,39 @@ def test_under_autocast_everything_around_the_norm_is_in_it() -> None:
     assert all(call.args[0].meta["val"].dtype is torch.bfloat16 for call in calls)
 
 
-def test_a_norm_over_two_dimensions_or_with_another_use_of_its_gradients_stays() -> None:
-    class Wide(Blocks):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            logits: Tensor = self.read(functional.layer_norm(x, x.shape[1:]))
-            return logits
+class Wide(Blocks):
+    """Its norm is over two dimensions."""
 
-    rewritten, found, _ = _run(Wide(), "bf16", Options(norms=True), loss)
-    _, plain, _ = _run(Wide(), "bf16", Options(), loss)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        logits: Tensor = self.read(functional.layer_norm(x, x.shape[1:]))
+        return logits
+
+
+class Short(Blocks):
+    """What is normalised has 16 bit under autocast."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.downs[0](self.ups[0](self.embed(tokens)))
+        logits: Tensor = self.read(self.norms[0](x))
+        return logits
+
+
+class Read(Blocks):
+    """The gradient of a norm's weight is not that of a parameter."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        norm = self.norms[0]
+        x = functional.layer_norm(x, (8,), norm.weight * 2.0, norm.bias)
+        logits: Tensor = self.read(x)
+        return logits
+
+
+@pytest.mark.parametrize("model", [Wide, Short, Read])
+def test_what_it_cannot_be_stays_as_it_is(model: type[Blocks]) -> None:
+    rewritten, found, _ = _run(model(), "bf16", Options(norms=True), loss)
+    _, plain, _ = _run(model(), "bf16", Options(), loss)
     assert rewritten.fused_norms == 0
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
