@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
+from wholebatch.execute.inputs import take_apart
+from wholebatch.execute.rewrite import Options, Rewritten, rewrite
+from wholebatch.execute.trace import Form, State, trace
+from wholebatch.precision import Precision
 
 Micro = dict[str, Tensor]
 
@@ -38,6 +43,16 @@ class Tagger(nn.Module):
         mixed = functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
         logits: Tensor = self.read(self.drop(x + mixed[:, 0]))
         return logits
+
+
+def dropping() -> nn.Module:
+    """Drops half of its 64 inputs, and weighs the rest."""
+    return nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+
+
+def total(model: nn.Module, micro: Tensor) -> wb.Loss:
+    """The sum of what a model gives."""
+    return wb.Loss(model(micro).sum(), len(micro))
 
 
 def tagged(number: int, length: int = 6) -> Micro:
@@ -161,3 +176,34 @@ __all__ = [
     "texts",
     "traced",
 ]
+
+
+def run_rewritten(
+    model: nn.Module,
+    function: Callable[[Any, Any], wb.Loss],
+    precision: Precision,
+    options: Options,
+    *,
+    held: float = 0.0,
+) -> tuple[Rewritten, list[Tensor], list[Tensor]]:
+    """The rewritten graph of a micro-step, what it returns, and what it has added to the buffers.
+
+    These have `held` in them before, and are as wide as the parameters; the seed is a quarter.
+    """
+    micro = tagged(5)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = State.of(model, trainable)
+    inputs = take_apart(micro)
+    with precision.forward():
+        form = Form.of(function(model, micro), "loss")
+    written = trace(model, function, precision, state, inputs, form, "loss")
+    trained = [parameter.detach() for parameter in state.trained.values()]
+    dtypes = [trained[0].dtype] * len(written.used)
+    rewritten = rewrite(written, len(trained), dtypes, options)
+    buffers = [torch.full_like(trained[index], held) for index in written.used]
+    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
+    others = [other.clone() for other in state.others.values()]
+    seed = torch.tensor(0.25).to(form.dtypes[0])
+    with torch.no_grad():
+        outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *casts, *buffers)
+    return rewritten, list(outputs), [buffer - held for buffer in buffers]

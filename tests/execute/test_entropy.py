@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.execute.nets import Micro, loss, tagged
+from tests.execute.nets import Micro, loss, run_rewritten
 from tests.support import distance
 from wholebatch.execute.entropy import can_fuse_entropy
-from wholebatch.execute.inputs import take_apart
-from wholebatch.execute.rewrite import Options, rewrite
-from wholebatch.execute.trace import Form, State, trace
+from wholebatch.execute.rewrite import Options
 from wholebatch.precision import choose
 
 
@@ -74,24 +72,10 @@ def weighted(model: nn.Module, micro: Micro) -> wb.Loss:
 def _run(
     model: nn.Module, loss: Callable[[Any, Any], wb.Loss], precision: Any, *, fuses: bool
 ) -> tuple[int, list[Tensor], list[Tensor], set[str]]:
-    """Fused losses, outputs and buffers of the rewritten graph, and what it calls."""
-    micro = tagged(5)
-    state = State.of(model, list(model.parameters()))
-    inputs = take_apart(micro)
-    with precision.forward():
-        form = Form.of(loss(model, micro), "loss")
-    traced = trace(model, loss, precision, state, inputs, form, "loss")
-    trained = [parameter.detach() for parameter in state.trained.values()]
-    rewritten = rewrite(
-        traced, len(trained), [torch.float32] * len(trained), Options(entropy=fuses)
-    )
-    buffers = [torch.zeros_like(parameter) for parameter in trained]
-    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
-    arguments = [*trained, *inputs.tensors, torch.tensor(0.25), *casts, *buffers]
-    with torch.no_grad():
-        outputs = rewritten.graph(*arguments)
+    """Fused losses, outputs and gradients of the rewritten graph, and what it calls."""
+    rewritten, outputs, added = run_rewritten(model, loss, precision, Options(entropy=fuses))
     called = {str(node.target) for node in rewritten.graph.graph.nodes}
-    return rewritten.fused_losses, list(outputs), buffers, called
+    return rewritten.fused_losses, outputs, added, called
 
 
 @pytest.mark.parametrize("precision", ["full", "bf16"])

@@ -11,7 +11,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tagged, traced
+from tests.execute.nets import (
+    Micro,
+    Tagger,
+    dropping,
+    loss,
+    mean_of_tokens,
+    mode_of,
+    tagged,
+    total,
+    traced,
+)
 from tests.support import Seen, Whole, distance, mean, mlp, samples, sgd
 
 
@@ -144,11 +154,7 @@ def test_sixteen_bit_parameters_are_added_in_fp32() -> None:
 
 def test_dropout_draws_new_masks_for_every_micro_batch() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
-
-    def total(model: nn.Module, micro: Tensor) -> wb.Loss:
-        return wb.Loss(model(micro).sum(), len(micro))
-
+    model = dropping()
     optimizer = sgd(model)
     train = traced(model, optimizer, loss=total, micro_batch=1)
     seen = Seen(model, optimizer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,13 +13,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.execute.nets import Blocks, loss, tagged
+from tests.execute.nets import Blocks, loss, run_rewritten
 from tests.support import distance
+from wholebatch.execute import entropy, gelu, kernels, norms
 from wholebatch.execute.gelu import can_fuse_gelu, simplify_gelu
-from wholebatch.execute.inputs import take_apart
 from wholebatch.execute.norms import can_fuse_norms
-from wholebatch.execute.rewrite import Options, Rewritten, rewrite
-from wholebatch.execute.trace import Form, State, trace
+from wholebatch.execute.rewrite import Options, Rewritten
 from wholebatch.precision import choose
 
 
@@ -26,25 +27,8 @@ def _run(
 ) -> tuple[Rewritten, list[Tensor], set[str]]:
     """The rewritten graph, what it adds to the buffers, and what it calls."""
     chosen = choose(precision, "cpu")
-    micro = tagged(5)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = State.of(model, trainable)
-    inputs = take_apart(micro)
-    with chosen.forward():
-        form = Form.of(function(model, micro), "loss")
-    traced = trace(model, function, chosen, state, inputs, form, "loss")
-    trained = [parameter.detach() for parameter in state.trained.values()]
-    rewritten = rewrite(traced, len(trained), [trained[0].dtype] * len(traced.used), options)
-    buffers = [torch.ones_like(trained[index]) for index in traced.used]  # not empty before
-    casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
-    others = [other.clone() for other in state.others.values()]
-    with torch.no_grad():
-        rewritten.graph(
-            *trained, *others, *inputs.tensors, torch.tensor(0.25).to(form.dtypes[0]), *casts,
-            *buffers,
-        )  # fmt: skip
-    called = {str(node.target) for node in rewritten.graph.graph.nodes}
-    return rewritten, [buffer - 1.0 for buffer in buffers], called
+    rewritten, _, added = run_rewritten(model, function, chosen, options, held=1.0)
+    return rewritten, added, {str(node.target) for node in rewritten.graph.graph.nodes}
 
 
 def _frozen() -> Blocks:
@@ -186,6 +170,44 @@ def test_gelus_of_all_numbers_of_16_bit(gradient: bool) -> None:
     made = made.detach()
     rounding = made.abs() * 2.0**-8 + 1e-6
     assert bool(((found.double() - made).abs() <= rounding).all())
+
+
+CHECKS = {"entropy": entropy, "gelu": gelu, "norms": norms}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_kernel_that_computes_something_else_is_not_used(name: str) -> None:
+    """Each check runs on a CPU too, where an operation is its own stand-in."""
+    operation, agrees = CHECKS[name]._operation(), CHECKS[name]._agrees
+
+    def off(*given: Any) -> Any:
+        results = operation(*given)
+        first = results[0] if isinstance(results, tuple) else results
+        first.mul_(1.02)
+        return results
+
+    cpu = torch.device("cpu")
+    assert agrees(operation, cpu)
+    assert not agrees(off, cpu)
+
+
+def test_a_kernel_that_is_not_there_or_cannot_run_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    def agrees(run: Callable[..., Any], _: torch.device) -> bool:
+        return bool(run(1) == 1)
+
+    cuda = torch.device("cuda")
+    monkeypatch.setitem(sys.modules, "wholebatch.execute.kernels.here", ModuleType("here"))
+    assert kernels.computes_rightly(cuda, "here", lambda: lambda one: one, agrees)
+    assert not kernels.computes_rightly(cuda, "here", lambda: broken, agrees)
+    assert not kernels.computes_rightly(cuda, "elsewhere", lambda: lambda one: one, agrees)
+    assert not kernels.computes_rightly(torch.device("cpu"), "here", lambda: broken, agrees)
+    with pytest.raises(ZeroDivisionError):  # the comparison's own mistakes are not hidden
+        kernels.computes_rightly(cuda, "here", lambda: lambda one: one, lambda *_: bool(1 / 0))
 
 
 def test_no_cpu_has_the_kernel() -> None:

@@ -15,11 +15,13 @@ from tests.execute.nets import (
     Encoder,
     Micro,
     Tagger,
+    dropping,
     loss,
     mean_of_tokens,
     mode_of,
     tagged,
     texts,
+    total,
     traced,
 )
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
@@ -79,11 +81,7 @@ def test_lengths_and_a_short_last_micro_batch(traces: list[bool]) -> None:
 
 
 def test_dropout_in_a_graph_of_open_sizes(traces: list[bool]) -> None:
-    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
-
-    def total(model: nn.Module, micro: Tensor) -> wb.Loss:
-        return wb.Loss(model(micro).sum(), len(micro))
-
+    model = dropping()
     optimizer = sgd(model)
     train = traced(model, optimizer, loss=total, micro_batch=8)
     seen = Seen(model, optimizer)
@@ -170,46 +168,39 @@ def shares_differ(x: Tensor) -> Tensor:
     return x * (1.0 / x.shape[0]) + x.new_ones(x.shape[0] - 1).sum() / (x.shape[0] // 2)
 
 
-def test_sizes_for_which_the_code_does_something_else_are_not_admitted(traces: list[bool]) -> None:
-    model = Pooled(long_ones_differ)
-    eager = Pooled(long_ones_differ)
+def beside_eager(more: Callable[[Tensor], Tensor], numbers: tuple[int, ...]) -> wb.WholeBatch:
+    """Has run batches of so many samples as eager code does."""
+    model, eager = Pooled(more), Pooled(more)
     reference = wb.WholeBatch(eager, sgd(eager), loss=loss, micro_batch=8, execute="eager")
     train = traced(model, micro_batch=8)
-    for number in (8, 8, 3, 3, 4, 5, 2, 6, 6, 7, 7):
+    for number in numbers:
         train.step(samples(number))
         reference.step(samples(number))
+    assert distance(model.parameters(), eager.parameters()) <= 1e-12
+    return train
+
+
+def test_sizes_for_which_the_code_does_something_else_are_not_admitted(traces: list[bool]) -> None:
+    train = beside_eager(long_ones_differ, (8, 8, 3, 3, 4, 5, 2, 6, 6, 7, 7))
     assert traces == [False, True, True]  # for 2 to 5, and for what is more
     assert shared_by(train) == 6
-    assert distance(model.parameters(), eager.parameters()) <= 1e-12
 
 
 def test_code_that_computes_with_sizes(traces: list[bool]) -> None:
-    model, eager = Pooled(shares_differ), Pooled(shares_differ)
-    reference = wb.WholeBatch(eager, sgd(eager), loss=loss, micro_batch=8, execute="eager")
-    train = traced(model, micro_batch=8)
-    for number in (8, 8, 3, 3, 4, 5, 6, 7):
-        train.step(samples(number))
-        reference.step(samples(number))
+    train = beside_eager(shares_differ, (8, 8, 3, 3, 4, 5, 6, 7))
     assert traces == [False, True]
     assert shared_by(train) == 5
-    assert distance(model.parameters(), eager.parameters()) <= 1e-12
 
 
 @pytest.mark.parametrize("more", [each_differs, each_product_differs])
 def test_sizes_that_are_asked_for_have_graphs_of_their_own(
     more: Callable[[Tensor], Tensor], traces: list[bool]
 ) -> None:
-    model, eager = Pooled(more), Pooled(more)
-    reference = wb.WholeBatch(eager, sgd(eager), loss=loss, micro_batch=8, execute="eager")
-    train = traced(model, micro_batch=8)
-    for number in (8, 8, 3, 3, 4, 4, 5, 5):
-        train.step(samples(number))
-        reference.step(samples(number))
+    train = beside_eager(more, (8, 8, 3, 3, 4, 4, 5, 5))
     assert traces == [False, True, False, False]
     assert shared_by(train) == 0
     history = train._feeding.executor.notes.history
     assert any("its code asks for the sizes themselves" in text for text in history)
-    assert distance(model.parameters(), eager.parameters()) <= 1e-12
 
 
 def test_a_graph_that_gives_something_else_is_not_shared(

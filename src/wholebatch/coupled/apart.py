@@ -17,11 +17,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from wholebatch import randomness
 from wholebatch.loss import Loss, as_loss
+from wholebatch.precision import SIXTEEN_BIT
 from wholebatch.splitting.layout import Layout
 
 __all__ = ["Apart", "Outside", "loss_apart"]
-
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ def _compared(together: _Sum, parts: Sequence[_Sum], *, noise: float, low: bool)
     size = max(abs(together.mean), sum(part.size for part in parts) / units)
     wide = together.dtype == torch.float64 and not low
     # Far more than rounding makes of it, far less than negatives from a smaller batch do.
-    allowed = size * (1e-9 if wide else 5e-2 if low or together.dtype in _SIXTEEN_BIT else 1e-3)
+    allowed = size * (1e-9 if wide else 5e-2 if low or together.dtype in SIXTEEN_BIT else 1e-3)
     if size < (1e-12 if wide else 1e-6) or not math.isfinite(apart) or noise > allowed:
         return None
     return apart if abs(together.mean - apart) > allowed + 10 * noise else None
@@ -210,7 +209,7 @@ class _Called:
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {id(module) for module in model.modules()}
-        self.low = any(parameter.dtype in _SIXTEEN_BIT for parameter in model.parameters())
+        self.low = any(parameter.dtype in SIXTEEN_BIT for parameter in model.parameters())
         self.outside: Outside | None = None
 
     def __enter__(self) -> _Called:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.gradients import DeviceStore
+from wholebatch.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window import Window
@@ -30,12 +31,11 @@ __all__ = [
 
 _ALIGNED = 256
 """Elements; every tensor of a piece begins where kernels can read it in wide words."""
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def buffer_dtype(parameter: Tensor) -> torch.dtype:
     """Gradients of 16-bit parameters are added in fp32, all others in their own dtype."""
-    return torch.float32 if parameter.dtype in _SIXTEEN_BIT else parameter.dtype
+    return torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
 
 
 def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:

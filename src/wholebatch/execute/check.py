@@ -14,6 +14,7 @@ from wholebatch.execute.inputs import Inputs
 from wholebatch.execute.notes import CannotTrace
 from wholebatch.execute.trace import Form, totals_of
 from wholebatch.loss import as_loss
+from wholebatch.precision import SIXTEEN_BIT
 from wholebatch.snapshot import Snapshot
 
 __all__ = ["Check", "Eagerly", "differs", "gradients_in_full", "is_as_near"]
@@ -39,7 +40,7 @@ class Eagerly:
         if self.earlier is None:
             return [g for g in held if g is not None] if self.alone else None
         pairs = [(g, self.earlier[i]) for i, g in zip(used, held, strict=True) if g is not None]
-        if any(after.dtype in (torch.bfloat16, torch.float16) for after, _ in pairs):
+        if any(after.dtype in SIXTEEN_BIT for after, _ in pairs):
             return None  # a sum in 16 bit does not tell what was added last
         return [after if before is None else after - before for after, before in pairs]
 
@@ -62,7 +63,7 @@ class Check:
     def __init__(self, precision: str, parameters: Sequence[nn.Parameter]) -> None:
         self._autocasts = precision in ("bf16", "fp16")
         self._sixteen_bit = self._autocasts or any(
-            parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters
+            parameter.dtype in SIXTEEN_BIT for parameter in parameters
         )
 
     def hold_against(

@@ -8,6 +8,7 @@ that size, often the largest of all, exists.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholebatch.execute.kernels import computes_rightly
+from wholebatch.execute.nodes import PRODUCTS, VIEWS
 from wholebatch.execute.sizes import same_shape
 
 __all__ = ["can_fuse_entropy", "fuse_entropy"]
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-_MAKERS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-"""What gives logits: new memory, which may be written over."""
 _SUM, _MEAN = 2, 1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,23 +62,18 @@ def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -
 @cache
 def can_fuse_entropy(device: torch.device) -> bool:
     """Whether this device has the kernel, and it computes rightly."""
-    if device.type != "cuda":
-        return False
-    try:
-        import wholebatch.execute.kernels.entropy  # noqa: F401
-    except ImportError:
-        return False
+    return computes_rightly(device, "entropy", _operation, _agrees)
+
+
+def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
     labels = torch.tensor([0, -100, 20000], device=device)
     seed = torch.full((), 0.5, device=device)
     for dtype in _DTYPES:
-        numbers = torch.arange(3 * 20001, device=device).remainder(1013)  # nothing is drawn
+        numbers = torch.arange(3 * 20001, device=device).remainder(1013)
         logits = (numbers.float() / 101.0 - 5.0).to(dtype).reshape(3, 20001)
         wanted = logits.clone()
         rows = _by_operations(wanted, labels, seed, -100)
-        try:
-            found = _operation()(logits, labels, seed, -100)
-        except Exception:  # whatever a compiler raises, the plain way is there
-            return False
+        found = run(logits, labels, seed, -100)
         close = torch.allclose(found, rows, rtol=1e-5, atol=1e-5)
         if not close or not torch.allclose(logits.float(), wanted.float(), rtol=1e-2, atol=1e-6):
             return False
@@ -177,10 +172,10 @@ def _source(shares: fx.Node) -> fx.Node | None:
     user, is_cast = shares, False
     while list(node.users) == [user]:
         casts = node.target is aten._to_copy.default and not is_cast
-        if not casts and node.target not in _VIEWS:
+        if not casts and node.target not in VIEWS:
             value = logits.meta["val"]
             fits = value.dtype in _DTYPES and value.is_contiguous() and type(value.shape[-1]) is int
-            return logits if fits and node.target in _MAKERS else None
+            return logits if fits and node.target in PRODUCTS else None
         source = node.all_input_nodes[0]
         if casts:
             if node.meta["val"].dtype is not torch.float32:
@@ -199,7 +194,7 @@ def _end(node: fx.Node, like: Tensor) -> fx.Node | None:
         if len(node.users) != 1:
             return None
         [user] = node.users
-        if user.target not in (*_VIEWS, aten._to_copy.default):
+        if user.target not in (*VIEWS, aten._to_copy.default):
             return None
         node = user
 

@@ -39,15 +39,13 @@ from wholebatch.execute.shapes import Shapes, Shared
 from wholebatch.execute.sizes import Sizes
 from wholebatch.execute.trace import Form, State, Traced, totals_of, trace
 from wholebatch.loss import Loss, Terms
-from wholebatch.precision import Precision
+from wholebatch.precision import SIXTEEN_BIT, Precision
 from wholebatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from wholebatch.window import Window
 
 __all__ = ["Executor"]
-
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class Executor:
@@ -292,7 +290,7 @@ class Executor:
 
     def _made(self, done: Eagerly, *, compiled: bool) -> Prepared:
         inputs, form = done.inputs, done.form
-        if self._window.known is not None and any(d in _SIXTEEN_BIT for d in form.dtypes):
+        if self._window.known is not None and any(d in SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())

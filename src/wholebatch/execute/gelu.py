@@ -11,6 +11,7 @@ gradient of the layer's bias: where a device has the kernel, it is summed while 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from math import pi, sqrt
 from typing import Any
@@ -18,13 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.execute.nodes import SIXTEEN_BIT, column_sum_into_buffer
+from wholebatch.execute.kernels import computes_rightly
+from wholebatch.execute.nodes import column_sum_into_buffer
+from wholebatch.precision import SIXTEEN_BIT
 
-__all__ = ["can_fuse_gelu", "fuse_gelu", "simplify_gelu"]
+__all__ = ["CUBIC", "LINEAR", "can_fuse_gelu", "fuse_gelu", "simplify_gelu"]
 
 aten = torch.ops.aten
-_LINEAR = 2.0 * sqrt(2.0 / pi)
-_CUBIC = 0.044715 * _LINEAR
+LINEAR = 2.0 * sqrt(2.0 / pi)
+CUBIC = 0.044715 * LINEAR
+"""2u is x times the first, plus x³ times the second."""
 
 
 @cache
@@ -58,21 +62,16 @@ def _by_operations(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: s
 @cache
 def can_fuse_gelu(device: torch.device) -> bool:
     """Whether this device has the kernel, and it computes rightly."""
-    if device.type != "cuda":
-        return False
-    try:
-        from wholebatch.execute.kernels.gelu import launch
-    except ImportError:
-        return False
-    numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)  # nothing is drawn
+    return computes_rightly(device, "gelu", _operation, _agrees)
+
+
+def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
+    numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)
     x, gradient = ((numbers.remainder(by) / by - 0.5).reshape(67, 300) for by in (101, 103))
     for approximate in ("tanh", "none"):
         given = gradient.bfloat16(), (12.0 * x).bfloat16()
         sums = torch.ones(2, 300, device=device)
-        try:
-            found = launch(*given, sums[0], approximate)
-        except Exception:  # whatever a compiler raises, the plain way is there
-            return False
+        found = run(*given, sums[0], approximate)
         wanted = _by_operations(*given, sums[1], approximate)
         pairs = (found.float(), wanted.float()), (sums[0], sums[1])
         if not all(bool((one - two).norm() <= 4e-3 * two.norm()) for one, two in pairs):
@@ -133,11 +132,11 @@ def _written(graph: fx.Graph, source: Any, gradient: Any, dtype: torch.dtype) ->
     wide: dict[str, Any] = {"dtype": torch.float32}
     x = call(aten._to_copy.default, (source,), wide)
     squared = call(aten.mul.Tensor, (x, x))
-    slope = call(aten.add.Tensor, (call(aten.mul.Tensor, (squared, _CUBIC)), _LINEAR))
+    slope = call(aten.add.Tensor, (call(aten.mul.Tensor, (squared, CUBIC)), LINEAR))
     share = call(aten.sigmoid.default, (call(aten.mul.Tensor, (x, slope)),))
     made = call(aten.mul.Tensor, (x, share))  # x · s, the GELU itself
     if gradient is not None:  # s + x s (1 - s) (2u)′
-        inner = call(aten.add.Tensor, (call(aten.mul.Tensor, (squared, 3.0 * _CUBIC)), _LINEAR))
+        inner = call(aten.add.Tensor, (call(aten.mul.Tensor, (squared, 3.0 * CUBIC)), LINEAR))
         rest = call(aten.rsub.Scalar, (share, 1.0))
         grown = call(aten.mul.Tensor, (call(aten.mul.Tensor, (made, rest)), inner))
         incoming = call(aten._to_copy.default, (gradient,), wide)

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-__all__ = ["SIXTEEN_BIT", "Added", "added_into_buffer", "cast_to", "column_sum_into_buffer"]
+__all__ = [
+    "PRODUCTS",
+    "VIEWS",
+    "Added",
+    "added_into_buffer",
+    "cast_to",
+    "column_sum_into_buffer",
+]
 
 aten = torch.ops.aten
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+"""What gives a matrix in memory of its own."""
 
 
 def cast_to(node: fx.Node) -> torch.dtype | None:

@@ -9,35 +9,49 @@ are seven kernels, each of which reads most of it again. As one operation all is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from wholebatch.execute.kernels import computes_rightly
 from wholebatch.execute.nodes import (
-    SIXTEEN_BIT,
+    PRODUCTS,
+    VIEWS,
     Added,
     added_into_buffer,
     cast_to,
     column_sum_into_buffer,
 )
 from wholebatch.execute.sizes import same_shape
+from wholebatch.precision import SIXTEEN_BIT
 
 __all__ = ["can_fuse_norms", "fuse_norms"]
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _LONGEST = 8192
 """Rows that a program can hold."""
 
 
+class Read(NamedTuple):
+    """What the operation reads; the norm's input is `x`, plus `addend`."""
+
+    gradient: Tensor
+    x: Tensor
+    addend: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    residual: Tensor | None
+
+
 @cache
 def _operation() -> Any:
-    """`... -> (gradient, the same in 16 bit, sums)`; the norm's input is `x`, plus `addend`.
+    """`(*Read, low, sums) -> (gradient, the same in 16 bit, sums)`.
 
     The sums over the rows, as far as they are asked for, are those of the weight's gradient, the
     bias's, and of what is in 16 bit. They are not added into buffers here: buffers are views of one
@@ -56,31 +70,17 @@ def _operation() -> Any:
         low: torch.dtype | None,
         sums: list[bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradient, x, mean, rstd = (t.contiguous() for t in (gradient, x, mean, rstd))
-        addend, weight, residual = (
-            None if t is None else t.contiguous() for t in (addend, weight, residual)
-        )
+        given = gradient, x, addend, mean, rstd, weight, residual
+        side_by_side: list[Any] = [None if one is None else one.contiguous() for one in given]
         if x.is_cuda and x.dtype is torch.float32:
             from wholebatch.execute.kernels.norms import launch as run
         else:
             run = _by_operations
-        lower, total = _lower(x, low), _sums(x, sums)
-        target = None if low is None else lower
-        given = gradient, x, addend, mean, rstd, weight, residual
-        return run(*given, target, total, sums), lower, total
+        return _made_by(run, Read(*side_by_side), low, sums)
 
     @operation.register_fake
-    def _(
-        gradient: Tensor,
-        x: Tensor,
-        addend: Tensor | None,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        residual: Tensor | None,
-        low: torch.dtype | None,
-        sums: list[bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _(_gradient: Tensor, x: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *_, low, sums = more
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return out, _lower(x, low), _sums(x, sums)
 
@@ -98,19 +98,16 @@ def _sums(x: Tensor, sums: list[bool]) -> Tensor:
     return x.new_empty(len(sums) if any(sums) else 0, x.shape[-1])
 
 
-def _by_operations(
-    gradient: Tensor,
-    x: Tensor,
-    addend: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    residual: Tensor | None,
-    low: Tensor | None,
-    total: Tensor,
-    sums: list[bool],
-) -> Tensor:
+def _made_by(
+    run: Callable[..., Tensor], read: Read, low: torch.dtype | None, sums: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    lower, total = _lower(read.x, low), _sums(read.x, sums)
+    return run(read, None if low is None else lower, total, sums), lower, total
+
+
+def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
     """What the kernel does, written down: for the CPU, and to hold the kernel against."""
+    gradient, x, addend, mean, rstd, weight, residual = read
     columns = x.shape[-1]
     if addend is not None:
         x = x + addend
@@ -135,28 +132,25 @@ def _by_operations(
 @cache
 def can_fuse_norms(device: torch.device) -> bool:
     """Whether this device has the kernel, and it computes rightly."""
-    if device.type != "cuda":
-        return False
-    try:
-        from wholebatch.execute.kernels.norms import launch
-    except ImportError:
-        return False
-    numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)  # nothing is drawn
+    return computes_rightly(device, "norms", _operation, _agrees)
+
+
+def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
+    numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)
     x, gradient, residual = (
         (numbers.remainder(by) / by - 0.5).reshape(67, 300) for by in (101, 103, 107)
     )
     addend = residual.bfloat16()
     var, mean = torch.var_mean(x + addend, 1, correction=0, keepdim=True)
-    given = gradient.bfloat16(), x, addend, mean, (var + 1e-5).rsqrt(), 1.0 + x[0], residual
-    made: list[list[Tensor]] = []
-    for run in (launch, _by_operations):
-        low, total = _lower(x, torch.bfloat16), _sums(x, [True] * 3)
-        try:
-            made.append([run(*given, low, total, [True] * 3), low.float(), *total])
-        except Exception:  # whatever a compiler raises, the plain way is there
-            return False
+    rstd = (var + 1e-5).rsqrt()
+    read = Read(gradient.bfloat16(), x, addend, mean, rstd, 1.0 + x[0], residual)
+    how = torch.bfloat16, [True] * 3
+    out, low, sums = run(*read, *how)
+    wanted_out, wanted_low, wanted_sums = _made_by(_by_operations, read, *how)
+    pairs = (out, wanted_out), (low, wanted_low), *zip(sums, wanted_sums, strict=True)
     return all(
-        bool((one - other).norm() <= 2e-3 * other.norm()) for one, other in zip(*made, strict=True)
+        bool((one.float() - other.float()).norm() <= 2e-3 * other.float().norm())
+        for one, other in pairs
     )
 
 
@@ -242,10 +236,10 @@ def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
         if not isinstance(part, fx.Node) or not isinstance(addend, fx.Node) or part not in kept:
             continue
         source = addend
-        while source.target in _VIEWS:
+        while source.target in VIEWS:
             source = source.all_input_nodes[0]
         shape = addend.meta["val"].shape
-        if source.target in _PRODUCTS and same_shape(shape, x.meta["val"].shape):
+        if source.target in PRODUCTS and same_shape(shape, x.meta["val"].shape):
             return part, addend
     return x, None
 

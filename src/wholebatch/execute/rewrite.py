@@ -22,10 +22,11 @@ from torch import fx
 from wholebatch.execute import fused
 from wholebatch.execute.entropy import fuse_entropy
 from wholebatch.execute.gelu import fuse_gelu, simplify_gelu
-from wholebatch.execute.nodes import SIXTEEN_BIT, cast_to
+from wholebatch.execute.nodes import cast_to
 from wholebatch.execute.norms import fuse_norms
 from wholebatch.execute.sizes import same_shape
 from wholebatch.execute.trace import Traced
+from wholebatch.precision import SIXTEEN_BIT
 
 __all__ = ["Options", "Rewritten", "rewrite"]
 

@@ -19,6 +19,7 @@ from wholebatch.errors import LossError, StateError, WindowError
 from wholebatch.gradients.ahead import Ahead, Numbers, Sums
 from wholebatch.gradients.undone import Before
 from wholebatch.hooks import DeferredHooks
+from wholebatch.precision import SIXTEEN_BIT
 from wholebatch.sync import Sync
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Store(ABC):
 
     def check_total(self, total: Tensor) -> None:
         """Refuse a total whose seed would be rounded, where nothing can be put right later."""
-        if self.counts_first and total.dtype in (torch.bfloat16, torch.float16):
+        if self.counts_first and total.dtype in SIXTEEN_BIT:
             raise LossError(
                 f"a total of dtype {total.dtype}: 1 / units would be rounded to its few bits, and "
                 "these gradients cannot be put right at the close; return a float32 sum"

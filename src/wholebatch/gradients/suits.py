@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from wholebatch.close import CloseOptions
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.gradients.adam import check_adam
+from wholebatch.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.target import Target
@@ -50,7 +49,7 @@ def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) 
                     raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
     for group_of in target.groups():
         for parameter in group_of:
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+            if parameter.dtype in SIXTEEN_BIT:
                 raise UnsupportedError(
                     f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
                     "are 16-bit too, and lose what is added in small parts; keep the parameters in "

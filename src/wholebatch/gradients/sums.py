@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from wholebatch.precision import SIXTEEN_BIT
+
 __all__ = ["Bucket", "Sums", "bucket_bytes", "flat_of", "like"]
 
 _BUCKET_BYTES = 64 * 2**20
 _SMALLEST_BUCKET = 2**18
 _SLAB_BYTES = 2**28
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(eq=False)
@@ -109,7 +110,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _dtype(bucket: Bucket) -> torch.dtype:
     dtype = bucket.parameters[0].dtype
-    return torch.float32 if dtype in _SIXTEEN_BIT else dtype
+    return torch.float32 if dtype in SIXTEEN_BIT else dtype
 
 
 def _layout(optimizers: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from wholebatch.precision import SIXTEEN_BIT
+
 __all__ = ["Incoming"]
 
 _HELD_BYTES = 32 * 2**20
 """Gradients are looked at in groups, as one kernel for many; no more than this waits for it."""
-
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class Incoming:
@@ -69,7 +69,7 @@ class Incoming:
                     gradient = torch.view_as_real(gradient)
                 kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
             for (dtype, _), alike in kinds.items():
-                wide = torch.float32 if dtype in _SIXTEEN_BIT else None
+                wide = torch.float32 if dtype in SIXTEEN_BIT else None
                 self._norms += torch._foreach_norm(alike, 2, wide)
         self._held.clear()
         self._bytes = 0

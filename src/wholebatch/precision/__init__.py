@@ -5,8 +5,16 @@ window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the gr
 parameters in fp32.
 """
 
-from wholebatch.precision.accumulate import SixteenBit
+from wholebatch.precision.accumulate import SIXTEEN_BIT, SixteenBit
 from wholebatch.precision.autocast import Autocast, Full, Precision, choose
 from wholebatch.precision.scale import LossScale
 
-__all__ = ["Autocast", "Full", "LossScale", "Precision", "SixteenBit", "choose"]
+__all__ = [
+    "SIXTEEN_BIT",
+    "Autocast",
+    "Full",
+    "LossScale",
+    "Precision",
+    "SixteenBit",
+    "choose",
+]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["SixteenBit"]
+__all__ = ["SIXTEEN_BIT", "SixteenBit"]
 
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class SixteenBit:
@@ -35,7 +35,7 @@ class SixteenBit:
                 parameter
                 for group in optimizer.param_groups
                 for parameter in group["params"]
-                if parameter.dtype in _SIXTEEN_BIT
+                if parameter.dtype in SIXTEEN_BIT
             ]
             if not mine:
                 continue

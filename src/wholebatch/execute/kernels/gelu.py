@@ -9,6 +9,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from wholebatch.execute.gelu import CUBIC, LINEAR
 from wholebatch.execute.kernels.columns import processors, sum_columns
 
 __all__ = ["launch"]
@@ -21,7 +22,8 @@ _PROGRAMS_PER_PROCESSOR = 16
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def gelu_backward_columns(  # type: ignore[no-untyped-def]
     gradients, inputs, outs, partials, rows, columns,
-    is_tanh: tl.constexpr, block_of_rows: tl.constexpr, block: tl.constexpr,
+    linear: tl.constexpr, cubic: tl.constexpr, is_tanh: tl.constexpr,
+    block_of_rows: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     here = tl.program_id(0) * block + tl.arange(0, block)
     inside = here < columns
@@ -36,9 +38,9 @@ def gelu_backward_columns(  # type: ignore[no-untyped-def]
         g = tl.load(gradients + at, mask=there, other=0.0).to(tl.float32)
         squared = x * x
         if is_tanh:
-            # s = the logistic function of 2u = x (1.5957691 + 0.0713548 x²); s + x s (1 - s) (2u)′
-            share = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * squared))
-            inner = 1.5957691216057308 + 0.21406444881780073 * squared
+            # s + x s (1 - s) (2u)′, where s is the logistic function of 2u
+            share = tl.sigmoid(x * (linear + cubic * squared))
+            inner = linear + 3.0 * cubic * squared
             slope = share + x * share * (1.0 - share) * inner
         else:
             density = 0.3989422804014327 * tl.exp(-0.5 * squared)
@@ -65,7 +67,8 @@ def launch(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> T
     kernel: Any = gelu_backward_columns[(wide, high)]
     kernel(
         gradient, x, out, partials, rows, columns,
-        is_tanh=approximate == "tanh", block_of_rows=_ROWS, block=_COLUMNS, num_warps=4,
+        linear=LINEAR, cubic=CUBIC, is_tanh=approximate == "tanh",
+        block_of_rows=_ROWS, block=_COLUMNS, num_warps=4,
     )  # fmt: skip
     sum_columns(partials[None], bias_sum[None], adds=True)
     return out

@@ -10,6 +10,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from wholebatch.execute.kernels.columns import processors, sum_columns
+from wholebatch.execute.norms import Read
 
 __all__ = ["launch"]
 
@@ -89,19 +90,9 @@ def layer_norm_rows(  # type: ignore[no-untyped-def]
         tl.store(at + 2 * stride, of_low, mask=inside)
 
 
-def launch(
-    gradient: Tensor,
-    x: Tensor,
-    addend: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    residual: Tensor | None,
-    low: Tensor | None,
-    total: Tensor,
-    sums: list[bool],
-) -> Tensor:
+def launch(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
     """The gradient of `x` plus `residual`, also written to `low`; sums of rows go to `total`."""
+    x = read.x
     columns = x.shape[-1]
     rows = x.numel() // columns
     out = torch.empty_like(x)
@@ -115,9 +106,9 @@ def launch(
     partials = torch.empty(3, programs, columns, dtype=torch.float32, device=x.device)
     kernel: Any = layer_norm_rows[(programs,)]
     kernel(
-        gradient, x, addend, mean, rstd, weight, residual, out, low, partials, rows, columns,
-        has_addend=addend is not None, has_weight=weight is not None,
-        has_residual=residual is not None, has_low=low is not None,
+        *read, out, low, partials, rows, columns,
+        has_addend=read.addend is not None, has_weight=read.weight is not None,
+        has_residual=read.residual is not None, has_low=low is not None,
         sums_weight=sums[0], sums_bias=sums[1], sums_low=sums[2], block=block, num_warps=warps,
     )  # fmt: skip
     if any(sums):
