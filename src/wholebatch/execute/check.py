@@ -78,9 +78,7 @@ class Check:
         *,
         truth: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        """Raise CannotTrace if `found` differs from `wanted` and is not as near to the truth
-        either.
-        """
+        """Raise CannotTrace if `found` differs from `wanted` and is farther from the truth."""
         reason = differs(found, wanted, what, sixteen_bit=self._sixteen_bit)
         if reason is None:
             return

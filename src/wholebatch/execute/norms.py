@@ -229,11 +229,10 @@ def _matched(node: fx.Node) -> _Norm | None:
 
 
 def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
-    """Split a norm's input into two addends, if both are in memory anyway and their sum need not
-    be.
+    """Split a norm's input into two addends, if both are in memory anyway.
 
-    This fits every second norm of a residual network: a layer's output added to another norm's
-    input.
+    Their sum need not be written then. This fits every second norm of a residual network: a layer's
+    output added to another norm's input.
     """
     if x.target is not aten.add.Tensor or x.kwargs:
         return x, None

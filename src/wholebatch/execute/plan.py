@@ -83,10 +83,10 @@ class Plan:
         )
 
     def look_at(self, changed: str | None, *, made: int) -> None:
-        """Count what has `changed` since graphs were `made`; raise CannotTrace if that is too
-        often.
+        """Count a change that made graphs invalid; raise CannotTrace if there are too many.
 
-        An occasional change is worth a new graph; a constant one is not.
+        `changed` names it, and `made` is the number of graphs. An occasional change is worth a new
+        graph; a constant one is not.
         """
         self.changes = max(0.0, self.changes - _FORGETS)
         if changed is not None and made:

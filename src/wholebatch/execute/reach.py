@@ -28,8 +28,9 @@ _THINGS = 1000
 _ITEMS = 1000
 """Longer containers are compared by length only."""
 _SMALL = 16
-"""Tensors up to this size may be baked into compiled code, so later changes to them would be
-missed. Larger ones are read from memory at every run.
+"""The size up to which compiled code may contain a tensor's values.
+
+Later changes to such a tensor would be missed. Larger ones are read from memory at every run.
 """
 _KEPT = 2**16
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)

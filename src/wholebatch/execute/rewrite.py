@@ -40,9 +40,7 @@ class Options:
     products: bool = False
     """Add 16-bit products into fp32 buffers in the matrix product itself (CUDA only)."""
     products_in_full: bool = False
-    """Add products of the buffer's own dtype with `addmm_`; pays if nothing else is fused with
-    them.
-    """
+    """Add products of the buffer's own dtype with `addmm_`; pays if nothing fuses with them."""
     embeddings: bool = True
     entropy: bool = False
     """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""

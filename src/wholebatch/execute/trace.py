@@ -62,9 +62,7 @@ class State:
 
     @staticmethod
     def of(model: nn.Module, inputs: Sequence[nn.Parameter]) -> State:
-        """Split the model's tensors into `inputs`, to differentiate by, and the rest with the
-        buffers.
-        """
+        """Split the model's tensors into those to differentiate by (`inputs`) and the rest."""
         wanted = {id(parameter) for parameter in inputs}
         trained, others = {}, {}
         for name, parameter in model.named_parameters():

@@ -28,9 +28,7 @@ _CHUNK = 32
 
 
 def collect(paths: Iterable[str], settings: Settings) -> list[str]:
-    """Return every script and notebook under the paths, sorted; a file given by name is always
-    read.
-    """
+    """Return every script and notebook under the paths, sorted; named files are always read."""
     found: dict[str, None] = {}
     for given in paths:
         path = Path(given)

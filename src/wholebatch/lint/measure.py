@@ -1,7 +1,7 @@
 """Precision and recall, measured on files with comments that say what should be found.
 
-`python -m wholebatch.lint.measure tests/lint/fixtures` compares every finding with the comments `#
-expect: WB101, WB109` in the files. `# expect-missed: WB101` marks a mistake that is known to be
+`python -m wholebatch.lint.measure tests/lint/fixtures` compares every finding with the comments
+`# expect: WB101, WB109` in the files. `# expect-missed: WB101` marks a mistake that is known to be
 missed; it counts against recall.
 """
 

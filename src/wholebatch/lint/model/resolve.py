@@ -1,7 +1,7 @@
 """Resolution of names to their definitions: `accum` becomes `args.gradient_accumulation_steps`.
 
-Names that change from one iteration to the next stay symbols (`i@3`). So a condition such as `(n +
-1) % accum == 0` reads the same for an `n` from `enumerate` and for a manual counter.
+Names that change from one iteration to the next stay symbols (`i@3`). So a condition such as
+`(n + 1) % accum == 0` reads the same for an `n` from `enumerate` and for a manual counter.
 """
 
 from __future__ import annotations

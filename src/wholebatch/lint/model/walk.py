@@ -283,9 +283,7 @@ class Walker:
         return scope.functions.get(name)
 
     def _worth(self, helper: FunctionNode, path: tuple[PathItem, ...], scope: Scope) -> bool:
-        """True if a helper should be inlined: it has training calls, is tiny, or is short and in a
-        loop.
-        """
+        """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
         if helper in scope.relevant:
             return True
         if len(helper.body) <= 2:

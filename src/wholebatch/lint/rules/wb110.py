@@ -1,8 +1,8 @@
 """The boundary is off by one: the first window has the wrong number of micro-batches.
 
 ## What it does
-Follows the counter of the boundary condition from its first value. It finds conditions such as `i %
-K == 0` with a counter that starts at 0: they are true after one micro-batch.
+Follows the counter of the boundary condition from its first value. It finds conditions such as
+`i % K == 0` with a counter that starts at 0: they are true after one micro-batch.
 
 ## Why is this bad?
 The first update of every epoch (or of the run) is made from one micro-batch, or from K-1 or K+1,
