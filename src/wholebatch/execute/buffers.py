@@ -191,9 +191,7 @@ class Gradients:
 
     @torch.no_grad()
     def put_in_place(self, used: tuple[int, ...]) -> None:
-        """Make the buffers these parameters' `.grad`, and copy the present gradients (or zero) into
-        them.
-        """
+        """Make the buffers these parameters' `.grad` and copy the gradients (or zero) into them."""
         empty, filled, held = [], [], []
         for index, buffer in zip(used, self.of(used), strict=True):
             gradient = self.parameters[index].grad

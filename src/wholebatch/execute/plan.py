@@ -28,7 +28,7 @@ _TRACE_AFTER = 3.0
 _COMPILE_PER_OPERATION = 0.012
 """Seconds that Inductor takes per operation (33 s for 2,700 of them beside an H200)."""
 _KINDS = 16
-"""The most kinds of micro-batches that get a graph of their own."""
+"""The most kinds of micro-batches that get a graph of their own and are captured."""
 _KINDS_IN_ALL = 32
 """The most kinds that are captured, shared graphs included; each holds memory for its inputs."""
 _AT_ONCE = 3
@@ -55,7 +55,7 @@ def check_execute(execute: object, device: torch.device) -> Execute:
 
 @dataclass
 class Plan:
-    """The modes that are possible, and the decision which of them pay by now."""
+    """The modes that are possible, and the decision which of them pay."""
 
     eager: bool
     compiles: bool

@@ -21,8 +21,9 @@ from wholebatch.execute.trace import Form, State, Traced
 __all__ = ["Shapes", "Shared"]
 
 _TRIES = 3
-"""The most graphs of open sizes per pattern. Another one is made if more sizes differ than at
-first, or if the code or the compiler branches on a size.
+"""The most graphs of open sizes per pattern.
+
+Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
 """
 
 

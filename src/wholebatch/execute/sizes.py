@@ -37,8 +37,7 @@ def pattern(key: Key) -> Key:
 
 
 def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...], ...]:
-    """Return the dimensions to make symbols: those that differ between kinds of one pattern, and
-    rows.
+    """Return the dimensions to make symbols: those that differ between kinds, and the rows.
 
     Dimensions that were equal in every kind share one symbol: for example the rows of texts and
     labels.

@@ -62,9 +62,7 @@ def load_settings(
     ignore: Iterable[str] = (),
     exclude: Iterable[str] = (),
 ) -> Settings:
-    """Return the settings of the nearest pyproject.toml above `start`, with the command line on
-    top.
-    """
+    """Return the settings of the nearest pyproject.toml above `start`, plus the command line."""
     settings = _from_file(start)
     chosen = _codes(select, "select")
     if chosen:

@@ -121,7 +121,7 @@ def _is_additive(mask: Tensor) -> bool:
 
 
 def _counted_labels(layout: Layout, by: Tokens, width: int | None) -> Tensor | None:
-    """Return where labels count in the loss: these tokens must stay whatever the mask says."""
+    """Return a mask of the labels that count in the loss; these tokens are never trimmed."""
     if "labels" in (by.pad or ()) or "labels" in (by.trim or ()):
         return None
     for leaf in _sequences(layout):

@@ -1,8 +1,8 @@
 """The measurement of settings, one after the other, and of close ones in turn.
 
 A CPU is shared with other work. There every setting is measured in turn with the fastest so far,
-and its speed is that setting's times the ratio of their windows. A GPU belongs to the run alone, so
-every setting is measured by itself.
+and its speed is that of the fastest times the ratio of their windows. A GPU belongs to the run
+alone, so every setting is measured by itself.
 """
 
 from __future__ import annotations

@@ -87,9 +87,7 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _in_trainers(file: File) -> Iterator[Report]:
-    """Check `compute_loss`: transformers passes it the window's tokens, and a plain mean ignores
-    them.
-    """
+    """Check `compute_loss`: a plain mean ignores the window's tokens, which transformers passes."""
     if "gradient_accumulation_steps" not in file.facts.source:
         return
     for owner in file.facts.classes:
