@@ -62,8 +62,8 @@ class PerSample:
         """
         if self.seed is None:
             raise WindowError("PerSample.micro before begin_window: the window has no seed yet")
-        # Dropout calls are numbered by the global generator. A checkpointed block restores its
-        # state, so it gets the same masks when it is recomputed.
+        # The identity of a dropout call is drawn from the global generator. A checkpointed block
+        # restores the generator's state, so it gets the same masks when it is recomputed.
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(self.seed)
         try:

@@ -110,7 +110,7 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
     counts = tuple(part.count for part in parts)
     count: int | Tensor = sum(counts)
     even = len(set(counts)) == 1
-    if even and reduce is None:  # The common case, with few kernels: it runs for every layer.
+    if even and reduce is None:  # The common case, once per layer: use few kernels.
         between, mean = torch.var_mean(means, 0, correction=0)
         return Merged(count, mean, variances.mean(0).add_(between), means)
     weights = float(counts[0]) if even else _column(counts, means)

@@ -61,7 +61,7 @@ def calibrate(
         micro = map_tensors(resize_batch(batch, size, static=static), torch.clone)
         used = measure_step(model, loss, micro, precision=precision)
         predicted = predict_peak(model, loss, micro, precision=precision).peak - held
-        # At most the libraries' workspaces can be predicted but not used.
+        # Of the predicted bytes, only the libraries' workspaces may turn out to be unused.
         beyond[size] = max(used - predicted, -CUDA_WORKSPACES)
     (small, low), (large, high) = sorted(beyond.items())[0], sorted(beyond.items())[-1]
     slope = max(0.0, (high - low) / (large - small)) if large > small else 0.0

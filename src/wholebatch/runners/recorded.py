@@ -272,7 +272,7 @@ class Recorder:
         device = self._parameters[0].device
         on_host = self._lock_step.holding == "host"  # The device must not hold the whole batch.
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # Keep lasting memory out of the gaps of the cache.
+            torch.cuda.empty_cache()  # Keep lasting memory out of gaps between temporary memory.
         inputs = [
             [_static(tensor, device, on_host=on_host) for tensor in one.tensors] for one in apart
         ]

@@ -96,7 +96,7 @@ def run_two_pass(
         whole_batch = Leaves.of(trees)
         del trees
     moves = buffers.put_back()
-    if moves:  # The second pass must change the buffers, so it has to encode all of them.
+    if moves:  # The second pass must change the buffers, so it encodes every micro-batch.
         kept.clear()
     between()
     try:
@@ -139,7 +139,7 @@ def run_two_pass(
     randomness.restore(after)
     if farthest:
         worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
-        # NaN is no evidence if a representation was not finite: the close reports that case.
+        # A NaN distance is expected if a representation was not finite: the close reports that.
         if not math.isnan(worst) or all(finite):
             _check_replay(worst, whole_batch.dtypes, coupled)
     return finite

@@ -199,7 +199,7 @@ def _product(equation: Any, operands: Sequence[Any]) -> Any:
     def mixed(*values: Any) -> Any:
         return _bind(equation, values, preferred_element_type=wanted)[0]
 
-    def cast(*values: Any) -> Any:  # XLA has no mixed product on the CPU: it would cast itself.
+    def cast(*values: Any) -> Any:  # XLA has no mixed product on the CPU, and would cast too.
         return mixed(*(value.astype(wanted) for value in values))
 
     return jax.lax.platform_dependent(*operands, cpu=cast, default=mixed)
