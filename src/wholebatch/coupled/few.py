@@ -54,6 +54,10 @@ class Run:
         return math.fsum(made.total * made.weight for made in self.sums.values())
 
     @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.total)
+
+    @property
     def units(self) -> float:
         return math.fsum(made.units for made in self.sums.values())
 
