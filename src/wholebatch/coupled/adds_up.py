@@ -88,8 +88,8 @@ class AddsUp:
         `run(few)` runs forward and loss function as training does, precision included, on a batch
         of the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
         `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are
-        run: half a micro-batch of `micro_batch` samples (default: `batch` is one), so that all
-        runs together cost about one micro-batch. `batch_size` and `static` say how the batch is to
+        run: so many that all runs together cost no more than a micro-batch of `micro_batch` samples
+        (default: `batch` is one). `batch_size` and `static` say how the batch is to
         be read, as in `WholeBatch`. `name` is how findings call the function.
         """
         made = self._few(run, batch, batch_size, static, outputs=outputs)
@@ -97,7 +97,8 @@ class AddsUp:
             return Look(told=False)
         few, size = made
         micro_batch = micro_batch or size
-        count = _power_of_two(min(size, max(2, min(_SAMPLES, micro_batch // 2))))
+        # Forward and backward of 2n samples and a forward of n/2: a micro-batch at most.
+        count = _power_of_two(min(size, max(2, min(_SAMPLES, micro_batch * 6 // 13))))
         more = min(size, _SAMPLES, 3 * micro_batch)
         try:
             return _Looking(few, count, more, name).result()
