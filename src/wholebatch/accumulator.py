@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from wholebatch import state
 from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import audit
+from wholebatch.coupled.audit import audit as audit_model
 from wholebatch.coupled.batchnorm import Refuse
 from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.feed import Feed
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
-from wholebatch.loss import Loss, Terms, Units
+from wholebatch.loss import Loss, Terms, Units, mean_loss
+from wholebatch.reduction import check_mean, check_sum
 from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
@@ -49,8 +50,11 @@ class Accumulator:
     2 2 4.0
 
     The window's last `backward` closes it and returns its Step; every other returns None. The
-    loss is given as a sum with the units it is over (`wb.Loss` is taken too). Without `over`,
-    `backward` closes every `steps`-th time, and `flush()` closes a short last window.
+    loss is given as a sum with the units it is over (`wb.Loss` is taken too), or as a mean:
+    `acc.backward(mean=..., units=...)`. Without `over`, `backward` closes every `steps`-th time,
+    and `flush()` closes a short last window.
+
+    `audit=True` reads from the graph of the first losses whether what is given as a sum is a mean.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Accumulator:
         optimizer_on: OptimizerOn = "device",
         sync: str = "auto",
         allow_untested_device: bool = False,
+        audit: bool = True,
     ) -> None:
         if batchnorm == "exact":
             raise OptionError(
@@ -96,9 +101,13 @@ class Accumulator:
         self._window = Window(target, options, engine, store)
         self._untouched = Untouched(self._window)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
-        for finding in (finding for model in target.models for finding in audit(model).findings):
+        for finding in (
+            finding for model in target.models for finding in audit_model(model).findings
+        ):
             if finding.kind == "spectral":
                 _log.warning("%s", finding)
+        self._audits = audit
+        self._seen: set[type] = set()  # kinds of nodes that losses ended with
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward
@@ -140,11 +149,17 @@ class Accumulator:
         return self._steps.at(update=self._window.updates, epoch=self.epoch)
 
     def backward(
-        self, total: Tensor | Loss | Terms, units: Units | None = None, *, more: bool = False
+        self,
+        total: Tensor | Loss | Terms | None = None,
+        units: Units | None = None,
+        *,
+        mean: Tensor | None = None,
+        more: bool = False,
     ) -> Step | None:
         """Add one micro-batch's gradient; the window's last backward closes it.
 
-        `more=True` says that another backward of the same micro-batch follows. The units of a
+        Give `total`, the sum over `units` (or a wb.Loss, which is both), or `mean=`, the mean over
+        them. `more=True` says that another backward of the same micro-batch follows. The units of a
         micro-batch are the sum over its backwards: give 0 with all but one if they are terms over
         the same units.
         """
@@ -154,18 +169,7 @@ class Accumulator:
             )
         if self._places == 0 and self._driver is None:
             self._open_place()
-        if isinstance(total, Loss):
-            if units is not None:
-                raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            units, total = total.units, total.total
-        elif isinstance(total, Terms):
-            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
-            return None
-        elif units is None:
-            raise LossError(
-                "backward(total) without units=: total is a sum; say what it is a sum over "
-                "(units=samples, tokens or weights), or pass wb.Loss / wb.mean_loss(mean, units)"
-            )
+        total, units = self._read(total, units, mean)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         self._window.closing = is_last and not more
         self._untouched.check()
@@ -182,6 +186,52 @@ class Accumulator:
         if not is_last:
             return None
         return self._close()
+
+    def _read(
+        self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
+    ) -> tuple[Tensor, Units]:
+        """Return the sum and its units, from whichever way they were given."""
+        if mean is not None:
+            if total is not None:
+                raise LossError(
+                    "backward(total, mean=...): total is the sum over the units and mean is the "
+                    "mean over them; give one of the two"
+                )
+            if units is None:
+                raise LossError(
+                    "backward(mean=...) without units=: say what it is the mean over "
+                    "(units=samples, tokens or weights)"
+                )
+            self._look(check_mean, mean, units)
+            loss = mean_loss(mean, units)
+            return loss.total, loss.units
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            units, total = total.units, total.total
+        elif isinstance(total, Terms):
+            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
+            raise AssertionError("a stream took a loss of several terms")
+        elif total is None:
+            raise LossError(
+                "backward() without a loss: give total, the sum over its units, or mean=, the mean "
+                "over them, with units="
+            )
+        elif units is None:
+            raise LossError(
+                "backward(total) without units=: total is a sum; say what it is a sum over "
+                "(units=samples, tokens or weights), or say that it is a mean: "
+                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
+            )
+        self._look(check_sum, total, units)
+        return total, units
+
+    def _look(self, check: Callable[[Tensor, Units], None], scalar: Tensor, units: Units) -> None:
+        """Read the graph of a loss, once for every kind of node that losses end with."""
+        kind = type(getattr(scalar, "grad_fn", None))
+        if self._audits and kind not in self._seen and kind is not type(None):
+            check(scalar, units)
+            self._seen.add(kind)
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
