@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
 from wholebatch.coupled.batchnorm import Refuse
+from wholebatch.coupled.stream import StreamLook
 from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.feed import Feed
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
 from wholebatch.loss import Loss, Terms, Units, mean_loss
-from wholebatch.reduction import check_mean, check_sum
 from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
@@ -54,7 +54,8 @@ class Accumulator:
     `acc.backward(mean=..., units=...)`. Without `over`, `backward` closes every `steps`-th time,
     and `flush()` closes a short last window.
 
-    `audit=True` reads from the graph of the first losses whether what is given as a sum is a mean.
+    `audit=True` reads from the graph of the first losses whether what is given as a sum is a mean,
+    and whether the loss compares samples with each other.
     """
 
     def __init__(
@@ -106,8 +107,7 @@ class Accumulator:
         ):
             if finding.kind == "spectral":
                 _log.warning("%s", finding)
-        self._audits = audit
-        self._seen: set[type] = set()  # kinds of nodes that losses ended with
+        self._look = StreamLook(target.models, audit=audit)
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward
@@ -117,6 +117,7 @@ class Accumulator:
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
+        self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
 
@@ -177,6 +178,7 @@ class Accumulator:
         self._untouched.remember()
         if more:
             return None
+        self._look.done()
         if not self._window.weightless:
             self._window.micro_batch_done()
         for policy in self._batchnorms:
@@ -202,36 +204,42 @@ class Accumulator:
                     "backward(mean=...) without units=: say what it is the mean over "
                     "(units=samples, tokens or weights)"
                 )
-            self._look(check_mean, mean, units)
+            self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
             loss = mean_loss(mean, units)
             return loss.total, loss.units
         if isinstance(total, Loss):
             if units is not None:
                 raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            units, total = total.units, total.total
-        elif isinstance(total, Terms):
+            self._look.at_backward(total, in_parts=self._in_parts)
+            return total.total, total.units
+        if isinstance(total, Terms):
             self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
             raise AssertionError("a stream took a loss of several terms")
-        elif total is None:
+        if total is None:
             raise LossError(
                 "backward() without a loss: give total, the sum over its units, or mean=, the mean "
                 "over them, with units="
             )
-        elif units is None:
+        if units is None:
             raise LossError(
                 "backward(total) without units=: total is a sum; say what it is a sum over "
                 "(units=samples, tokens or weights), or say that it is a mean: "
                 "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
             )
-        self._look(check_sum, total, units)
+        self._look.at_backward(total, units, in_parts=self._in_parts)
         return total, units
 
-    def _look(self, check: Callable[[Tensor, Units], None], scalar: Tensor, units: Units) -> None:
-        """Read the graph of a loss, once for every kind of node that losses end with."""
-        kind = type(getattr(scalar, "grad_fn", None))
-        if self._audits and kind not in self._seen and kind is not type(None):
-            check(scalar, units)
-            self._seen.add(kind)
+    @property
+    def _in_parts(self) -> bool:
+        """True if this micro-batch is not the whole global batch."""
+        return self._size > 1 or self._window.sync.ranks > 1
+
+    def _watch(self, size: int) -> None:
+        """Let the look see the forwards of a window in parts; not those with collectives."""
+        sync = self._window.sync
+        alone = not sync.counts_must_agree and not sync.grows_own_graph
+        if alone and (size > 1 or sync.ranks > 1):
+            self._look.watch()
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
@@ -251,6 +259,7 @@ class Accumulator:
     def _close(self) -> Step:
         self._untouched.check()
         self._untouched.forget()
+        self._look.end_window()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
@@ -261,6 +270,7 @@ class Accumulator:
         finally:
             for policy in self._batchnorms:
                 policy.discard_window()
+        self._watch(self._next_size())
         return self.last_step
 
     # --------------------------------------------------------------- the loop
@@ -283,6 +293,7 @@ class Accumulator:
     def _open_place(self) -> None:
         """The first place of a window: its size, and that no BatchNorm has come to life."""
         self._size = self._next_size()
+        self._watch(self._size)
         for policy in self._batchnorms:
             if isinstance(policy, Refuse):
                 policy.begin_window()
