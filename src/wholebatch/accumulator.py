@@ -14,6 +14,7 @@ from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
 from wholebatch.coupled.batchnorm import Refuse
+from wholebatch.coupled.statistics import Statistics
 from wholebatch.coupled.stream import StreamLook
 from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
@@ -21,6 +22,7 @@ from wholebatch.feed import Feed
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
 from wholebatch.loss import Loss, Terms, Units, mean_loss
+from wholebatch.snapshot import Snapshot
 from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
@@ -101,7 +103,10 @@ class Accumulator:
         )
         self._window = Window(target, options, engine, store)
         self._untouched = Untouched(self._window)
-        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
+        reduce = engine.sum_tensor if engine.ranks > 1 else None
+        self._batchnorms = [
+            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
+        ]
         for finding in (
             finding for model in target.models for finding in audit_model(model).findings
         ):
@@ -117,6 +122,7 @@ class Accumulator:
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
+        self._before: list[Snapshot] = []  # models as they were before a stand-in's forward
         self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
@@ -260,6 +266,7 @@ class Accumulator:
         self._untouched.check()
         self._untouched.forget()
         self._look.end_window()
+        self._restore_buffers()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
@@ -303,6 +310,24 @@ class Accumulator:
         self._place_done = False
         self._window.has_more = has_more
 
+    def _stand_in(self, weightless: bool) -> None:
+        """Say whether the micro-batch that comes only takes part in the others' collectives.
+
+        Its forward leaves no trace: what it changes is put back before the window closes.
+        """
+        self._window.weightless = weightless
+        self._restore_buffers()
+        if weightless:
+            self._before = [Snapshot(model) for model in self._window.target.models]
+        for policy in self._batchnorms:
+            if isinstance(policy, Statistics):
+                policy.counts = not weightless
+
+    def _restore_buffers(self) -> None:
+        for snapshot in self._before:
+            snapshot.restore()
+        self._before = []
+
     def _leave_place(self) -> None:
         """The loop's body is over. A body without a backward has used its place all the same."""
         if self._place_done:
@@ -326,6 +351,8 @@ class Accumulator:
         more = self._window.has_more
         self._places = 0
         self.last_step = self._window.join()
+        for policy in self._batchnorms:
+            policy.end_window()  # a meeting of the ranks
         self._window.has_more = more
 
     # ----------------------------------------------------------------- state
