@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from wholebatch.close import Policy
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.extras import require
-from wholebatch.hosted import Hosted, Settled, all_parameters, gradient_holders
-from wholebatch.loss import Units
+from wholebatch.hosted import Given, Gradients, Hosted, Settled, all_parameters
+from wholebatch.loss import Loss, Units
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
 
@@ -41,12 +41,17 @@ _STRATEGIES = (*_REPLICATED, "FSDPStrategy", "ModelParallelStrategy")
 class ExactWindows(Callback):
     """Every update of automatic optimisation is that of the undivided global batch.
 
-    `training_step` goes on returning its mean loss. `units(batch)` says what that is a mean over
+    `training_step` goes on returning its mean loss: the mean is what Lightning calls the loss (a
+    sum is a sum only in `backward(total, units=)`). `units(batch)` says what that is a mean over
     (samples, tokens, weights; a number or a 0-dim tensor); without it, `training_step` returns a
     dict with "loss" and "units". Before the optimizer's step, and before the Trainer clips, the
     gradients are those of the whole window on all ranks: with short last windows, with
     `GradientAccumulationScheduler`, with every precision plugin. `last` is the window that was
     completed last, with its exact mean `loss` and its `units`.
+
+    A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
+    is left; with `nonfinite="skip"` such a window makes no update (schedulers are stepped all the
+    same). The precision plugin's loss scale skips by itself, as Lightning has it.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class ExactWindows(Callback):
         *,
         batchnorm: str = "refuse",
         zero_units: Policy = "raise",
+        nonfinite: Policy = "raise",
+        audit: bool = True,
     ) -> None:
         if units is not None and not callable(units):
             raise OptionError(
@@ -62,7 +69,12 @@ class ExactWindows(Callback):
                 'returns {"loss": ..., "units": ...}'
             )
         self._units = units
-        self._options: dict[str, Any] = {"batchnorm": batchnorm, "zero_units": zero_units}
+        self._audit = audit
+        self._options: dict[str, Any] = {
+            "batchnorm": batchnorm,
+            "zero_units": zero_units,
+            "nonfinite": nonfinite,
+        }
         self._window: Hosted | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced: tuple[LightningModule, Any] | None = None
@@ -71,7 +83,14 @@ class ExactWindows(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
-        self._window = Hosted([pl_module], device=pl_module.device, **self._options)
+        self._window = Hosted(
+            [pl_module],
+            trainer.optimizers,
+            device=pl_module.device,
+            gradients=_gradients_of(trainer.strategy),
+            is_scaled=lambda: _scales(trainer.precision_plugin),
+            **self._options,
+        )
         replicated = type(trainer.strategy).__name__ in _REPLICATED
         self._parameters = all_parameters([pl_module], trainer.optimizers) if replicated else None
         saved, self._saved = self._saved, None
@@ -89,7 +108,7 @@ class ExactWindows(Callback):
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
             output = inner(*args, **kwargs)
-            if output is not None:
+            if trainer.training and torch.is_grad_enabled():  # not a validation_step that calls it
                 self._weigh(trainer, output, args, kwargs)
             return output
 
@@ -100,6 +119,11 @@ class ExactWindows(Callback):
         self, trainer: Trainer, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         assert self._window is not None
+        if output is None and self._window.ranks.size > 1:
+            raise LossError(
+                "training_step returned None on one of several processes, and the others wait for "
+                "its backward: return a loss with 0 units for a batch that does not count"
+            )
         mean = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(mean, Tensor):
             return  # Lightning says what is wrong with it
@@ -112,7 +136,19 @@ class ExactWindows(Callback):
                 "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
                 'the batch), or return {"loss": ..., "units": ...} from training_step'
             )
-        self._window.weigh(mean, units, divided_by=trainer.accumulate_grad_batches)
+        given = Given.of(mean=mean, units=units, audit=self._audit)
+        self._window.weigh(given, divided_by=trainer.accumulate_grad_batches)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Lightning has cleared the gradients, where a window begins."""
+        if self._window is not None and self._window.is_open:
+            self._window.before_backward()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._window is not None and self._window.is_open:
+            self._window.after_backward()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -128,8 +164,7 @@ class ExactWindows(Callback):
         window = self._window
         if window is None or not window.is_open:
             return
-        holders = gradient_holders([pl_module], [optimizer])
-        self.last = window.settle(holders, averaged_by=window.ranks.size)
+        self.last = window.settle(averaged_by=window.ranks.size)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._give_back()
@@ -140,6 +175,8 @@ class ExactWindows(Callback):
         self._give_back()
 
     def _give_back(self) -> None:
+        if self._window is not None:
+            self._window.detach()
         if self._replaced is None:
             return
         module, found = self._replaced
@@ -170,16 +207,19 @@ class FabricWindows:
     for index, batch in enumerate(loader):
         last = (index + 1) % steps == 0 or index + 1 == len(loader)
         with fabric.no_backward_sync(model, enabled=not last):
-            loss = F.cross_entropy(model(batch["x"]), batch["y"])      # the mean
-            windows.backward(loss, units=len(batch["y"]), last=last)   # was fabric.backward
+            loss = F.cross_entropy(model(batch["x"]), batch["y"])           # the mean
+            windows.backward(mean=loss, units=len(batch["y"]), last=last)   # was fabric.backward
         if last:
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
     ```
 
-    `last=True` completes the window: when it returns, the gradients are those of the whole batch on
-    all ranks, and Fabric's clipping, loss scale and step go on from there.
+    `backward(total, units=...)` takes a sum, `backward(mean=..., units=...)` a mean, and a
+    `wb.Loss` is taken too. `last=True` completes the window: when it returns, the gradients are
+    those of the whole batch on all ranks, and Fabric's clipping, loss scale and step go on from
+    there. A loss or gradient that is not finite raises `NonFiniteError`, and no gradient is left;
+    with `nonfinite="skip"` the loop's step then changes nothing.
     """
 
     def __init__(
@@ -190,6 +230,8 @@ class FabricWindows:
         *,
         batchnorm: str = "refuse",
         zero_units: Policy = "raise",
+        nonfinite: Policy = "raise",
+        audit: bool = True,
     ) -> None:
         if not isinstance(fabric, Fabric):
             raise OptionError(f"fabric={type(fabric).__name__}: must be a lightning.fabric.Fabric")
@@ -202,8 +244,16 @@ class FabricWindows:
                 f"optimizer={type(optimizer).__name__}: must be what fabric.setup returned"
             )
         self._optimizer: torch.optim.Optimizer = inner
+        self._audit = audit
         self._window = Hosted(
-            [model], device=fabric.device, batchnorm=batchnorm, zero_units=zero_units
+            [model],
+            [inner],
+            device=fabric.device,
+            batchnorm=batchnorm,
+            zero_units=zero_units,
+            nonfinite=nonfinite,
+            gradients=_gradients_of(fabric.strategy),
+            is_scaled=lambda: _scales(fabric.strategy.precision),
         )
         self._optimizer.register_step_pre_hook(self._refuse_open_window)
 
@@ -217,14 +267,26 @@ class FabricWindows:
         """The window that was completed last."""
         return self._window.last
 
-    def backward(self, loss: Tensor, *, units: Units, last: bool, **kwargs: Any) -> Settled | None:
-        """The backward of one micro-batch's mean loss over `units`; `last` completes the window."""
-        self._window.weigh(loss, units)
-        self._fabric.backward(loss, **kwargs)
-        if not last:
-            return None
-        holders = gradient_holders([self._model], [self._optimizer])
-        return self._window.settle(holders, averaged_by=self._window.ranks.size)
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+    def backward(
+        self,
+        total: Tensor | Loss | None = None,
+        *,
+        units: Units | None = None,
+        mean: Tensor | None = None,
+        last: bool,
+        **kwargs: Any,
+    ) -> Settled | None:
+        """Make the backward of one micro-batch's loss; `last` completes the window."""
+        given = Given.of(total, units, mean, audit=self._audit)
+        self._window.weigh(given)
+        with self._window.backward():
+            self._fabric.backward(given.loss, **kwargs)
+        return self._window.settle(averaged_by=self._window.ranks.size) if last else None
 
     def discard(self) -> None:
         """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
@@ -269,6 +331,15 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
                 "LBFGS evaluates the loss several times in a step; a window's gradient is made "
                 "once, so use an optimizer whose step needs no closure"
             )
+
+
+def _gradients_of(strategy: Any) -> Gradients:
+    return "whole" if type(strategy).__name__ in _REPLICATED else "sharded"
+
+
+def _scales(precision: Any) -> bool:
+    scaler = getattr(precision, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
 
 
 def _check_strategy(strategy: Any) -> None:
