@@ -49,8 +49,7 @@ class Clean:
 
     def begin(self, *, in_grad: bool) -> None:
         """Refuse gradients that are there before the window's first backward."""
-        found = all_parameters(() if self._optimizers else self._models, self._optimizers)
-        self._inputs = [parameter for parameter in found if parameter.requires_grad]
+        self._take()
         dirty = left_over(self._inputs) if in_grad else None
         if dirty is None:
             return
@@ -65,8 +64,14 @@ class Clean:
             "optimizer.step(), and give every loss to the window"
         )
 
+    def _take(self) -> None:
+        found = all_parameters(() if self._optimizers else self._models, self._optimizers)
+        self._inputs = [parameter for parameter in found if parameter.requires_grad]
+
     def remember(self) -> None:
         """A backward of the window is made: how it leaves the gradients."""
+        if not self._inputs:  # a window that was loaded
+            self._take()
         self._watch.remember(self._inputs)
 
     def check(self, micro_batches: int) -> None:
