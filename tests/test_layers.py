@@ -50,6 +50,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "scaling",
             "steps",
             "snapshot",
+            "reduction",
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),
