@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support import Whole, distance, mean, mlp, pieces, samples
 from wholebatch.errors import WindowError
-from wholebatch.hosted import Given, Hosted
+from wholebatch.hosted import Given, Hosted, Options
 
 CPU = torch.device("cpu")
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}
@@ -80,7 +80,7 @@ def statistics() -> float:
     model = nn.Sequential(norm, nn.Linear(5, 3).double())
     hosted = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
-    window = Hosted([hosted], [optimizer], device=CPU, batchnorm="statistics")
+    window = Hosted([hosted], [optimizer], device=CPU, options=Options("statistics"))
     for number in (16, 24):
         own = pieces(samples(number), [number // 2] * 2)[dist.get_rank()]
         run(window, hosted, pieces(own, [4, number // 2 - 4]))

@@ -12,7 +12,7 @@ from torch import nn
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
-from wholebatch.hosted import Given, Hosted
+from wholebatch.hosted import Given, Hosted, Options
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(StateError, match="not the state of a window"):
         window.load_state_dict({})
     with pytest.raises(OptionError, match="zero_units='maybe'"):
-        Hosted([model], [], device=CPU, zero_units="maybe")  # type: ignore[arg-type]
+        Options(zero_units="maybe")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -138,7 +138,8 @@ def test_bf16_as_accelerate_sets_it_up() -> None:
     for batch in loader:
         with accelerator.accumulate(model):
             logits = model(batch["x"].float())
-            windows.backward(mean=nn.functional.cross_entropy(logits, batch["y"]), units=len(batch["y"]))
+            loss = nn.functional.cross_entropy(logits, batch["y"])
+            windows.backward(mean=loss, units=len(batch["y"]))
             optimizer.step()
             optimizer.zero_grad()
     start = mlp(dtype=torch.float32)

@@ -4,12 +4,14 @@ from wholebatch.hosted.books import Settled
 from wholebatch.hosted.given import Given
 from wholebatch.hosted.gradients import Gradients, all_parameters
 from wholebatch.hosted.ledger import Hosted
+from wholebatch.hosted.options import Options
 from wholebatch.hosted.ranks import Ranks, ranks_of
 
 __all__ = [
     "Given",
     "Gradients",
     "Hosted",
+    "Options",
     "Ranks",
     "Settled",
     "all_parameters",

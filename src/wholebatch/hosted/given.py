@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,11 @@ class Given:
         if mean is not None:
             return cls(_checked(mean), check_units(units), is_mean=True)
         return cls(_checked(total), check_units(units), is_mean=False)
+
+    @property
+    def as_written(self) -> dict[str, Any]:
+        """The words that it was given with."""
+        return {"mean" if self.is_mean else "total": self.loss, "units": self.units}
 
     @property
     def weight(self) -> Units:

@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.close import (
     Holder,
-    Policy,
     blame,
     first_nonfinite,
     power_of_two_near,
@@ -37,11 +36,11 @@ from wholebatch.close import (
 )
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.batchnorm import Refuse
+from wholebatch.coupled.stream import StreamLook
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
     NonFiniteError,
-    OptionError,
     StateError,
     WindowError,
 )
@@ -58,6 +57,7 @@ from wholebatch.hosted.gradients import (
     multiply,
     summed,
 )
+from wholebatch.hosted.options import Options
 from wholebatch.hosted.ranks import Ranks, ranks_of
 from wholebatch.loss import Units
 from wholebatch.sync.sharded import check_dtypes
@@ -87,25 +87,13 @@ class Hosted:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         device: torch.device,
+        options: Options | None = None,
         ranks: Ranks | None = None,
-        batchnorm: str = "refuse",
-        zero_units: Policy = "raise",
-        nonfinite: Policy = "raise",
         gradients: Gradients = "whole",
         is_scaled: Callable[[], bool] = lambda: False,
     ) -> None:
-        for name, value in (("zero_units", zero_units), ("nonfinite", nonfinite)):
-            if value not in ("raise", "skip"):
-                raise OptionError(f"{name}={value!r}: must be 'raise' or 'skip'")
-        if batchnorm == "exact":
-            raise OptionError(
-                'batchnorm="exact" in the loop of another library: exact BatchNorm runs the '
-                "forwards of a window in lock-step, and they are not ours; use wb.WholeBatch, or "
-                "name another policy"
-            )
+        self.options = options or Options()
         self.ranks = ranks_of(device) if ranks is None else ranks
-        self.zero_units: Policy = zero_units
-        self.nonfinite: Policy = nonfinite
         self.updates = 0
         self.skipped = 0
         self.last: Settled | None = None
@@ -118,7 +106,9 @@ class Hosted:
         if gradients == "sharded":
             for model in models:
                 check_dtypes(model)
-        self._batchnorms = [choose_batchnorm(batchnorm, one, reduce=reduce) for one in models]
+        self._batchnorms = [
+            choose_batchnorm(self.options.batchnorm, model, reduce=reduce) for model in models
+        ]
         self._replicas = [
             module
             for model in models
@@ -126,6 +116,9 @@ class Hosted:
             if isinstance(module, DistributedDataParallel)
         ]
         self.sums = WideSums(optimizers if self._keeps else [])
+        self._look = StreamLook(self._models, audit=self.options.audit)
+        if self._keeps:  # an engine that shards has collectives in its forwards and backwards
+            self._look.watch()
         self._clean = Clean(self._models, self._optimizers)
         self._next_seed: float | None = None
         self._clear()
@@ -147,11 +140,12 @@ class Hosted:
 
     # -------------------------------------------------------------------- add
 
-    def weigh(self, given: Given, *, divided_by: float = 1.0) -> None:
+    def weigh(self, given: Given, *, divided_by: float = 1.0, is_last: bool = False) -> None:
         """Give this micro-batch's loss its weight; the host's backward of it comes next.
 
         `divided_by` is what the host itself divides the loss by on the way (its number of
-        micro-batches), to be undone; it must be the same for the whole window.
+        micro-batches), to be undone; it must be the same for the whole window. `is_last`: it is
+        known to be the window's last.
         """
         books = self._books
         if not self.is_open:
@@ -163,9 +157,11 @@ class Hosted:
                 f"the window's first loss was divided by {books.divided_by:g}, this one is by "
                 f"{divided_by:g}: change the number of micro-batches between windows"
             )
-        self.enter(given, given.loss, given.weight * books.seed)
+        self.enter(given, given.loss, given.weight * books.seed, is_last=is_last)
 
-    def enter(self, given: Given, flowing: Tensor, weight: Units = 1.0) -> None:
+    def enter(
+        self, given: Given, flowing: Tensor, weight: Units = 1.0, *, is_last: bool = False
+    ) -> None:
         """Enter a loss into the books; its backward, which starts at `flowing`, comes next."""
         books = self._books
         if books.broken:
@@ -173,6 +169,8 @@ class Hosted:
                 "the last backward of this window failed half way and left part of its gradients "
                 "behind: call discard() and optimizer.zero_grad() before going on"
             )
+        is_whole = is_last and not self.is_open and self.ranks.size == 1
+        self._look.at_backward(**given.as_written, in_parts=not is_whole)
         if not self.is_open:
             for policy in self._batchnorms:
                 if isinstance(policy, Refuse):  # others have recorded the first forward already
@@ -216,6 +214,7 @@ class Hosted:
     def after_backward(self) -> None:
         """Note how the host's backward leaves the gradients."""
         self.sums.add()
+        self._look.done()
         self._books.reduced = all(one.require_backward_grad_sync for one in self._replicas)
         if self._keeps:
             self._clean.remember()
@@ -250,6 +249,8 @@ class Hosted:
         self, holders: Iterable[Holder] | None, averaged_by: float, announced: float | None
     ) -> Settled | None:
         books = self._books
+        if books.micro_batches > 1 or self.ranks.size > 1:
+            self._look.end_window()
         self._refuse_incomplete()
         self.sums.finish(self.ranks, averaged_by)
         held = self._holders() if holders is None else list(holders)
@@ -304,7 +305,7 @@ class Hosted:
             )
 
     def _empty(self, held: Sequence[Holder]) -> None:
-        if self.zero_units == "raise":
+        if self.options.zero_units == "raise":
             raise EmptyWindowError(
                 f"all {self._books.micro_batches} micro-batches of this window have zero units "
                 "(every label is ignored or every weight is zero), so its mean does not exist: "
@@ -336,7 +337,7 @@ class Hosted:
             others="another rank",
             losses_finite=math.isfinite(total),
         )
-        if self.nonfinite == "skip" and not self._is_scaled():
+        if self.options.nonfinite == "skip" and not self._is_scaled():
             self._skip(held)
             return
         raise NonFiniteError(
@@ -352,6 +353,7 @@ class Hosted:
 
     def detach(self) -> None:
         """Leave the models as they were found (a conversion of BatchNorm is kept)."""
+        self._look.end_window()
         for policy in self._batchnorms:
             policy.detach()
 

@@ -34,7 +34,7 @@ from wholebatch.accumulator import Accumulator
 from wholebatch.close import Policy
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.extras import require
-from wholebatch.hosted import Given, Gradients, Hosted, Settled, all_parameters
+from wholebatch.hosted import Given, Gradients, Hosted, Options, Settled, all_parameters
 from wholebatch.loss import Loss, Units
 from wholebatch.step import Step
 from wholebatch.sync.deepspeed import DeepSpeed
@@ -95,9 +95,7 @@ class ExactWindows:
             self._models,
             [] if in_engine else self._optimizers,
             device=accelerator.device,
-            batchnorm=batchnorm,
-            zero_units=zero_units,
-            nonfinite=nonfinite,
+            options=Options(batchnorm, zero_units, nonfinite, audit),
             gradients=_gradients_of(accelerator),
             is_scaled=lambda: _scales(accelerator),
         )
@@ -142,7 +140,8 @@ class ExactWindows:
         self._refuse_loop_without_accumulate(is_last)
         if self._engine is not None:
             return self._backward_in_engine(self._engine, given, is_last)
-        self._window.weigh(given, divided_by=accelerator.gradient_accumulation_steps)
+        steps = accelerator.gradient_accumulation_steps
+        self._window.weigh(given, divided_by=steps, is_last=is_last)
         with self._window.backward():
             accelerator.backward(given.loss, **kwargs)
         return self.settle() if is_last else None

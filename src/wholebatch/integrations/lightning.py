@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from wholebatch.close import Policy
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.extras import require
-from wholebatch.hosted import Given, Gradients, Hosted, Settled, all_parameters
+from wholebatch.hosted import Given, Gradients, Hosted, Options, Settled, all_parameters
 from wholebatch.loss import Loss, Units
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
@@ -69,12 +69,7 @@ class ExactWindows(Callback):
                 'returns {"loss": ..., "units": ...}'
             )
         self._units = units
-        self._audit = audit
-        self._options: dict[str, Any] = {
-            "batchnorm": batchnorm,
-            "zero_units": zero_units,
-            "nonfinite": nonfinite,
-        }
+        self._options = Options(batchnorm, zero_units, nonfinite, audit)
         self._window: Hosted | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced: tuple[LightningModule, Any] | None = None
@@ -89,7 +84,7 @@ class ExactWindows(Callback):
             device=pl_module.device,
             gradients=_gradients_of(trainer.strategy),
             is_scaled=lambda: _scales(trainer.precision_plugin),
-            **self._options,
+            options=self._options,
         )
         replicated = type(trainer.strategy).__name__ in _REPLICATED
         self._parameters = all_parameters([pl_module], trainer.optimizers) if replicated else None
@@ -136,8 +131,9 @@ class ExactWindows(Callback):
                 "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
                 'the batch), or return {"loss": ..., "units": ...} from training_step'
             )
-        given = Given.of(mean=mean, units=units, audit=self._audit)
-        self._window.weigh(given, divided_by=trainer.accumulate_grad_batches)
+        given = Given.of(mean=mean, units=units)
+        steps = trainer.accumulate_grad_batches
+        self._window.weigh(given, divided_by=steps, is_last=steps == 1)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -249,9 +245,7 @@ class FabricWindows:
             [model],
             [inner],
             device=fabric.device,
-            batchnorm=batchnorm,
-            zero_units=zero_units,
-            nonfinite=nonfinite,
+            options=Options(batchnorm, zero_units, nonfinite, audit),
             gradients=_gradients_of(fabric.strategy),
             is_scaled=lambda: _scales(fabric.strategy.precision),
         )
@@ -283,7 +277,7 @@ class FabricWindows:
     ) -> Settled | None:
         """Make the backward of one micro-batch's loss; `last` completes the window."""
         given = Given.of(total, units, mean, audit=self._audit)
-        self._window.weigh(given)
+        self._window.weigh(given, is_last=last)
         with self._window.backward():
             self._fabric.backward(given.loss, **kwargs)
         return self._window.settle(averaged_by=self._window.ranks.size) if last else None

@@ -22,7 +22,7 @@ from wholebatch import randomness
 from wholebatch.close import Policy
 from wholebatch.errors import EmptyWindowError, StateError
 from wholebatch.extras import require
-from wholebatch.hosted import Given, Hosted
+from wholebatch.hosted import Given, Hosted, Options
 from wholebatch.integrations.transformers.choosing import most_that_fit
 from wholebatch.integrations.transformers.host import (
     EpochEnd,
@@ -244,8 +244,7 @@ class ExactWindows(_Trainer):
                 [trained],
                 stepped_here(self),
                 device=self.args.device,
-                batchnorm=self.batchnorm,
-                nonfinite=self.nonfinite,
+                options=Options(self.batchnorm, "raise", self.nonfinite, self.audit),
                 gradients=kept_in(self.model_wrapped),
                 is_scaled=lambda: is_scaled(self.accelerator),
             )
@@ -278,7 +277,7 @@ class ExactWindows(_Trainer):
                 loss = nothing_through(trained)
             else:
                 loss = mean_loss(mean, share).total
-            window.enter(given, loss)
+            window.enter(given, loss, is_last=self._is_last)
             if self._is_last and kept_in(self.model_wrapped) == "elsewhere":
                 window.settle(announced=self._counted)  # its engine steps within the backward
             return (loss, *result[1:]) if return_outputs else loss
