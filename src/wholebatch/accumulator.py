@@ -19,10 +19,10 @@ from wholebatch.coupled.stream import StreamLook
 from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.feed import Feed
+from wholebatch.forward_state import ForwardState
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
 from wholebatch.loss import Loss, Terms, Units, mean_loss
-from wholebatch.snapshot import Snapshot
 from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
@@ -122,7 +122,7 @@ class Accumulator:
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
-        self._before: list[Snapshot] = []  # models as they were before a stand-in's forward
+        self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
         self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
@@ -318,14 +318,14 @@ class Accumulator:
         self._window.weightless = weightless
         self._restore_buffers()
         if weightless:
-            self._before = [Snapshot(model) for model in self._window.target.models]
+            self._before = [ForwardState(model) for model in self._window.target.models]
         for policy in self._batchnorms:
             if isinstance(policy, Statistics):
                 policy.counts = not weightless
 
     def _restore_buffers(self) -> None:
-        for snapshot in self._before:
-            snapshot.restore()
+        for found in self._before:
+            found.restore()
         self._before = []
 
     def _leave_place(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from wholebatch.errors import StateError
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "is_same", "restore"]
 
 
 def capture(*, every: bool = True) -> dict[str, Any]:
@@ -49,3 +49,14 @@ def restore(state: dict[str, Any]) -> None:
         numpy.random.set_state(
             (name, keys.cpu().numpy().astype("uint32"), position, has_gauss, cached)
         )
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """True if two captured states are equal: nothing was drawn between them."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    return bool(a == b)

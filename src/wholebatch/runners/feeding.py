@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.coupled.batchnorm import Policy
 from wholebatch.coupled.contrastive import Coupled, refuse_in_parts
 from wholebatch.coupled.dropout import PerSample, check_dropout
-from wholebatch.coupled.guard import Guard
+from wholebatch.coupled.guard import Guard, samples_to_look_at
+from wholebatch.coupled.norms import uses_batch_statistics
 from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.execute import Execute, Executor, check_execute
@@ -82,7 +81,7 @@ class Feeding:
             self.policy = choose_batchnorm(batchnorm, root, reduce=reduce)
         if batchnorm == "sync" and sync.ranks > 1:
             sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
-        self._guard = Guard(root, probes=audit and not sync.counts_must_agree)
+        self._guard = Guard(root, looks=audit and not sync.counts_must_agree)
         self._whole = WholeLoss(loss, model, window=window) if isinstance(loss, Coupled) else None
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
@@ -122,20 +121,25 @@ class Feeding:
     # ------------------------------------------------------------ the windows
 
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
-        """Before the first window that is split: refuse a model that couples its samples."""
+        """Before the first window that is split: refuse what does not add up."""
         sync = self._window.sync
         if not self._guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
-
+        encodes = isinstance(self._loss, Coupled)
         function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
 
-        @functools.wraps(function)  # findings name it
-        def forward(model: Any, few: Any) -> Any:
+        def run(few: Any) -> Any:
             with self._precision.forward():
                 return function(self.model, self._moved(few))
 
-        alone, parts = sync.ranks == 1, len(micros)
-        self._guard.look(batch, forward, **layout, parts=parts, summed=self._summed, alone=alone)
+        self._guard.look(
+            run,
+            **samples_to_look_at(batch, micros, layout),
+            outputs=encodes,
+            name=getattr(function, "__name__", "a function"),
+            summed=self._summed,
+            alone=sync.ranks == 1,
+        )
 
     def join_look(self) -> None:
         """A rank without a sample takes part in the look of the others."""
