@@ -25,10 +25,13 @@ class Guard:
     """Audits a model by type when it is made, and by a look at the first batch that is split.
 
     The look (see `AddsUp`) is left out where forwards run collectives of their own. A batch whose
-    first samples have no units tells nothing; in one process the next one is looked at then.
+    first samples have no units tells nothing; in one process the next one is looked at then. `off`
+    is how a user of this door trains what was refused.
     """
 
-    def __init__(self, model: nn.Module, *, looks: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, looks: bool, off: str = "WholeBatch(audit=False)"
+    ) -> None:
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedError(
@@ -36,6 +39,7 @@ class Guard:
                     "first"
                 )
         self._model = model
+        self._off = off
         self.report = audit(model)
         self._tries = _TRIES if looks else 0
         for finding in self.report.findings:
@@ -72,13 +76,13 @@ class Guard:
             _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
         self._tries = self._tries - 1 if alone and not made.told else 0
         made = Look((*ghosts, *made.findings))
-        made.refuse(elsewhere=bool(summed(float(len(made.findings)))))
+        made.refuse(self._off, elsewhere=bool(summed(float(len(made.findings)))))
 
     def join(self, summed: Callable[[float], float]) -> None:
         """Take part in the other ranks' look, without a sample of one's own."""
         if self.pending:
             self._tries = 0
-            Look().refuse(elsewhere=bool(summed(0.0)))
+            Look().refuse(self._off, elsewhere=bool(summed(0.0)))
 
 
 def samples_to_look_at(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from wholebatch.close import read_scalars
-from wholebatch.errors import StateError
+from wholebatch.errors import StateError, WindowError
 from wholebatch.loss import Units
 
 __all__ = ["Books", "Settled"]
@@ -48,6 +48,21 @@ class Books:
             return gradient * weight
 
         return weigh
+
+    def check_complete(self, ranks: int, *, in_grad: bool) -> None:
+        """Refuse a loss without its backward, and gradients that were not reduced."""
+        if in_grad and self.flowed != self.micro_batches:
+            raise WindowError(
+                f"{self.micro_batches} losses were weighed in this window, and {self.flowed} "
+                "backwards came: every loss needs its one backward, so that its units are counted "
+                "with its gradient"
+            )
+        if ranks > 1 and not self.reduced:
+            raise WindowError(
+                "the last backward of this window did not reduce the gradients over the "
+                f"{ranks} processes: the last micro-batch must make its backward, outside of "
+                "no_sync (units=0 for one that does not count)"
+            )
 
     def saved(self) -> dict[str, Any]:
         """Return them as numbers."""

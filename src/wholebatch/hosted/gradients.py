@@ -19,7 +19,6 @@ __all__ = [
     "all_finite",
     "all_parameters",
     "clear",
-    "gradient_holders",
     "left_over",
     "multiply",
     "summed",
@@ -41,14 +40,6 @@ def all_parameters(
         for group in optimizer.param_groups:
             seen.update((id(parameter), parameter) for parameter in group["params"])
     return list(seen.values())
-
-
-def gradient_holders(
-    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-) -> list[nn.Parameter]:
-    """Return every parameter of the models and the optimizers that has a gradient, once."""
-    found = all_parameters(models, optimizers)
-    return [parameter for parameter in found if parameter.grad is not None]
 
 
 def left_over(parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:

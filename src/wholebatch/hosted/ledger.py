@@ -52,8 +52,8 @@ from wholebatch.hosted.gradients import (
     Gradients,
     WideSums,
     all_finite,
+    all_parameters,
     clear,
-    gradient_holders,
     multiply,
     summed,
 )
@@ -90,6 +90,7 @@ class Hosted:
         options: Options | None = None,
         ranks: Ranks | None = None,
         gradients: Gradients = "whole",
+        owns_forward: bool = False,
         is_scaled: Callable[[], bool] = lambda: False,
     ) -> None:
         self.options = options or Options()
@@ -117,7 +118,9 @@ class Hosted:
         ]
         self.sums = WideSums(optimizers if self._keeps else [])
         self._look = StreamLook(self._models, audit=self.options.audit)
-        if self._keeps:  # an engine that shards has collectives in its forwards and backwards
+        # An engine that shards has collectives in its forwards and backwards.
+        self.may_look = self._keeps and self.options.audit
+        if self._keeps and not owns_forward:
             self._look.watch()
         self._clean = Clean(self._models, self._optimizers)
         self._next_seed: float | None = None
@@ -136,7 +139,7 @@ class Hosted:
     @property
     def is_open(self) -> bool:
         """Whether micro-batches were weighed that are not settled yet."""
-        return self._books.micro_batches > 0
+        return self.micro_batches > 0
 
     # -------------------------------------------------------------------- add
 
@@ -251,7 +254,9 @@ class Hosted:
         books = self._books
         if books.micro_batches > 1 or self.ranks.size > 1:
             self._look.end_window()
-        self._refuse_incomplete()
+        if not self._is_scaled():  # whose scaler may have unscaled the gradients already
+            self._clean.check(books.micro_batches)
+        books.check_complete(self.ranks.size, in_grad=self._in_grad)
         self.sums.finish(self.ranks, averaged_by)
         held = self._holders() if holders is None else list(holders)
         totals, units = read_scalars(books.totals), read_units(books.units)
@@ -285,24 +290,7 @@ class Hosted:
         return settled
 
     def _holders(self) -> list[Holder]:
-        return list(gradient_holders(self._models, self._optimizers)) if self._in_grad else []
-
-    def _refuse_incomplete(self) -> None:
-        books = self._books
-        if not self._is_scaled():  # whose scaler may have unscaled them already
-            self._clean.check(books.micro_batches)
-        if self._in_grad and books.flowed != books.micro_batches:
-            raise WindowError(
-                f"{books.micro_batches} losses were weighed in this window, and {books.flowed} "
-                "backwards came: every loss needs its one backward, so that its units are counted "
-                "with its gradient"
-            )
-        if self.ranks.size > 1 and not books.reduced:
-            raise WindowError(
-                "the last backward of this window did not reduce the gradients over the "
-                f"{self.ranks.size} processes: the last micro-batch must make its backward, "
-                "outside of no_sync (units=0 for one that does not count)"
-            )
+        return list(all_parameters(self._models, self._optimizers)) if self._in_grad else []
 
     def _empty(self, held: Sequence[Holder]) -> None:
         if self.options.zero_units == "raise":

@@ -22,7 +22,7 @@ from wholebatch import randomness
 from wholebatch.close import Policy
 from wholebatch.errors import EmptyWindowError, StateError
 from wholebatch.extras import require
-from wholebatch.hosted import Given, Hosted, Options
+from wholebatch.hosted import FirstLook, Given, Hosted, Options
 from wholebatch.integrations.transformers.choosing import most_that_fit
 from wholebatch.integrations.transformers.host import (
     EpochEnd,
@@ -41,7 +41,7 @@ from wholebatch.integrations.transformers.units import (
     measured_shift,
     shifts_labels,
 )
-from wholebatch.loss import Units, check_units, mean_loss
+from wholebatch.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Memory
 from wholebatch.splitting import batch_size_of, split
 
@@ -89,6 +89,7 @@ class ExactWindows(_Trainer):
     _shift: bool | None = None
     _is_counting = False
     _window: Hosted | None = None
+    _look: FirstLook | None = None
     _stepped_by: Any = None  # the optimizer that the window was made for
     _loss_so_far: Tensor | float = 0.0
     _resume: dict[str, Any] | None = None
@@ -202,6 +203,7 @@ class ExactWindows(_Trainer):
                 return torch.zeros((), device=self.args.device)
             self._continue_window(model)
         micros = self._micros(inputs)
+        self._look_first(inputs, len(micros))
         total: Any = None
         for index, micro in enumerate(micros):
             holds = index + 1 < len(micros)
@@ -218,6 +220,22 @@ class ExactWindows(_Trainer):
         if window.is_open and self._place == self._size:
             window.settle(averaged_by=window.ranks.size, announced=self._counted)
         return total
+
+    def _look_first(self, inputs: Any, micros: int) -> None:
+        """Before the first window in parts: does the loss of some samples add up?"""
+        look, in_parts = self._look, micros > 1 or self._size > 1
+        if look is None or not look.pending:
+            return
+        if not in_parts and self.accelerator.num_processes == 1:
+            return
+
+        def run(few: Any) -> Loss:
+            trained: Any = self.model
+            with self.compute_loss_context_manager():
+                mean: Any = self.compute_loss(trained, few)
+            return mean_loss(mean, self.count_units(few))
+
+        look.at(run, self._ready(inputs), micro_batch=self._chosen)
 
     def _begin_window(self, model: nn.Module) -> Hosted:
         check(self)
@@ -246,8 +264,11 @@ class ExactWindows(_Trainer):
                 device=self.args.device,
                 options=Options(self.batchnorm, "raise", self.nonfinite, self.audit),
                 gradients=kept_in(self.model_wrapped),
+                owns_forward=True,
                 is_scaled=lambda: is_scaled(self.accelerator),
             )
+            off = "exact(..., audit=False)"
+            self._look = FirstLook(trained, self._window, host=self, off=off)
         return self._window
 
     @contextmanager

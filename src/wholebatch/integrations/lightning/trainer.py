@@ -1,41 +1,31 @@
-"""Exact windows in Lightning's Trainer and in loops over Fabric.
-
-```python
-trainer = Trainer(
-    accumulate_grad_batches=4,
-    gradient_clip_val=1.0,
-    callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
-)
-```
-
-In a loop over Fabric, `FabricWindows.backward` takes the place of `fabric.backward`.
-"""
+"""Exact windows in Lightning's Trainer."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from wholebatch.close import Policy
-from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
-from wholebatch.extras import require
-from wholebatch.hosted import Given, Gradients, Hosted, Options, Settled, all_parameters
-from wholebatch.loss import Loss, Units
+from wholebatch.errors import LossError, OptionError, UnsupportedError
+from wholebatch.hosted import FirstLook, Given, Hosted, Options, Settled, all_parameters
+from wholebatch.integrations.lightning.host import (
+    REPLICATED,
+    check_strategy,
+    gradients_of,
+    scales,
+)
+from wholebatch.loss import Loss, Units, mean_loss
 
-require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
+__all__ = ["ExactWindows"]
 
-from lightning.fabric import Fabric  # noqa: E402
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-
-__all__ = ["ExactWindows", "FabricWindows"]
-
-_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds whole gradients
-_STRATEGIES = (*_REPLICATED, "FSDPStrategy", "ModelParallelStrategy")
+_LOGS = ("log", "log_dict")
 
 
 class ExactWindows(Callback):
@@ -71,6 +61,7 @@ class ExactWindows(Callback):
         self._units = units
         self._options = Options(batchnorm, zero_units, nonfinite, audit)
         self._window: Hosted | None = None
+        self._look: FirstLook | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced: tuple[LightningModule, Any] | None = None
         self._parameters: list[nn.Parameter] | None = None
@@ -82,11 +73,15 @@ class ExactWindows(Callback):
             [pl_module],
             trainer.optimizers,
             device=pl_module.device,
-            gradients=_gradients_of(trainer.strategy),
-            is_scaled=lambda: _scales(trainer.precision_plugin),
+            gradients=gradients_of(trainer.strategy),
+            is_scaled=lambda: scales(trainer.precision_plugin),
             options=self._options,
+            owns_forward=True,
         )
-        replicated = type(trainer.strategy).__name__ in _REPLICATED
+        self._look = FirstLook(
+            pl_module, self._window, host=self, off="ExactWindows(..., audit=False)"
+        )
+        replicated = type(trainer.strategy).__name__ in REPLICATED
         self._parameters = all_parameters([pl_module], trainer.optimizers) if replicated else None
         saved, self._saved = self._saved, None
         if saved is not None:
@@ -102,6 +97,7 @@ class ExactWindows(Callback):
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            self._look_first(trainer, pl_module, inner, args, kwargs)
             output = inner(*args, **kwargs)
             if trainer.training and torch.is_grad_enabled():  # not a validation_step that calls it
                 self._weigh(trainer, output, args, kwargs)
@@ -109,6 +105,44 @@ class ExactWindows(Callback):
 
         self._replaced = (pl_module, found)
         pl_module.__dict__["training_step"] = training_step
+
+    def _look_first(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Before the first window in parts: does the loss of some samples add up?"""
+        look, window = self._look, self._window
+        assert look is not None
+        assert window is not None
+        if not (look.pending and trainer.training and torch.is_grad_enabled()):
+            return
+        if trainer.accumulate_grad_batches == 1 and window.ranks.size == 1:
+            return
+        name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
+
+        def run(few: Any) -> Loss:
+            given = (few, *args[1:]) if name is None else ()
+            output = step(*given, **({**kwargs, name: few} if name is not None else kwargs))
+            mean: Any = output.get("loss") if isinstance(output, Mapping) else output
+            return mean_loss(mean, self._units_of(output, few))
+
+        with _muted(module):
+            look.at(run, batch)
+
+    def _units_of(self, output: Any, batch: Any) -> Units:
+        if self._units is not None:
+            return self._units(batch)
+        if isinstance(output, Mapping) and "units" in output:
+            units: Units = output["units"]
+            return units
+        raise LossError(
+            "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
+            'the batch), or return {"loss": ..., "units": ...} from training_step'
+        )
 
     def _weigh(
         self, trainer: Trainer, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -122,15 +156,7 @@ class ExactWindows(Callback):
         mean = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(mean, Tensor):
             return  # Lightning says what is wrong with it
-        if self._units is not None:
-            units = self._units(args[0] if args else next(iter(kwargs.values())))
-        elif isinstance(output, Mapping) and "units" in output:
-            units = output["units"]
-        else:
-            raise LossError(
-                "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
-                'the batch), or return {"loss": ..., "units": ...} from training_step'
-            )
+        units = self._units_of(output, args[0] if args else next(iter(kwargs.values())))
         given = Given.of(mean=mean, units=units)
         steps = trainer.accumulate_grad_batches
         self._window.weigh(given, divided_by=steps, is_last=steps == 1)
@@ -195,118 +221,6 @@ class ExactWindows(Callback):
         self._saved = dict(state_dict)
 
 
-class FabricWindows:
-    """Every update of a loop over Fabric is that of the undivided global batch.
-
-    ```python
-    windows = FabricWindows(fabric, model, optimizer)
-    for index, batch in enumerate(loader):
-        last = (index + 1) % steps == 0 or index + 1 == len(loader)
-        with fabric.no_backward_sync(model, enabled=not last):
-            loss = F.cross_entropy(model(batch["x"]), batch["y"])           # the mean
-            windows.backward(mean=loss, units=len(batch["y"]), last=last)   # was fabric.backward
-        if last:
-            fabric.clip_gradients(model, optimizer, max_norm=1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    ```
-
-    `backward(total, units=...)` takes a sum, `backward(mean=..., units=...)` a mean, and a
-    `wb.Loss` is taken too. `last=True` completes the window: when it returns, the gradients are
-    those of the whole batch on all ranks, and Fabric's clipping, loss scale and step go on from
-    there. A loss or gradient that is not finite raises `NonFiniteError`, and no gradient is left;
-    with `nonfinite="skip"` the loop's step then changes nothing.
-    """
-
-    def __init__(
-        self,
-        fabric: Fabric,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        batchnorm: str = "refuse",
-        zero_units: Policy = "raise",
-        nonfinite: Policy = "raise",
-        audit: bool = True,
-    ) -> None:
-        if not isinstance(fabric, Fabric):
-            raise OptionError(f"fabric={type(fabric).__name__}: must be a lightning.fabric.Fabric")
-        _check_strategy(fabric.strategy)
-        self._fabric = fabric
-        self._model = model
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise OptionError(
-                f"optimizer={type(optimizer).__name__}: must be what fabric.setup returned"
-            )
-        self._optimizer: torch.optim.Optimizer = inner
-        self._audit = audit
-        self._window = Hosted(
-            [model],
-            [inner],
-            device=fabric.device,
-            options=Options(batchnorm, zero_units, nonfinite, audit),
-            gradients=_gradients_of(fabric.strategy),
-            is_scaled=lambda: _scales(fabric.strategy.precision),
-        )
-        self._optimizer.register_step_pre_hook(self._refuse_open_window)
-
-    @property
-    def updates(self) -> int:
-        """Windows that were completed so far."""
-        return self._window.updates
-
-    @property
-    def last(self) -> Settled | None:
-        """The window that was completed last."""
-        return self._window.last
-
-    @property
-    def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
-        return self._window.skipped
-
-    def backward(
-        self,
-        total: Tensor | Loss | None = None,
-        *,
-        units: Units | None = None,
-        mean: Tensor | None = None,
-        last: bool,
-        **kwargs: Any,
-    ) -> Settled | None:
-        """Make the backward of one micro-batch's loss; `last` completes the window."""
-        given = Given.of(total, units, mean, audit=self._audit)
-        self._window.weigh(given, is_last=last)
-        with self._window.backward():
-            self._fabric.backward(given.loss, **kwargs)
-        return self._window.settle(averaged_by=self._window.ranks.size) if last else None
-
-    def discard(self) -> None:
-        """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
-        self._window.discard()
-
-    def state_dict(self) -> dict[str, Any]:
-        """For `fabric.save(path, {"windows": windows, ...})`: an open window is kept whole."""
-        strategy = type(self._fabric.strategy).__name__
-        if self._window.is_open and strategy not in _REPLICATED:
-            raise WindowError(
-                f"the window is open with {self._window.micro_batches} micro-batches, and its "
-                f"gradients are inside {strategy}: save between windows"
-            )
-        return self._window.state_dict(all_parameters([self._model], [self._optimizer]))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state, all_parameters([self._model], [self._optimizer]))
-
-    def _refuse_open_window(self, *_: Any) -> None:
-        if self._window.is_open:
-            raise WindowError(
-                "optimizer.step() while the window is open: its last micro-batch's backward must "
-                "say last=True"
-            )
-
-
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
@@ -318,7 +232,7 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
             f"{type(module).__name__}.training_step takes dataloader_iter: Lightning then clears "
             "the gradients one micro-batch late; take (batch, batch_idx)"
         )
-    _check_strategy(trainer.strategy)
+    check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -327,24 +241,18 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
             )
 
 
-def _gradients_of(strategy: Any) -> Gradients:
-    return "whole" if type(strategy).__name__ in _REPLICATED else "sharded"
+@contextmanager
+def _muted(module: LightningModule) -> Iterator[None]:
+    """Within it `self.log` of the module writes nothing down."""
+    found = {name: module.__dict__[name] for name in _LOGS if name in module.__dict__}
+    module.__dict__.update(dict.fromkeys(_LOGS, _nothing))
+    try:
+        yield
+    finally:
+        for name in _LOGS:
+            del module.__dict__[name]
+        module.__dict__.update(found)
 
 
-def _scales(precision: Any) -> bool:
-    scaler = getattr(precision, "scaler", None)
-    return scaler is not None and bool(scaler.is_enabled())
-
-
-def _check_strategy(strategy: Any) -> None:
-    name = type(strategy).__name__
-    if name not in _STRATEGIES or getattr(strategy, "handles_gradient_accumulation", False):
-        raise UnsupportedError(
-            f"Lightning's {name}: the update is not shown to be that of the undivided batch; "
-            f"supported are {', '.join(_STRATEGIES)}"
-        )
-    if getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto"):
-        raise UnsupportedError(
-            "Lightning's ModelParallelStrategy with tensor parallelism: units would be counted "
-            "more than once over ranks that share a batch; use data parallelism alone"
-        )
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for a module's log."""
