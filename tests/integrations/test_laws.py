@@ -14,8 +14,9 @@ from tests.integrations.doors import DOORS
 from tests.support import EXACT, Whole, adamw, distance, mean, mlp, pieces, samples, sgd
 from wholebatch.errors import NonFiniteError, OptionError, WholebatchError
 
-for library in ("accelerate", "lightning", "transformers"):
-    pytest.importorskip(library)
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.slow,
