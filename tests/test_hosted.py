@@ -100,6 +100,11 @@ def test_sparse_gradients_are_settled_too() -> None:
     assert table.weight.grad.to_dense()[:, 0].tolist() == [0.75, 0, 0, 0.25, 0]
 
 
+def test_spectral_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    Hosted([nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))], [], device=CPU)
+    assert "spectral" in caplog.text
+
+
 def test_what_does_not_fit_is_said() -> None:
     model = mlp()
     window = Hosted([model], [], device=CPU)

@@ -112,7 +112,7 @@ class Accumulator:
         ):
             if finding.kind == "spectral":
                 _log.warning("%s", finding)
-        self._look = StreamLook(target.models, audit=audit)
+        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward

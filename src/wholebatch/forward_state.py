@@ -73,7 +73,7 @@ class ForwardState:
                 is_buffer = name in module._buffers
                 kept = _kept(value, _DEEP, whole=is_buffer, results=results)
                 self.items[id(module), name] = Item(module, name, is_buffer, kept)
-        self._random = randomness.capture(every=every)
+        self._random = randomness.capture(every=every, to_save=False)
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:

@@ -39,7 +39,7 @@ _MISTAKES = ("mean", "sum", "added", "units")
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a look has found; `told` is False where the samples could not tell anything."""
+    """What a look has found; `told` is False where there were no two samples, or no units."""
 
     findings: tuple[Finding, ...] = ()
     told: bool = True
@@ -88,8 +88,8 @@ class AddsUp:
         `run(few)` runs forward and loss function as training does, precision included, on a batch
         of the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
         `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are
-        run: half a micro-batch of `micro_batch` samples (default: `batch` is one), so that all
-        runs together cost about one micro-batch. `batch_size` and `static` say how the batch is to
+        run: so many that all runs together cost no more than a micro-batch of `micro_batch` samples
+        (default: `batch` is one). `batch_size` and `static` say how the batch is to
         be read, as in `WholeBatch`. `name` is how findings call the function.
         """
         made = self._few(run, batch, batch_size, static, outputs=outputs)
@@ -97,13 +97,14 @@ class AddsUp:
             return Look(told=False)
         few, size = made
         micro_batch = micro_batch or size
-        count = _power_of_two(min(size, max(2, min(_SAMPLES, micro_batch // 2))))
+        # Forward and backward of 2n samples and a forward of n/2: a micro-batch at most.
+        count = _power_of_two(min(size, max(2, min(_SAMPLES, micro_batch * 6 // 13))))
         more = min(size, _SAMPLES, 3 * micro_batch)
         try:
             return _Looking(few, count, more, name).result()
         except Uncheckable as reason:
             _log.debug("the loss was not looked at: %s", reason)
-            return Look(told=False)
+            return Look()
         finally:
             _release()
 
@@ -196,6 +197,8 @@ class _Looking:
             raise
         except Exception as problem:
             return self._failed(few, problem)
+        if whole.is_finite and not (first.is_finite and again.is_finite):
+            return self._failed(few, Uncheckable("the loss of a half is not finite"))
         found = watched.acting(first, second, again, tolerance)
         if found:
             return Look(found)
@@ -208,7 +211,7 @@ class _Looking:
 
     def _without_draws(self, few: Few) -> Look | tuple[Sequence[Run], Tolerance]:
         """Look again in evaluation mode, where dropout draws nothing."""
-        _log.debug("random numbers could not be held (%s): evaluation mode", few.draws.failed)
+        _log.debug("random numbers could not be held: a look in evaluation mode")
         with evaluating(few.model):
             few.draws.failed, few.draws.doubtful = None, False
             try:
@@ -226,13 +229,13 @@ class _Looking:
         if tolerance.adds_up(whole, runs[1:]):
             return Look()
         if few.draws.failed or few.draws.doubtful or not _drew_alike(few, runs):
-            raise Uncheckable(f"random numbers cannot be held: {few.draws.failed}")
+            raise Uncheckable("random numbers cannot be held")
         return runs, tolerance
 
     def _failed(self, few: Few, problem: Exception) -> Look:
-        """A half could not be run: because a layer needs more samples, or for another reason."""
+        """A half has no loss: because a layer needs more samples, or for another reason."""
         if few.draws.failed is None:
-            found = causes.by_changing_a_sample(few, few.count, self._name)
+            found = causes.by_changing_a_sample(few, self._more, self._name)
             if found:
                 return Look(found)
         raise problem

@@ -159,7 +159,7 @@ def _gradient(few: Few, tolerance: Tolerance, gap: tuple[int, float]) -> str:
     quarter = few.part(0, half, backward=True, scale=0.25)
     why = (
         "A hook on a tensor or module, or the backward of an autograd.Function, mixes the samples "
-        "or counts them"
+        "or counts them; or a mean was multiplied by other units than it is a mean over"
     )
     if tolerance.gradient_gap(once, [quarter]) is not None:
         why = (

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wholebatch.backward import is_reentrant
 from wholebatch.hooks import DeferredHooks
+from wholebatch.precision import SIXTEEN_BIT
 
 __all__ = ["gradient_digests"]
 
@@ -23,10 +24,9 @@ def gradient_digests(
 ) -> Tensor:
     """Return the digest of each parameter's gradient: a float64 matrix on the host.
 
-    Three numbers are linear in the gradient g (its sum, that of every other element, and its
-    product with the parameter scaled to a root mean square of 1), the fourth is its norm. The
-    backward starts from `seeds`. It leaves `.grad` and the user's hooks as they are: these run once
-    per window, on the whole gradient.
+    Three numbers are linear in the gradient (its sum, that of every other element, and its product
+    with the parameter), the fourth is its norm. The backward starts from `seeds`. It leaves `.grad`
+    and the user's hooks as they are: these run once per window, on the whole gradient.
     """
     sums: dict[int, Tensor] = {}
 
@@ -63,16 +63,11 @@ def _digest(gradient: Tensor, parameter: Tensor) -> Tensor:
         gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient, parameter = torch.view_as_real(gradient), torch.view_as_real(parameter)
+    if gradient.dtype in SIXTEEN_BIT:
+        gradient = gradient.float()
     flat, weights = gradient.reshape(-1), parameter.reshape(-1).to(gradient.dtype)
-    size = weights.square().mean(dtype=torch.float64).sqrt().clamp_min(1e-30)
-    return torch.stack(
-        [
-            flat.sum(dtype=torch.float64),
-            flat[::2].sum(dtype=torch.float64),
-            (flat * weights).sum(dtype=torch.float64) / size,
-            torch.linalg.vector_norm(flat, dtype=torch.float64),
-        ]
-    )
+    made = (flat.sum(), flat[::2].sum(), torch.dot(flat, weights), flat.norm())
+    return torch.stack(made).double()
 
 
 @contextmanager

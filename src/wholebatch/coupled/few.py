@@ -54,6 +54,10 @@ class Run:
         return math.fsum(made.total * made.weight for made in self.sums.values())
 
     @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.total)
+
+    @property
     def units(self) -> float:
         return math.fsum(made.units for made in self.sums.values())
 
@@ -83,6 +87,9 @@ class Few:
         self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.start = ForwardState(model, results=True)
         self.weights = weight_norms(model)
+        sizes = {id(p): norm / p.numel() ** 0.5 for p, norm in self.weights.items() if p.numel()}
+        own = [sizes.get(id(p), 0.0) for _, p in self.parameters]
+        self._parameter_sizes = torch.tensor(own, dtype=torch.float64).clamp_min(1e-30)
         self.draws = HeldDraws()
         self.called = Called(model)
         self.graph = graph
@@ -164,7 +171,9 @@ class Few:
             for name, total in totals.items()
         ]
         parameters = [parameter for _, parameter in self.parameters]
-        return gradient_digests(parameters, list(totals.values()), seeds) / factor
+        made = gradient_digests(parameters, list(totals.values()), seeds) / factor
+        made[:, 2] /= self._parameter_sizes  # of the size of a sum of random signs, as the others
+        return made
 
     def _terms(self, result: Any, start: int) -> dict[str, tuple[Sum, Tensor]]:
         if self._outputs:
@@ -206,10 +215,11 @@ class Few:
 
 
 @torch.no_grad()
-def weight_norms(model: nn.Module) -> list[float]:
+def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     """Return the norm of every parameter, to see whether a forward changes it."""
-    made = [p.detach() for p in model.parameters() if p.layout is torch.strided]
-    return [float(norm) for norm in torch._foreach_norm(made)] if made else []
+    found = [p for p in model.parameters() if p.layout is torch.strided]
+    norms = torch._foreach_norm([p.detach() for p in found]) if found else []
+    return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
 
 
 class Uncheckable(Exception):

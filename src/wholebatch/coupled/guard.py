@@ -13,8 +13,9 @@ from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.coupled.audit import audit
 from wholebatch.errors import UnsupportedError
 from wholebatch.splitting.layout import readable_layout
+from wholebatch.sync import Sync
 
-__all__ = ["Guard", "samples_to_look_at"]
+__all__ = ["Guard"]
 
 _log = logging.getLogger("wholebatch")
 
@@ -25,13 +26,10 @@ class Guard:
     """Audits a model by type when it is made, and by a look at the first batch that is split.
 
     The look (see `AddsUp`) is left out where forwards run collectives of their own. A batch whose
-    first samples have no units tells nothing; in one process the next one is looked at then. `off`
-    is how a user of this door trains what was refused.
+    first samples have no units tells nothing; in one process the next one is looked at then.
     """
 
-    def __init__(
-        self, model: nn.Module, *, looks: bool, off: str = "WholeBatch(audit=False)"
-    ) -> None:
+    def __init__(self, model: nn.Module, *, looks: bool) -> None:
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedError(
@@ -39,7 +37,6 @@ class Guard:
                     "first"
                 )
         self._model = model
-        self._off = off
         self.report = audit(model)
         self._tries = _TRIES if looks else 0
         for finding in self.report.findings:
@@ -55,39 +52,40 @@ class Guard:
         self,
         run: Callable[[Any], Any],
         batch: Any,
+        micros: Sequence[Any],
+        layout: Mapping[str, Any],
         *,
-        summed: Callable[[float], float],
-        alone: bool = True,
-        **options: Any,
+        outputs: bool,
+        name: str,
+        sync: Sync,
     ) -> None:
         """Refuse what does not add up; once, all ranks together.
 
-        `summed(number)` adds up a number over the ranks, `alone` says that there is one. The other
-        options are those of `AddsUp.look`.
+        `layout` has `batch_size` and `static` of the batch, `micros` is what it is split into. The
+        other options are those of `AddsUp.look`.
         """
         ghosts = tuple(f for f in audit(self._model).findings if f.kind == "ghost")
+        samples = _samples(batch, micros, layout)
         made = Look()
         try:
-            made = AddsUp(self._model).look(run, batch, **options)
+            made = AddsUp(self._model).look(run, **samples, outputs=outputs, name=name)
         except torch.OutOfMemoryError:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:
             # Most often it is the loss function's, and the step will raise it.
             _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-        self._tries = self._tries - 1 if alone and not made.told else 0
+        self._tries = self._tries - 1 if sync.ranks == 1 and not made.told else 0
         made = Look((*ghosts, *made.findings))
-        made.refuse(self._off, elsewhere=bool(summed(float(len(made.findings)))))
+        made.refuse(elsewhere=bool(sync.sum([float(len(made.findings))])[0]))
 
-    def join(self, summed: Callable[[float], float]) -> None:
+    def join(self, sync: Sync) -> None:
         """Take part in the other ranks' look, without a sample of one's own."""
         if self.pending:
             self._tries = 0
-            Look().refuse(self._off, elsewhere=bool(summed(0.0)))
+            Look().refuse(elsewhere=bool(sync.sum([0.0])[0]))
 
 
-def samples_to_look_at(
-    batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]
-) -> dict[str, Any]:
+def _samples(batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> dict[str, Any]:
     """Return the samples for a first look, and how many a micro-batch has.
 
     Those of the batch, unless micro-batches differ in size: made by a budget of tokens, the first

@@ -47,13 +47,15 @@ class Output:
         return self.tensor.shape[self.dim]
 
 
-def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> list[int]:
-    """Return the samples that the loss links with one of them; none if it has enough parts.
+def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> list[int] | None:
+    """Return the samples that the loss links with one of them; [] if it has enough parts.
 
-    `outputs` have one row for each sample in their first dimension. None are returned either where
-    it cannot be told: the loss does not depend on these outputs, or its graph cannot be
-    differentiated twice.
+    `outputs` have one row for each sample in their first dimension. [] is also returned where it
+    cannot be told: the loss does not depend on these outputs, or its graph cannot be differentiated
+    twice. None: the outputs have one row, and another micro-batch may tell more.
     """
+    if all(tensor.shape[0] == 1 for tensor in outputs):
+        return None
     watched = [Output(tensor) for tensor in _distinct(outputs) if _can_be_asked(tensor)]
     nodes: set[object] = {output.tensor.grad_fn for output in watched}
     if not watched or not _can_run_again(total, nodes):

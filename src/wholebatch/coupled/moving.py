@@ -8,7 +8,6 @@ samples, largest and smallest values.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -146,9 +145,9 @@ class Moving:
     def _moved_parameter(self) -> Finding | None:
         few = self._few
         now = weight_norms(few.model)
-        names = [n for n, p in few.model.named_parameters() if p.layout is torch.strided]
-        for name, before, after in zip(names, few.weights, now, strict=True):
-            if before != after and math.isfinite(before):
+        for name, parameter in few.model.named_parameters():
+            before, after = few.weights.get(parameter), now.get(parameter)
+            if before is not None and after is not None and before != after:
                 text = f"a forward changes this parameter (its norm: {before:.6g} → {after:.6g}), "
                 text += f"so it moves once per micro-batch, not once per update. {_ADVICE}"
                 return Finding(name, "Parameter", "state", text)

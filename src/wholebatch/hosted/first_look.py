@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,45 +10,50 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.coupled.guard import Guard
+from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.hosted.ledger import Hosted
 from wholebatch.loss import Loss
 
 __all__ = ["FirstLook"]
 
+_log = logging.getLogger("wholebatch")
+
+_TRIES = 8
 _MOST = 1000
 
 
 class FirstLook:
-    """Looks once whether the loss of a host's micro-batches adds up (`coupled.guard`).
+    """Looks once whether the loss of a host's micro-batches adds up (`coupled.adds_up`).
 
     `host` is whose attributes a run may change beside the model's: numbers and small containers of
     them (a trainer's metrics) are put back.
     """
 
     def __init__(self, model: nn.Module, window: Hosted, *, host: object, off: str) -> None:
-        self._window = window
-        self._host = host
-        self._guard = Guard(model, looks=window.may_look, off=off)
+        self._model, self._window, self._host, self._off = model, window, host, off
+        self._tries = _TRIES if window.may_look else 0
 
     @property
     def pending(self) -> bool:
         """True if the look is still to come."""
-        return self._guard.pending and not self._window.is_open
+        return self._tries > 0 and not self._window.is_open
 
     def at(self, run: Callable[[Any], Loss], batch: Any, *, micro_batch: int | None = None) -> None:
-        """Refuse a loss that does not add up, on the first samples of `batch`."""
-        ranks = self._window.ranks
+        """Refuse a loss that does not add up, on the first samples of `batch`, on all ranks.
+
+        Samples without units tell nothing; one process then looks at the next window's first.
+        """
+        ranks, made = self._window.ranks, Look()
         with _as_found(self._host):
-            self._guard.look(
-                run,
-                batch,
-                micro_batch=micro_batch,
-                name="the loss",
-                summed=lambda number: ranks.sum([number])[0],
-                alone=ranks.size == 1,
-            )
+            try:
+                made = AddsUp(self._model).look(
+                    run, batch, micro_batch=micro_batch, name="the loss"
+                )
+            except Exception as error:  # most often the loss's own, and the training will raise it
+                _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
         self._window.discard()  # what the runs have recorded of BatchNorm
+        self._tries = self._tries - 1 if ranks.size == 1 and not made.told else 0
+        made.refuse(self._off, elsewhere=bool(ranks.sum([float(len(made.findings))])[0]))
 
 
 @contextmanager

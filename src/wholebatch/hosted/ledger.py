@@ -17,6 +17,7 @@ finite makes no update, and 16-bit gradients are added in fp32.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from wholebatch.close import (
     read_units,
 )
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import audit as audit_of
 from wholebatch.coupled.batchnorm import Refuse
 from wholebatch.coupled.stream import StreamLook
 from wholebatch.errors import (
@@ -63,6 +65,8 @@ from wholebatch.loss import Units
 from wholebatch.sync.sharded import check_dtypes
 
 __all__ = ["Hosted"]
+
+_log = logging.getLogger("wholebatch")
 
 
 class Hosted:
@@ -110,6 +114,9 @@ class Hosted:
         self._batchnorms = [
             choose_batchnorm(self.options.batchnorm, model, reduce=reduce) for model in models
         ]
+        for finding in (found for model in models for found in audit_of(model).findings):
+            if finding.kind == "spectral":
+                _log.warning("%s", finding)
         self._replicas = [
             module
             for model in models
@@ -117,7 +124,7 @@ class Hosted:
             if isinstance(module, DistributedDataParallel)
         ]
         self.sums = WideSums(optimizers if self._keeps else [])
-        self._look = StreamLook(self._models, audit=self.options.audit)
+        self._look = StreamLook(self._models, audit=self.options.audit, policies=self._batchnorms)
         # An engine that shards has collectives in its forwards and backwards.
         self.may_look = self._keeps and self.options.audit
         if self._keeps and not owns_forward:

@@ -14,7 +14,7 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.batchnorm import Policy
 from wholebatch.coupled.contrastive import Coupled, refuse_in_parts
 from wholebatch.coupled.dropout import PerSample, check_dropout
-from wholebatch.coupled.guard import Guard, samples_to_look_at
+from wholebatch.coupled.guard import Guard
 from wholebatch.coupled.norms import uses_batch_statistics
 from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import OptionError, UnsupportedError
@@ -64,6 +64,7 @@ class Feeding:
         self._numbers: dict[int, Sequence[int]] = {}
         self._first_number = 0
         self._audits, self._in_parts = audit, False
+        self._undivided: Mapping[str, Any] | None = None
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -123,6 +124,8 @@ class Feeding:
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
         """Before the first window that is split: refuse what does not add up."""
         sync = self._window.sync
+        # A batch that is whole now may be cut when memory runs out: `run` looks then.
+        self._undivided = layout if len(micros) == 1 else None
         if not self._guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
         encodes = isinstance(self._loss, Coupled)
@@ -132,21 +135,12 @@ class Feeding:
             with self._precision.forward():
                 return function(self.model, self._moved(few))
 
-        self._guard.look(
-            run,
-            **samples_to_look_at(batch, micros, layout),
-            outputs=encodes,
-            name=getattr(function, "__name__", "a function"),
-            summed=self._summed,
-            alone=sync.ranks == 1,
-        )
+        name = getattr(function, "__name__", "a function")
+        self._guard.look(run, batch, micros, layout, outputs=encodes, name=name, sync=sync)
 
     def join_look(self) -> None:
         """A rank without a sample takes part in the look of the others."""
-        self._guard.join(self._summed)
-
-    def _summed(self, found: float) -> float:
-        return float(self._window.sync.sum([found])[0])
+        self._guard.join(self._window.sync)
 
     @property
     def numbers_samples(self) -> bool:
@@ -195,6 +189,8 @@ class Feeding:
 
         `numbers`: of each micro-batch, its samples' places in this rank's batch.
         """
+        if len(micros) > 1 and self._undivided is not None and self._window.sync.ranks == 1:
+            self.look_at(micros[0], micros, {**self._undivided, "batch_size": None})
         self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
         before = None if self._drop is None else torch.get_rng_state()
         self._run(micros, first, reduces, before_micro, after_micro)
