@@ -116,7 +116,7 @@ class Statistics:
                 return found(*args, **kwargs)
             with _scratch(module) as (mean, var):
                 out = found(*args, **kwargs)
-            # A block that is computed again was counted before.
+            # A recomputed block has already been counted.
             if self.counts and not recomputing() and _filled(module, mean, var):
                 self._add(name, _moments(module, given_to(args, kwargs), mean, var))
             return out
