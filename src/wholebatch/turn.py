@@ -44,9 +44,9 @@ class Turn:
     def __reduce__(self) -> NoReturn:
         owner = self._call.partition(".")[0]
         raise UnsupportedError(
-            f"a {owner} cannot be pickled or copied: it holds hooks, buffers and locks of this "
-            "process, and the model beside them. Save its state_dict() with those of the model and "
-            f"the optimizer, and make a new {owner} from them"
+            f"{owner} cannot be pickled or copied: it holds hooks, buffers and locks of this "
+            "process. Save its state_dict() with those of the model and the optimizer, and make a "
+            f"new {owner} to load them into"
         )
 
     def __exit__(self, *error: object) -> None:

@@ -51,4 +51,12 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
             )
         for name, count in by_name.items():
             counts.setdefault(name, []).append(check_units(count))
-    return {name: math.fsum(read_scalars(values)) for name, values in counts.items()}
+    return {name: _sum(read_scalars(values)) for name, values in counts.items()}
+
+
+def _sum(counts: Sequence[float]) -> float:
+    """The sum; counts that were on a device could not be checked before."""
+    for count in counts:
+        if not 0 <= count < math.inf:
+            raise LossError(f"units= counted {count:g}: must be finite and not negative")
+    return math.fsum(counts)

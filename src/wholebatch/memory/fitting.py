@@ -72,7 +72,7 @@ class Fitting:
         self._sync = sync
         self._is_coupled = is_coupled
         self._hold = hold
-        self._device = next(model.parameters()).device
+        self._device = _device_of(model)
         self._budget = None if memory is None else self._bytes(memory)
         is_auto = micro_batch == "auto"
         if sync.counts_must_agree and (is_auto or memory is not None):
@@ -303,3 +303,13 @@ class Fitting:
             precision=self._precision,
         )
         return OptionError(refusal(rungs, choice.budget))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    if first is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no parameters, so there is nothing to train and no device "
+            "to bring micro-batches to: put what is trained into the model, or use wb.Accumulator"
+        )
+    return first.device
