@@ -16,7 +16,7 @@ once, at its close:
 from __future__ import annotations
 
 import inspect
-import sys
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -88,9 +88,13 @@ def check_units(units: object) -> Units:
             f"units={units!r}: must be a number or a 0-dim tensor, what the loss is a sum over "
             "(samples, tokens, weights)"
         )
-    if not 0 <= units <= sys.float_info.max:  # 10**400 is finite, and is no float
+    try:
+        number = float(units)  # also of NumPy's own
+    except OverflowError:  # 10**400 is no float
+        number = math.inf
+    if not 0 <= number < math.inf:
         raise LossError(f"units={repr(units)[:40]}: must be finite and not negative")
-    return units if isinstance(units, int | float) else float(units)  # NumPy's own, for one
+    return units if isinstance(units, int) else number
 
 
 @dataclass(frozen=True)

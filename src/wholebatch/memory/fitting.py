@@ -141,8 +141,7 @@ class Fitting:
             return
         now = self._fitting_size()
         if isinstance(now, Tokens):
-            share = min(recovery.into / recovery.samples for recovery in recovered)
-            size = max(1, int(now.budget * share))
+            size = max(1, int(now.budget * _share_left(recovered)))
         else:
             size = min(recovery.into for recovery in recovered)
         self.sizing = Sizing(size, most=size)  # not larger again: the size is the user's
@@ -303,6 +302,16 @@ class Fitting:
             precision=self._precision,
         )
         return OptionError(refusal(rungs, choice.budget))
+
+
+def _share_left(recovered: Sequence[Recovered]) -> float:
+    """How much is left of the micro-batch that was cut most, one cut after the other."""
+    least = share = 1.0
+    half = 0
+    for recovery in recovered:
+        share = (share if recovery.samples == half else 1.0) * recovery.into / recovery.samples
+        half, least = recovery.into, min(least, share)
+    return least
 
 
 def _device_of(model: nn.Module) -> torch.device:
