@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,6 +278,17 @@ def test_what_cannot_be_called_is_refused() -> None:
     model = mlp()
     with pytest.raises(OptionError, match="on_gradient=3: must be a function"):
         wb.Accumulator(model, make(False)(model), steps=2, on_gradient=3)  # type: ignore[arg-type]
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/whole-gradient.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(compile(block, "whole-gradient.md", "exec"), names)
+    norm, of_one = map(float, capsys.readouterr().out.split())
+    assert norm > 0
+    assert of_one == pytest.approx(names["norms"]["0.weight"])
+    assert names["train"].gradient(names["batch"]).loss < 1.0  # seven steps on one batch
 
 
 # ------------------------------------------------------------------ the step is yours
