@@ -110,11 +110,13 @@ class DeviceStore(Store):
         """
         for parameter in self.parameters:
             gradient = parameter.grad
-            if gradient is not None:
+            if gradient is None:
+                continue
+            gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
+            if gradient.dtype is not parameter.dtype:  # the sum of a 16-bit one is float32
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype
-                gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
-                parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(parameter.dtype)
         self.parameters = []
 
     def saved(self) -> list[Tensor | None]:

@@ -36,7 +36,7 @@ class Store(ABC):
     """How the user asks for this store."""
 
     steps_on_all: bool = False
-    """Whether an optimizer's step finds the whole gradient in `.grad`."""
+    """True if an optimizer's step finds the whole gradient in `.grad`."""
 
     in_grad: bool = True
     """Whether they are in `.grad`, where a last backward may reduce them over the ranks."""

@@ -116,7 +116,7 @@ class Fitting:
         return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self._layout))
 
     def _fitting_size(self) -> int | Tokens:
-        """What was given, or as much of it as was found to fit."""
+        """Return what was given, or as much of it as was found to fit."""
         given = self._micro_batch
         assert not isinstance(given, str)
         if self.sizing is None:
@@ -195,7 +195,7 @@ class Fitting:
         return parts
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found to fit, and what it was found for."""
+        """Return the size that was found to fit, and what it was found for."""
         sizing = self.sizing
         return {
             "sizing": None if sizing is None else sizing.state_dict(),

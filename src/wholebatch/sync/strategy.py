@@ -45,7 +45,7 @@ class Sync(ABC):
     """Whether the engine has put its own post-accumulate-grad hooks on the parameters."""
 
     owns_step: bool = False
-    """Whether the engine steps the optimizer itself."""
+    """True if the engine steps the optimizer itself."""
 
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
