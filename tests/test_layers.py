@@ -54,7 +54,18 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),
-    frozenset({"loss", "step", "randomness", "memory.budget", "extras", "jsonable"}),
+    frozenset(
+        {
+            "loss",
+            "step",
+            "randomness",
+            "memory.budget",
+            "extras",
+            "jsonable",
+            "optimizer_step",
+            "turn",
+        }
+    ),
     frozenset({"errors", "sliced", "words"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).

@@ -22,11 +22,13 @@ from wholebatch.feed import Feed
 from wholebatch.forward_state import ForwardState
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
+from wholebatch.hooks import OnGradient
 from wholebatch.loss import Loss, Terms, Units, mean_loss
 from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
+from wholebatch.turn import Turn
 from wholebatch.untouched import Untouched
 from wholebatch.window import Window
 
@@ -58,16 +60,21 @@ class Accumulator:
 
     `audit=True` reads from the graph of the first losses whether what is given as a sum is a mean,
     and whether the loss compares samples with each other.
+
+    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
+    whole gradient. With `optimizer=None` a window ends with that gradient in `.grad`, for you to
+    step with and to clear.
     """
 
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         *,
         steps: int | dict[int, int] | Steps,
         clip_norm: ClipNorm = None,
         clip_value: float | None = None,
+        on_gradient: OnGradient | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         ema: Ema | None = None,
@@ -80,6 +87,7 @@ class Accumulator:
         allow_untested_device: bool = False,
         audit: bool = True,
     ) -> None:
+        self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
         if batchnorm == "exact":
             raise OptionError(
                 'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
@@ -99,9 +107,14 @@ class Accumulator:
             sync=engine,
         )
         store = choose_store(
-            gradients, optimizer_on=optimizer_on, target=target, options=options, sync=engine
+            gradients,
+            optimizer_on=optimizer_on,
+            target=target,
+            options=options,
+            sync=engine,
+            on_gradient=on_gradient is not None,
         )
-        self._window = Window(target, options, engine, store)
+        self._window = Window(target, options, engine, store, on_gradient)
         self._untouched = Untouched(self._window)
         reduce = engine.sum_tensor if engine.ranks > 1 else None
         self._batchnorms = [
@@ -170,6 +183,12 @@ class Accumulator:
         micro-batch are the sum over its backwards: give 0 with all but one if they are terms over
         the same units.
         """
+        with self._turn:
+            return self._backward(total, units, more)
+
+    def _backward(
+        self, total: Tensor | Loss | Terms, units: Units | None, more: bool
+    ) -> Step | None:
         if self._place_done and self._driver is not None:
             raise WindowError(
                 "a second backward for one micro-batch: pass more=True on all but its last"
@@ -249,10 +268,11 @@ class Accumulator:
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
-        if not self._window.is_open:
-            self._places = 0
-            return None
-        return self._close()
+        with self._turn:
+            if not self._window.is_open:
+                self._places = 0
+                return None
+            return self._close()
 
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""

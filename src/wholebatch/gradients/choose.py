@@ -12,7 +12,7 @@ from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.host import HostStore
 from wholebatch.gradients.moments import MomentsStore
-from wholebatch.gradients.parts import check_parts
+from wholebatch.gradients.parts import check_parts, refuse_foreign_code
 from wholebatch.gradients.release import ReleaseStore, check_release
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.suits import check_moments
@@ -36,10 +36,12 @@ def choose(
     options: CloseOptions,
     sync: Sync,
     counts_units: bool = False,
+    on_gradient: bool = False,
 ) -> Store:
     """The store for `gradients=`, checked against everything else that was asked for.
 
-    `counts_units`: whether the units of a window are known before its first backward.
+    `counts_units`: the units of a window are known before its first backward. `on_gradient`: a
+    function of the user's is to see the whole gradient.
     """
     _check_name("gradients", gradients, get_args(GradientsOn))
     _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))
@@ -48,6 +50,10 @@ def choose(
             f'optimizer_on="host" with gradients={gradients!r}: the step on the host takes the '
             'gradients that are summed there; add gradients="host"'
         )
+    if on_gradient:
+        _check_whole_gradient("on_gradient=", gradients, sync)
+    if not target.steps:
+        _check_whole_gradient("optimizer=None", gradients, sync)
     if gradients == "device":
         return DeviceStore(target, options, sync)
     option = f"gradients={gradients!r}"
@@ -58,6 +64,7 @@ def choose(
         )
     _check_dense(target, option)
     if gradients == "moments":
+        refuse_foreign_code(target.optimizers, option)
         check_moments(target, options, counts_units=counts_units)
         return MomentsStore(target, options, sync)
     check_parts(target.optimizers, option)
@@ -73,6 +80,19 @@ def choose(
 def _check_name(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise OptionError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _check_whole_gradient(what: str, gradients: str, sync: Sync) -> None:
+    if sync.owns_hooks:
+        raise UnsupportedError(
+            f"{what} with DeepSpeed's ZeRO 1 to 3: its gradients are in the engine's own slices, "
+            "not in .grad; use ZeRO 0, DDP or FSDP2"
+        )
+    if gradients not in ("device", "swap") or (gradients == "swap" and what == "optimizer=None"):
+        raise OptionError(
+            f"{what} with gradients={gradients!r}: the whole gradient is never in .grad there; use "
+            'gradients="device"'
+        )
 
 
 def _is_whole(target: Target) -> bool:

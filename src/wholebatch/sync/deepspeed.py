@@ -80,6 +80,7 @@ class DeepSpeed(Sync):
 
     counts_must_agree = True  # ZeRO 3 gathers in forwards, 2 and 3 reduce in every backward
     keeps_gradients = False
+    owns_step = True
     grows_own_graph = True  # graphs end in the engine's hooks, and only its backward() runs them
 
     def __init__(self, engine: Any, *, sync: str = "auto") -> None:

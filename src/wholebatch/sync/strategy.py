@@ -44,6 +44,9 @@ class Sync(ABC):
     owns_hooks: bool = False
     """Whether the engine has put its own post-accumulate-grad hooks on the parameters."""
 
+    owns_step: bool = False
+    """True if the engine steps the optimizer itself."""
+
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
