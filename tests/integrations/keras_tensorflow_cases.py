@@ -52,6 +52,28 @@ def test_two_replicas() -> None:
     assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 6))) <= 1e-12
 
 
+def test_embeddings_on_two_replicas() -> None:
+    """The gradient of an embedding comes as rows; other numbers of tokens on each replica."""
+    generator = np.random.default_rng(3)
+    x = generator.integers(0, 7, (22, 5))  # 0 is padding
+    y = generator.normal(size=(22, 5, 2))
+
+    def made(kind: Any = keras.Model, **options: Any) -> Any:
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((5,), dtype="int32")
+        rows = keras.layers.Embedding(7, 4, mask_zero=True)(inputs)
+        return kind(inputs=inputs, outputs=keras.layers.Dense(2)(rows), **options)
+
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = made(GradientAccumulateModel, accum_steps=2)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    start = flat(model)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    whole = made()
+    whole.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 6), epochs=1)) <= 1e-12
+
+
 def test_a_loop_around_a_tape() -> None:
     """Eagerly in the first window, as a graph from then on."""
     x, y = data(sum(SIZES))
