@@ -247,8 +247,8 @@ def _weights(evidence: Evidence) -> list[Cause]:
                 (),
                 f"no weighting of the micro-batches' gradients gives the undivided batch's: "
                 f"{said(left)} of it remains",
-                "samples are coupled in the loss (in-batch negatives, a quantile, a norm over the "
-                "batch): compute that part on the whole batch",
+                "samples are coupled in the loss (in-batch negatives, a quantile, a ratio of two "
+                "sums over the batch): wb.Coupled(encode, loss) computes it on the whole batch",
             )
         ]
     total = sum(units)

@@ -1,0 +1,177 @@
+"""`verify` on losses that draw random numbers, and on models with two faces: the cause it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wholebatch as wb
+from tests.support import mlp, samples
+from wholebatch.errors import LossError
+
+BATCH = samples(13, dtype=torch.float32)
+
+
+def denoising(model: nn.Module, micro: Any) -> wb.Loss:
+    """A diffusion loss: noise and a time for every sample, drawn in the loss."""
+    x = micro["x"]
+    noise, time = torch.randn_like(x), torch.rand(len(x), 1)
+    off = F.mse_loss(model(x * (1 - time) + noise * time), noise, reduction="sum")
+    return wb.Loss(off, len(x))
+
+
+def denoising_mean(model: nn.Module, micro: Any) -> wb.Loss:
+    x = micro["x"]
+    noise = torch.randn_like(x)
+    return wb.Loss(F.mse_loss(model(x + noise), noise), 1)
+
+
+def mixup(model: nn.Module, micro: Any) -> wb.Loss:
+    x, y = micro["x"], micro["y"]
+    other = torch.randperm(len(x))
+    logits = model(0.7 * x + 0.3 * x[other])
+    mixed = [F.cross_entropy(logits, labels, reduction="sum") for labels in (y, y[other])]
+    return wb.Loss(0.7 * mixed[0] + 0.3 * mixed[1], len(x))
+
+
+def one_by_one(model: nn.Module, micro: Any) -> wb.Loss:
+    """As many draws as samples, of other shapes each: nothing that can be held."""
+    rows = [row + torch.rand(1 + i % 3).mean() for i, row in enumerate(micro["x"])]
+    return wb.cross_entropy(model(torch.stack(rows)), micro["y"])
+
+
+def network(outputs: int) -> nn.Module:
+    return mlp(classes=outputs, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_noise_is_the_only_cause(drops: bool) -> None:
+    model = nn.Sequential(network(5), nn.Dropout(0.2)) if drops else network(5)
+    verdict = wb.verify(model, denoising, BATCH, micro_batch=4)
+    assert not verdict.same
+    assert [cause.kind for cause in verdict.causes] == ["randomness"], verdict
+    evidence = verdict.causes[0].evidence
+    assert "randn_like (test_noise.py:" in evidence
+    assert "rand (test_noise.py:" in evidence
+    assert "held, the same for each sample, the gradient is that of the undivided batch" in evidence
+    assert not verdict.notes
+    assert "give them with it" in verdict.causes[0].advice
+
+
+def test_noise_that_comes_with_the_batch_is_the_same_update() -> None:
+    """The advice leads to an exact update."""
+
+    def loss(model: nn.Module, micro: Any) -> wb.Loss:
+        x, noise, time = micro["x"], micro["noise"], micro["time"]
+        off = F.mse_loss(model(x * (1 - time) + noise * time), noise, reduction="sum")
+        return wb.Loss(off, len(x))
+
+    batch = {**BATCH, "noise": torch.randn_like(BATCH["x"]), "time": torch.rand(13, 1)}
+    verdict = wb.verify(network(5), loss, batch, micro_batch=4)
+    assert verdict.same
+    assert not verdict.causes
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "kinds"),
+    [
+        (denoising_mean, 5, ["randomness", "a mean of means"]),
+        (mixup, 3, ["randomness", "order of the samples"]),
+        (one_by_one, 3, ["randomness"]),
+    ],
+)
+def test_what_else_is_wrong_is_named_beside_the_noise(
+    loss: Any, outputs: int, kinds: list[str]
+) -> None:
+    verdict = wb.verify(network(outputs), loss, BATCH, micro_batch=4)
+    assert [cause.kind for cause in verdict.causes] == kinds, verdict
+    assert ("still" in verdict.causes[0].evidence) == (len(kinds) > 1)
+
+
+def test_noise_in_a_coupled_loss() -> None:
+    def encode(model: nn.Module, micro: Any) -> tuple[Tensor, Tensor]:
+        x = micro["x"]
+        return model(x + torch.randn_like(x)), model(x + torch.randn_like(x))
+
+    def loss(views: tuple[Tensor, Tensor]) -> wb.Loss:
+        return wb.info_nce(*views)
+
+    verdict = wb.verify(network(4), wb.Coupled(encode, loss), BATCH, micro_batch=4)
+    assert [cause.kind for cause in verdict.causes] == ["randomness"], verdict
+    assert "that of the undivided batch" in verdict.causes[0].evidence
+
+
+class Detector(nn.Module):
+    """Losses in training mode, detections in evaluation mode, and images of any size."""
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Conv2d(3, 8, 3, padding=1)
+        self.box = nn.Linear(8, 4)
+        self.draws = draws
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+        features = [self.body(image[None]).relu().mean((0, 2, 3)) for image in images]
+        boxes = self.box(torch.stack(features))
+        if not self.training:
+            return [{"boxes": box[None]} for box in boxes]
+        assert targets is not None
+        halves = [torch.rand(len(images), 2) if self.draws else torch.ones(1, 2) for _ in range(2)]
+        errors = [(b - t["boxes"]).abs().sum() for b, t in zip(boxes, targets, strict=True)]
+        drawn = (boxes * torch.cat(halves, 1)).square().sum()
+        return {"box": torch.stack(errors).mean(), "sampled": drawn / len(images)}
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_detector(draws: bool) -> None:
+    """Switching the draws off by evaluation mode takes its losses away: that is no way."""
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.randn(3, 8 + i % 3, 9 + i % 2, generator=generator) for i in range(9)]
+    targets = [{"boxes": torch.rand(1 + i % 3, 4, generator=generator)} for i in range(9)]
+
+    def loss(model: nn.Module, micro: Any) -> wb.Loss:
+        losses = model(micro["images"], micro["targets"])
+        return wb.mean_loss(sum(losses.values()), len(micro["images"]))
+
+    batch = {"images": images, "targets": targets}
+    verdict = wb.verify(Detector(draws=draws), loss, batch, micro_batch=4)
+    assert verdict.same is not draws
+    assert [cause.kind for cause in verdict.causes] == (["randomness"] if draws else [])
+    if draws:
+        assert "that of the undivided batch" in verdict.causes[0].evidence
+
+
+def test_numbers_drawn_in_the_order_of_the_batch_are_the_same() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    def loss(model: nn.Module, micro: Any) -> wb.Loss:
+        noise = torch.from_numpy(numpy.random.randn(*micro["x"].shape)).float()
+        return wb.cross_entropy(model(micro["x"] + noise), micro["y"])
+
+    verdict = wb.verify(network(3), loss, BATCH, micro_batch=4)
+    assert verdict.same
+    assert "draws random numbers: here those of the undivided batch" in verdict.notes[0]
+
+
+def test_a_loss_that_holds_the_model_itself() -> None:
+    """A copy in float64 is not what such a loss runs: a note, no refusal."""
+    model = network(3)
+    verdict = wb.verify(
+        model, lambda _, micro: wb.cross_entropy(model(micro["x"]), micro["y"]), BATCH
+    )
+    assert verdict.same
+    assert "not run in float64" in verdict.notes[0]
+
+
+def test_a_loss_that_fails_on_a_micro_batch() -> None:
+    def loss(model: nn.Module, micro: Any) -> wb.Loss:
+        near = torch.cdist(model(micro["x"]), model(micro["x"])).topk(2, largest=False).values
+        return wb.Loss(near.sum(), len(near))
+
+    with pytest.raises(LossError, match=r"fails on a micro-batch.*out of range.*wb\.Coupled"):
+        wb.verify(network(3), loss, BATCH, micro_batch=4)
