@@ -102,8 +102,8 @@ def _check_device(name: str, model: nn.Module) -> None:
         shown = ", ".join(map(repr, norms[:3])) + (" and more" if norms[3:] else "")
         raise UnsupportedError(
             f'batchnorm="{name}" with SyncBatchNorm in {shown} on a CPU: torch runs it on GPUs '
-            'only. WholeBatch(batchnorm="exact") includes all ranks and runs on a CPU; or accept '
-            'batchnorm="freeze", "group" or "layer"'
+            'only. WholeBatch(batchnorm="exact") includes all ranks and runs on a CPU (plain '
+            'models and DDP); or accept batchnorm="freeze", "group" or "layer"'
         )
 
 
@@ -158,8 +158,9 @@ class Refuse(_NothingPerWindow):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return (
             f"BatchNorm in {shown}: it would normalise with each micro-batch alone, and the update "
-            'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact; or name '
-            'what you accept: batchnorm="statistics", "freeze", "group", "layer" or "sync"'
+            'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact (plain '
+            "models and DDP); or name what you accept: "
+            'batchnorm="statistics", "freeze", "group", "layer", or "sync" (ranks on GPUs)'
         )
 
 
