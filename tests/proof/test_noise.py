@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import mlp, samples
@@ -44,6 +45,24 @@ def one_by_one(model: nn.Module, micro: Any) -> wb.Loss:
     return wb.cross_entropy(model(torch.stack(rows)), micro["y"])
 
 
+class Recomputed(nn.Module):
+    """Noise inside a checkpointed block is drawn again in the backward, where nothing holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(
+            lambda given: self.body(given + torch.randn_like(given)), x, use_reentrant=False
+        )
+        return out
+
+
+def classified(model: nn.Module, micro: Any) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
 def network(outputs: int) -> nn.Module:
     return mlp(classes=outputs, dtype=torch.float32)
 
@@ -77,17 +96,18 @@ def test_noise_that_comes_with_the_batch_is_the_same_update() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "outputs", "kinds"),
+    ("loss", "make", "kinds"),
     [
-        (denoising_mean, 5, ["randomness", "a mean of means"]),
-        (mixup, 3, ["randomness", "order of the samples"]),
-        (one_by_one, 3, ["randomness"]),
+        (denoising_mean, lambda: network(5), ["randomness", "a mean of means"]),
+        (mixup, lambda: network(3), ["randomness", "order of the samples"]),
+        (one_by_one, lambda: network(3), ["randomness"]),
+        (classified, Recomputed, ["randomness"]),
     ],
 )
 def test_what_else_is_wrong_is_named_beside_the_noise(
-    loss: Any, outputs: int, kinds: list[str]
+    loss: Any, make: Any, kinds: list[str]
 ) -> None:
-    verdict = wb.verify(network(outputs), loss, BATCH, micro_batch=4)
+    verdict = wb.verify(make(), loss, BATCH, micro_batch=4)
     assert [cause.kind for cause in verdict.causes] == kinds, verdict
     assert ("still" in verdict.causes[0].evidence) == (len(kinds) > 1)
 

@@ -211,6 +211,12 @@ def mean_as_sum(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.Loss(functional.cross_entropy(model(micro["x"]), micro["y"]), len(micro["y"]))
 
 
+def sum_and_mean(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    logits = model(micro["x"])
+    total = functional.cross_entropy(logits, micro["y"], reduction="sum")
+    return wb.Loss(total + 5 * logits.square().mean(), len(logits))
+
+
 def contrastive(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     z = model(micro["x"])
     return wb.Loss((z @ z.T).logsumexp(1).sum(), len(z))
@@ -244,6 +250,7 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str, tuple
     "coupled": (lambda: small(Centred()), loss, {}, "coupled samples", ("1",)),
     "hand-made": (lambda: small(nn.Tanh(), HandMade()), loss, {}, "coupled samples", ("2",)),
     "buffer": (lambda: small(Counting()), loss, {}, "a stateful module", ("1.seen",)),
+    "sum and mean": (small, sum_and_mean, {}, "a loss that does not decompose", ()),
     "mean of means": (small, mean_of_means, {}, "a mean of means", ()),
     "mean as sum": (small, mean_as_sum, {}, "a mean of means", ()),
     "contrastive": (small, contrastive, {}, "a loss that does not decompose", ()),
@@ -264,6 +271,19 @@ def test_the_cause_is_named(name: str) -> None:
     assert verdict.causes[0].where == where
     assert kind in str(verdict)
     assert verdict.gradient.worst(1)[0].distance > 0.01
+
+
+@pytest.mark.parametrize("features", [5, 40])
+def test_power_iterations_are_a_state(features: int) -> None:
+    """They move the gradient and hardly the loss; where they have converged, only float64 sees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(features, features)))
+    batch = samples(37, features, dtype=F32)
+    verdict = wb.verify(model, loss, batch, micro_batch=5)
+    assert not verdict.same
+    assert verdict.causes[0].kind == "a stateful module", verdict
+    names = {f"0.parametrizations.weight.0.{name}" for name in ("_u", "_v")}
+    assert set(verdict.causes[0].where) == names
 
 
 def test_a_counter_that_is_no_buffer() -> None:

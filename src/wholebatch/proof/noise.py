@@ -36,6 +36,8 @@ class Draws:
 
     places: dict[str, None] = field(default_factory=dict)
     """`operation (file:line)` of every draw that was seen, in their order."""
+    escaped: bool = False
+    """Draws were made outside the loss: a checkpointed block draws again in the backward."""
     _records: list[_Record] = field(default_factory=list)
 
     def holding(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -49,8 +51,12 @@ class Draws:
         self._records.append(record)
 
         def held(*args: Any) -> Any:
-            with _Hold(record) as hold:
-                returned = function(*args)
+            record.is_open = True
+            try:
+                with _Hold(record) as hold:
+                    returned = function(*args)
+            finally:
+                record.is_open = False
             record.counts.add(hold.count)
             return returned
 
@@ -59,7 +65,13 @@ class Draws:
     @property
     def steady(self) -> bool:
         """Tell if every call made the same draws, so that holding them has held everything."""
-        return all(not record.other_shapes and len(record.counts) <= 1 for record in self._records)
+        return not self.escaped and all(
+            not record.other_shapes and len(record.counts) <= 1 for record in self._records
+        )
+
+    def watching(self) -> TorchDispatchMode:
+        """While this is entered, draws that are made outside the loss are noticed."""
+        return _Outside(self)
 
     def __str__(self) -> str:
         places = list(self.places)
@@ -74,6 +86,7 @@ class _Record:
     rows: dict[int, Tensor] = field(default_factory=dict)
     counts: set[int] = field(default_factory=set)
     other_shapes: bool = False
+    is_open: bool = False
 
 
 class _Hold(TorchDispatchMode):
@@ -110,6 +123,20 @@ class _Hold(TorchDispatchMode):
             self.record.other_shapes = True
             return drawn
         return drawn.copy_(kept.expand_as(drawn))
+
+
+class _Outside(TorchDispatchMode):
+    """Notices draws that no `_Hold` has seen."""
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = self._draws
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            draws.escaped |= not any(record.is_open for record in draws._records)
+        return func(*args, **(kwargs or {}))
 
 
 def _line() -> str:

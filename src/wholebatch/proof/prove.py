@@ -193,7 +193,9 @@ class _Proof:
         bench = self.held
         if bench is None:
             return chance
-        whole, again = bench.whole(self.batch), bench.whole(self.batch)
+        with self.draws.watching():
+            whole = bench.whole(self.batch)
+        again = bench.whole(self.batch)
         others = in_other_orders(bench, self.batch, self.reading)
         ours = self._accumulated(bench)
         gradient = gradients("gradient", bench, ours, whole, [again, *others])
