@@ -172,8 +172,7 @@ class _norms_frozen:
 
     def __enter__(self) -> None:
         self._bench.begin()
-        for _, module in batchnorms_of(self._bench.model):
-            module.training = False
+        _freeze_norms(self._bench.model)
 
     def __exit__(self, *error: object) -> None:
         self._bench.begin()
@@ -259,10 +258,27 @@ def _audit(evidence: Evidence) -> Audit:
 
 
 def _weights(evidence: Evidence) -> list[Cause]:
-    """Which weights of the micro-batches' gradients make the undivided batch's gradient?"""
+    """Ask about the loss; BatchNorms are frozen for it, since they couple samples themselves."""
     bench = evidence.bench
+    bench.begin()
+    _freeze_norms(bench.model)
     if any(uses_batch_statistics(module) for _, module in batchnorms_of(bench.model)):
         return []
+    bench.silences.append(_freeze_norms)
+    try:
+        return _weighing(evidence)
+    finally:
+        bench.silences.pop()
+
+
+def _freeze_norms(model: nn.Module) -> None:
+    for _, module in batchnorms_of(model):
+        module.training = False
+
+
+def _weighing(evidence: Evidence) -> list[Cause]:
+    """Which weights of the micro-batches' gradients make the undivided batch's gradient?"""
+    bench = evidence.bench
     micros = evidence.reading.split(evidence.batch, evidence.micro_batch)[:64]
     parts, units = [], []
     for micro in micros:

@@ -16,7 +16,7 @@ from wholebatch.errors import LossError, OptionError, UnsupportedError, Wholebat
 from wholebatch.proof.approximate import approximated
 from wholebatch.proof.bench import Bench, in_other_orders
 from wholebatch.proof.chance import SILENCES, dropouts
-from wholebatch.proof.compare import Vectors, distance
+from wholebatch.proof.compare import Comparison, Vectors, distance
 from wholebatch.proof.diagnose import Evidence, diagnose
 from wholebatch.proof.judge import gradients, updates
 from wholebatch.proof.noise import Draws
@@ -122,7 +122,6 @@ class _Proof:
         self._divide(of_samples)
         chance = self._silence()
         whole = self._largest_that_fits(of_samples)
-        samples = self.reading.size(self.batch)
         if bench.options.get("gradients") == "moments":
             return self._approximate(of_samples, chance, began)
         if bench.numbers.precision == "fp16":
@@ -150,17 +149,10 @@ class _Proof:
             if wide.reference is not None:
                 to_float64 = _to_float64(bench, ours, [whole, *others], wide.reference)
                 self.notes += _further_from_float64(bench, *to_float64)
-        evidence = Evidence(
-            bench=bench,
-            batch=self.batch,
-            micro_batch=self.micro_batch,
-            reading=self.reading,
-            whole=whole,
-            again=again,
-            permuted=others,
-            gradient=gradient,
-            update=update,
-            float64=None if wide is None else wide.comparison,
+        float64 = None if wide is None else wide.comparison
+        evidence = replace(
+            self._evidence(bench, whole, again, others, gradient, update),
+            float64=float64,
             state=state,
         )
         causes: list[Cause] = []
@@ -174,18 +166,47 @@ class _Proof:
             same=same,
             gradient=gradient,
             update=update,
-            float64=None if wide is None else wide.comparison,
+            float64=float64,
             to_float64=to_float64,
             losses=(_number(whole.loss), _number(ours.loss)),
-            samples=samples,
-            of_samples=of_samples,
-            micro_batches=len(self.reading.split(self.batch, self.micro_batch)),
-            precision=bench.numbers.precision,
-            device=str(bench.parameters[0].device),
-            ranks=ranks(),
             causes=tuple(causes),
-            notes=tuple(self.notes),
-            seconds=time.perf_counter() - began,
+            **self._about(of_samples, began),
+        )
+
+    def _about(self, of_samples: int, began: float) -> dict[str, Any]:
+        """What a verdict says of the proof itself."""
+        return {
+            "samples": self.reading.size(self.batch),
+            "of_samples": of_samples,
+            "micro_batches": len(self.reading.split(self.batch, self.micro_batch)),
+            "precision": self.bench.numbers.precision,
+            "device": str(self.bench.parameters[0].device),
+            "ranks": ranks(),
+            "notes": tuple(self.notes),
+            "seconds": time.perf_counter() - began,
+        }
+
+    def _evidence(
+        self,
+        bench: Bench,
+        whole: Run,
+        again: Run,
+        others: Sequence[Run],
+        gradient: Comparison,
+        update: Comparison,
+    ) -> Evidence:
+        return Evidence(
+            bench=bench,
+            batch=self.batch,
+            micro_batch=self.micro_batch,
+            reading=self.reading,
+            whole=whole,
+            again=again,
+            permuted=others,
+            gradient=gradient,
+            update=update,
+            float64=None,
+            state={},
         )
 
     def _beside(self, chance: list[Cause]) -> list[Cause]:
@@ -207,19 +228,7 @@ class _Proof:
             said_held = f"{held} that of the undivided batch ({said(gradient.distance)} off)"
             return [replace(one, evidence=f"{one.evidence}; {said_held}") for one in chance]
         said_held = f"{held} still {said(gradient.distance)} off: see the next cause"
-        evidence = Evidence(
-            bench=bench,
-            batch=self.batch,
-            micro_batch=self.micro_batch,
-            reading=self.reading,
-            whole=whole,
-            again=again,
-            permuted=others,
-            gradient=gradient,
-            update=update,
-            float64=None,
-            state={},
-        )
+        evidence = self._evidence(bench, whole, again, others, gradient, update)
         return [
             *(replace(one, evidence=f"{one.evidence}; {said_held}") for one in chance),
             *diagnose(evidence),
@@ -231,6 +240,8 @@ class _Proof:
         except (WholebatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if not _raised_in(self.bench.loss, error):
+                raise
             raise LossError(
                 f"the loss fails on a micro-batch, and not on the undivided batch: "
                 f"{type(error).__name__}: {error}; a loss that needs several samples at once is "
@@ -239,8 +250,7 @@ class _Proof:
 
     def _approximate(self, of_samples: int, randomness: list[Cause], began: float) -> Verdict:
         """What was asked for is not the update of the undivided batch: say how far it is."""
-        bench = self.bench
-        found = approximated(bench, self.batch, self.micro_batch, self.reading)
+        found = approximated(self.bench, self.batch, self.micro_batch, self.reading)
         return Verdict(
             same=False,
             gradient=found.first,
@@ -248,16 +258,9 @@ class _Proof:
             float64=None,
             to_float64=None,
             losses=(_number(found.losses[0]), _number(found.losses[1])),
-            samples=self.reading.size(self.batch),
-            of_samples=of_samples,
-            micro_batches=len(self.reading.split(self.batch, self.micro_batch)),
-            precision=bench.numbers.precision,
-            device=str(bench.parameters[0].device),
-            ranks=ranks(),
             causes=(found.cause, *randomness),
-            notes=tuple(self.notes),
-            seconds=time.perf_counter() - began,
             approximate=True,
+            **self._about(of_samples, began),
         )
 
     # ------------------------------------------------------------ what is run
@@ -352,6 +355,15 @@ class _Proof:
             run = self.bench.whole(self.batch)
         assert run is not None
         return run
+
+
+def _raised_in(loss: Any, error: BaseException) -> bool:
+    """Tell if an error came out of the loss function itself."""
+    code = getattr(loss, "__code__", None)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code is not code:
+        frame = frame.tb_next
+    return frame is not None
 
 
 def _to_float64(
