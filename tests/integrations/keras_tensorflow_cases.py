@@ -62,8 +62,8 @@ def test_two_replicas() -> None:
 def test_embeddings_on_two_replicas() -> None:
     """The gradient of an embedding comes as rows; other numbers of tokens on each replica."""
     generator = np.random.default_rng(3)
-    x = generator.integers(0, 7, (22, 5))  # 0 is padding
-    y = generator.normal(size=(22, 5, 2))
+    x = generator.integers(0, 7, (20, 5))  # 0 is padding
+    y = generator.normal(size=(20, 5, 2))
 
     def made(kind: Any = keras.Model, **options: Any) -> Any:
         keras.utils.set_random_seed(5)
@@ -78,7 +78,7 @@ def test_embeddings_on_two_replicas() -> None:
     model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     whole = made()
     whole.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
-    assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 6), epochs=1)) <= 1e-12
+    assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 4), epochs=1)) <= 1e-12
 
 
 def test_a_loop_around_a_tape() -> None:
