@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -45,6 +45,9 @@ def choose(
     """
     _check_name("gradients", gradients, get_args(GradientsOn))
     _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))
+    runs_itself = sync.grows_own_graph or sync.owns_hooks or not _is_whole(target)
+    if runs_itself and (gradients != "device" or optimizer_on != "device"):
+        _refuse(gradients, optimizer_on)
     if optimizer_on == "host" and gradients != "host":
         raise OptionError(
             f'optimizer_on="host" with gradients={gradients!r}: the step on the host takes the '
@@ -57,11 +60,6 @@ def choose(
     if gradients == "device":
         return DeviceStore(target, options, sync)
     option = f"gradients={gradients!r}"
-    if sync.grows_own_graph or sync.owns_hooks or not _is_whole(target):
-        raise UnsupportedError(
-            f"{option} on a model that an engine shards or runs: its gradients are not made in the "
-            "parameters' own hooks; use a plain model or DDP, or the engine's own offloading"
-        )
     _check_dense(target, option)
     if gradients == "moments":
         refuse_foreign_code(target.optimizers, option)
@@ -75,6 +73,18 @@ def choose(
         check_release(target, options, counts_units=counts_units)
         return ReleaseStore(target, options, sync)
     return HostStore(target, options, sync, steps_on_host=optimizer_on == "host")
+
+
+def _refuse(gradients: str, optimizer_on: str) -> NoReturn:
+    given = f"gradients={gradients!r}"
+    if gradients == "device":
+        given = f"optimizer_on={optimizer_on!r}"
+    raise UnsupportedError(
+        f"{given} on a model that an engine shards or runs: its gradients are not made in the "
+        'parameters\' own hooks. Use a plain model or DDP; or leave gradients="device" and '
+        "optimizer_on away and let the engine shard more: fully_shard, or DeepSpeed's ZeRO 2 or 3 "
+        "(not its offloading, which is not shown to be exact)"
+    )
 
 
 def _check_name(name: str, value: object, allowed: tuple[Any, ...]) -> None:

@@ -142,10 +142,16 @@ class DeepSpeed(Sync):
                     "clip_norm= or clip_value=: give one"
                 )
             self.clip_norm = None
-        if options["precision"] not in ("full", "fp32") or options["scaler"] is not None:
+        if options["scaler"] is not None:
+            raise UnsupportedError(
+                "scaler= with a DeepSpeed engine: its backward is its own and takes no scaler, and "
+                "its fp16 is not shown to be exact; leave scaler= away and train in float32"
+            )
+        if options["precision"] not in ("full", "fp32"):
             raise UnsupportedError(
                 f"precision={options['precision']!r} with a DeepSpeed engine: it switches off an "
-                'autocast around it and has scalers of its own; use precision="full"'
+                "autocast around it, and its own bf16 and fp16 are not shown to be exact; use "
+                'precision="full", or another precision with DDP or fully_shard'
             )
         if self._stage == 3 and options["ema"] is not None:
             raise UnsupportedError(
