@@ -53,8 +53,8 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),
-    frozenset({"loss", "step", "randomness", "memory.budget", "extras", "jsonable"}),
-    frozenset({"errors", "sliced", "words"}),
+    frozenset({"loss", "step", "randomness", "memory.budget", "extras", "jsonable", "loading"}),
+    frozenset({"errors", "files", "sliced", "words"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(

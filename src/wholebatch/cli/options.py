@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import OptionError, StateError
+from wholebatch.files import reason
+from wholebatch.jsonable import read_json
 from wholebatch.scaling import BatchSchedule, parse_amount
 
 __all__ = [
@@ -311,12 +313,12 @@ def _flag(name: str) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """What `config.json` of a run says: the recipe and its settings."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path)
         wanted = {field.name for field in fields(Config) if field.default is MISSING}
         if not wanted <= stored["settings"].keys() or not isinstance(stored["recipe"], str):
             raise KeyError
     except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}") from error
+        raise StateError(f"{path} cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         raise StateError(f"{path} is damaged: it does not hold the settings of a run") from None
     result: dict[str, Any] = stored

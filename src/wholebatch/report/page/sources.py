@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import StateError
+from wholebatch.files import open_file, reason
+from wholebatch.jsonable import read_json
 
 __all__ = ["Run", "Sources", "kind_of", "read_sources"]
 
@@ -126,10 +128,15 @@ def _records(path: Path) -> list[Data]:
     if not path.is_file():
         return []
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    try:
+        with open_file(path) as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read: {reason(error)}") from error
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(record, dict) or not isinstance(record.get("window"), int):
             raise StateError(f"{path}, line {number}: is not the record of a window")
@@ -139,9 +146,9 @@ def _records(path: Path) -> list[Data]:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except OSError as error:
-        raise StateError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise StateError(f"{path}: cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise StateError(f"{path}: is not JSON: {error}") from error
 
