@@ -53,7 +53,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),
-    frozenset({"loss", "step", "randomness", "memory.budget", "extras", "jsonable", "loading"}),
+    frozenset(
+        {"loss", "step", "randomness", "memory.budget", "extras", "jsonable", "loading", "deadline"}
+    ),
     frozenset({"errors", "files", "sliced", "words"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).

@@ -225,7 +225,8 @@ class WholeBatch:
         """
         micros = self._fitting.split(batch)
         self._feeding.look_at(batch, micros, self._layout)
-        self.last_step = self._window_of(micros, after_micro)
+        with self._window.sync.failures():
+            self.last_step = self._window_of(micros, after_micro)
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:

@@ -57,6 +57,8 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
         yield
     except RankError as error:  # the rank that failed says what and where
         print(f"error: {_one_line(error)}", file=sys.stderr)
+        if crew.one_hangs and crew.is_first:
+            _tell_last(folder, crew)
         raise typer.Exit(1) from error
     except (WholebatchError, torch.OutOfMemoryError) as error:
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
