@@ -194,8 +194,7 @@ class WholeBatch:
     @property
     def micro_batch_size(self) -> int | None:
         """Samples in a micro-batch: as given, or what "auto" has chosen; None where it has not."""
-        given = self.micro_batch
-        return given if isinstance(given, int) else self._fitting.size
+        return self.micro_batch if isinstance(self.micro_batch, int) else self._fitting.size
 
     @property
     def recoveries(self) -> int:
@@ -223,9 +222,9 @@ class WholeBatch:
         `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
         it, and the step with the same batch after `load_state_dict()` goes on from there.
         """
-        micros = self._fitting.split(batch)
-        self._feeding.look_at(batch, micros, self._layout)
         with self._window.sync.failures():
+            micros = self._fitting.split(batch)
+            self._feeding.look_at(batch, micros, self._layout)
             self.last_step = self._window_of(micros, after_micro)
         return self.last_step
 

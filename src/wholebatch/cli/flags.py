@@ -19,6 +19,7 @@ __all__ = [
     "From",
     "Gradients",
     "LrRule",
+    "LrSteps",
     "Memory",
     "Noise",
     "Resume",
@@ -134,6 +135,15 @@ Schedule: TypeAlias = Annotated[
         help="With --parallel pipeline: the order of forwards and backwards; interleaved has two "
         "stages on every rank.",
         rich_help_panel=_RUN,
+    ),
+]
+LrSteps: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Updates that the learning-rate schedule is made for; then the rate stays. Default: "
+        "--steps of the run's beginning.",
+        rich_help_panel=_FOLLOWS,
     ),
 ]
 Deadline: TypeAlias = Annotated[

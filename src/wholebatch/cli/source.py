@@ -22,7 +22,7 @@ __all__ = ["Source", "given_of", "read_source"]
 # Options of the command that are not settings of a run's configuration.
 _PLACES = ("device", "parallel")
 _NUMBERS: dict[str, Callable[[str], float]] = {
-    **dict.fromkeys(("steps", "seed", "checkpoint_every", "zero", "base_batch"), int),
+    **dict.fromkeys(("steps", "lr_steps", "seed", "checkpoint_every", "zero", "base_batch"), int),
     **dict.fromkeys(("clip_norm", "lr"), float),
 }
 

@@ -24,6 +24,7 @@ from wholebatch.cli.flags import (
     From,
     Gradients,
     LrRule,
+    LrSteps,
     Memory,
     Noise,
     Resume,
@@ -97,6 +98,7 @@ def train(
     ] = None,
     execute: Execute = None,
     gradients: Gradients = None,
+    lr_steps: LrSteps = None,
     lr_rule: LrRule = None,
     base_batch: BaseBatch = None,
     betas: Betas = None,
@@ -169,6 +171,7 @@ def train(
         "fit": fit or None,
         "zero": zero,
         "schedule": schedule,
+        "lr_steps": lr_steps,
         "lr_rule": lr_rule,
         "base_batch": base_batch,
         "betas": betas,
@@ -217,7 +220,7 @@ def train(
 def _train(asked: Asked, crew: Crew) -> int:
     from wholebatch.cli.failure import training_failures
     from wholebatch.cli.folder import resume_command
-    from wholebatch.cli.said import head_rows
+    from wholebatch.cli.said import head_rows, schedule_said
     from wholebatch.cli.session import build
     from wholebatch.cli.start import checkpoint_of, find
     from wholebatch.report.manifest import versions_here
@@ -251,6 +254,8 @@ def _train(asked: Asked, crew: Crew) -> int:
         for note in asked.source.notes(
             digest=recipe.digest, versions=versions_here(), ranks=crew.ranks
         ):
+            terminal.note(f"note: {note}")
+        if found is not None and (note := schedule_said(session, found)):
             terminal.note(f"note: {note}")
         crew.first(lambda: _begin(session, folder, found, terminal))
         about = f": {recipe.description}" if recipe.description else ""

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from wholebatch.errors import RecipeError, WholebatchError
+from wholebatch.recipes.horizon import with_horizon
 
 __all__ = ["EMBEDDED", "Recipe", "Settings", "load_recipe", "place_of", "source_of"]
 
@@ -118,11 +119,20 @@ class Recipe:
         return optimizer
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
-        """What `scheduler(optimizer)` or `scheduler(optimizer, steps)` returns, or None."""
+        """What `scheduler(optimizer)` or `scheduler(optimizer, steps)` returns, or None.
+
+        One that is made for a number of updates stays at its last rate after them.
+        """
         if "scheduler" not in self._parts:
             return None
-        wants_steps = _takes(self._parts["scheduler"], 2)
-        return self._call("scheduler", optimizer, *((steps,) if wants_steps else ()))
+        if not self.schedule_ends:
+            return self._call("scheduler", optimizer)
+        return with_horizon(self._call("scheduler", optimizer, steps), steps)
+
+    @property
+    def schedule_ends(self) -> bool:
+        """True if the learning-rate schedule is made for a number of updates."""
+        return "scheduler" in self._parts and _takes(self._parts["scheduler"], 2)
 
     def build_tokens(self, budget: int) -> Any:
         """How to split by a budget of tokens: the recipe's `tokens(budget)`, else the plain one."""
