@@ -336,8 +336,11 @@ def read_config(path: Path) -> dict[str, Any]:
             raise KeyError
     except OSError as error:
         raise StateError(f"{path} cannot be read: {reason(error)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise StateError(f"{path} is damaged: it does not hold the settings of a run") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f" ({error})" if isinstance(error, ValueError) else ""
+        raise StateError(
+            f"{path} is damaged: it does not hold the settings of a run{why}"
+        ) from None
     result: dict[str, Any] = stored
     return result
 

@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import inspect
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -216,6 +217,8 @@ def _find(name: str) -> Path:
         raise RecipeError(f"recipe {name!r} is empty; give a Python file or one of: {known}")
     if path.is_dir():
         raise RecipeError(f"recipe {name!r} is a folder; give a Python file or one of: {known}")
+    if "\0" not in name and os.path.lexists(name):
+        raise RecipeError(f"recipe {name!r} is not a file; give a Python file or one of: {known}")
     meant = f"{name}.py" if Path(f"{name}.py").is_file() else ""
     meant = meant or next(iter(get_close_matches(name, EMBEDDED, n=1)), "")
     hint = f" (did you mean {meant}?)" if meant else ""

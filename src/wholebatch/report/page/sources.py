@@ -8,6 +8,7 @@ A folder is a run of `wholebatch train` (`config.json`, `metrics.jsonl`), with w
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     for path, name in zip(paths, names, strict=True):
         if path.is_dir():
             _read_folder(path, name, sources)
-        elif path.is_file():
+        elif os.path.lexists(path):
             data = _load(path)
             sources.add(_known(path, data), name, data)
         else:
@@ -108,7 +109,7 @@ def _beside(path: Path) -> str:
 
 
 def _read_folder(path: Path, name: str, sources: Sources) -> None:
-    if not (path / "config.json").is_file():
+    if not os.path.lexists(path / "config.json"):
         raise StateError(f"{path}: there is no run in this folder (it has no config.json)")
     config = _load(path / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
