@@ -180,7 +180,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:
     absent = [
         name
         for name in optimizer.defaults
-        if any(name not in group for group in optimizer.param_groups)
+        if name != "differentiable"  # torch adds it to the defaults of every optimizer it loads
+        and any(name not in group for group in optimizer.param_groups)
     ]
     if absent:
         raise StateError(

@@ -197,6 +197,19 @@ def test_another_kind_of_optimizer_is_noticed() -> None:
         check_optimizer(sgd, where="x.pt")
 
 
+def test_an_optimizer_of_ones_own_is_its_own() -> None:
+    """Torch adds "differentiable" to the defaults of what it loads, but not to the groups."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+    model = nn.Linear(4, 3)
+    own = Own(model.parameters())
+    own.load_state_dict(Own(model.parameters()).state_dict())
+    check_optimizer(own, where="x.pt")
+
+
 def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     write_atomically(path, "old")

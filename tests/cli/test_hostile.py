@@ -16,7 +16,7 @@ import pytest
 from tests.cli.helpers import NOISY, Ran, command_line, environment_of, metrics_of
 from tests.cli.test_resume import assert_same_run
 from wholebatch import files
-from wholebatch.report.tensorboard import Events
+from wholebatch.report.metrics import MetricsFile, writing
 
 pytestmark = pytest.mark.timeout(120)  # a FIFO that is waited for would hang
 
@@ -211,37 +211,31 @@ def test_a_disk_that_fills_at_a_checkpoint(command: Command, recipe: Write, tmp_
     assert_same_run(tmp_path / "straight", tmp_path / "run")
 
 
-def test_a_disk_that_fills_at_the_metrics(command: Command, recipe: Write, tmp_path: Path) -> None:
+def test_a_disk_that_fills_at_what_is_watched(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
     path = recipe(NOISY)
     ran = limited(tmp_path, path, 60_000, "--steps", 200, "--checkpoint-every", 50)
     assert ran.status == 1
     error, advice = ran.err.splitlines()
-    assert error == "error: cannot write run/metrics.jsonl: File too large"
+    assert error == "error: cannot write run/tensorboard: File too large"  # it grows fastest
     assert advice.startswith("  go on from the last checkpoint: ")
     made = command("train", "--resume", "--out", "run", "--steps", 120)
     assert made.status == 0, made.err
     assert [record["update"] for record in metrics_of(tmp_path / "run")] == list(range(1, 121))
 
 
-def test_a_disk_that_fills_under_tensorboard(
+def test_a_disk_that_fills_at_the_metrics(
     command: Command, recipe: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, written = recipe(NOISY), Events.sync
+    def full(self: MetricsFile, record: object) -> None:
+        with writing(self.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def full(self: Events) -> None:
-        class Writer:
-            def flush(self) -> None:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        self._writer.close()
-        self._writer = Writer()
-        written(self)
-
-    monkeypatch.setattr(Events, "sync", full)
-    monkeypatch.setattr(Events, "close", lambda self: None)
-    ran = command("train", path, "--out", "run")
+    monkeypatch.setattr(MetricsFile, "write", full)
+    ran = command("train", recipe(NOISY), "--out", "run")
     assert ran.status == 1
-    assert ran.err.startswith("error: cannot write run/tensorboard: No space left on device\n")
+    assert ran.err.startswith("error: cannot write run/metrics.jsonl: No space left on device\n")
 
 
 def test_a_page_on_a_full_disk(
