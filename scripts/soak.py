@@ -40,7 +40,6 @@ ROOT = Path(__file__).parents[1]
 RECIPE = Path(__file__).with_name("soak_recipe.py")
 CUT = "newest checkpoint cut short"
 OF_RANKS = 0.1  # of the windows
-RANKS_RATE = 3.0  # faults are likelier there: their windows are fewer
 MAY_END_BY = {
     1: ("out of memory in the step", "NaN", "full disk at a checkpoint"),
     130: ("SIGTERM",),
@@ -111,11 +110,16 @@ def windows_of(run: Path) -> int:
         return 0
 
 
+def _train(out: Path, windows: int) -> list[str]:
+    # The noise scale is estimated from micro-batches: it depends on how a window was cut.
+    options = ["--out", str(out), "--steps", str(windows), "--noise", "off"]
+    return ["train", str(RECIPE), *options]
+
+
 def straight(out: Path, windows: int, progress: Progress) -> None:
     """The run without faults that the others are held against."""
-    arguments = ["train", str(RECIPE), "--out", str(out), "--steps", str(windows)]
     status = forked(
-        arguments,
+        _train(out, windows),
         out.with_suffix(".log"),
         lambda: progress.tell("without faults", windows_of(out)),
     )
@@ -129,11 +133,10 @@ def in_one_process(out: Path, windows: int, seed: int, progress: Progress) -> Co
     draw, faults = random.Random(seed), out.with_suffix(".faults")
     counted: Counter[str] = Counter()
     for attempt in range(10_000):
-        arguments = ["train", str(RECIPE), "--out", str(out), "--steps", str(windows)]
         before = _read(faults)
         progress.faults = Counter(before) + counted
         status = forked(
-            [*arguments, "--auto-resume"],
+            [*_train(out, windows), "--auto-resume"],
             out.with_suffix(".log"),
             lambda: progress.tell("one process", windows_of(out)),
             SOAK_FAULTS=str(faults),
@@ -160,12 +163,11 @@ def on_ranks(out: Path, windows: int, seed: int, progress: Progress) -> Counter[
         "PYTHONPATH": str(ROOT / "src"),
         "GLOO_SOCKET_IFNAME": "lo",
         "SOAK_FAULTS": str(faults),
-        "SOAK_RATE": str(RANKS_RATE),
         "SOAK_DRAW": f"{seed} ranks",
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", "2", "--max-restarts", "10000", "-m", "wholebatch.cli"]
-    launch += ["train", str(RECIPE), "--out", str(out), "--steps", str(windows)]
+    launch += _train(out, windows)
     with log.open("wb") as file:
         running = subprocess.Popen(launch, env=environment, stdout=file, stderr=file)
     try:

@@ -5,7 +5,7 @@ same bits in whatever micro-batches, and on however many ranks, it is made. Only
 ran out of memory half way through a window be compared bit for bit with one that did not.
 
 `SOAK_FAULTS` names a file to which every fault is written before it happens; without it there are
-none. `SOAK_DRAW` is what the faults of this attempt are drawn from, `SOAK_RATE` multiplies them.
+none. `SOAK_DRAW` is what the faults of this attempt are drawn from.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ RATES = {
     "out of memory in a forward": 1 / 200,
     "out of memory in a backward": 1 / 200,
     "slow rank": 1 / 400,
-    "out of memory in the step": 1 / 1500,
-    "NaN": 1 / 1500,
-    "full disk at a checkpoint": 1 / 1500,
-    "SIGTERM": 1 / 1500,
-    "SIGKILL": 1 / 1500,
+    "out of memory in the step": 1 / 1000,
+    "NaN": 1 / 1000,
+    "full disk at a checkpoint": 1 / 1000,
+    "SIGTERM": 1 / 1000,
+    "SIGKILL": 1 / 1000,
 }
-_draw = random.Random(f"{os.environ.get('SOAK_DRAW')} {RANK}")
+_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+_draw = random.Random(f"{os.environ.get('SOAK_DRAW')} {_attempt} {RANK}")
 _log = os.environ.get("SOAK_FAULTS")
 _step_fails = False
 
@@ -48,9 +49,9 @@ def _happens() -> str | None:
     """The fault of this micro-batch, if there is one; the global generators are left alone."""
     if _log is None:
         return None
-    at, rate = _draw.random(), float(os.environ.get("SOAK_RATE", "1"))
+    at = _draw.random()
     for name, chance in RATES.items():
-        at -= chance * rate
+        at -= chance
         if at < 0:
             _note(name)
             return name
