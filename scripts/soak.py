@@ -144,7 +144,8 @@ def in_one_process(out: Path, windows: int, seed: int, progress: Progress) -> Co
         )
         if status == 0:
             progress.add(windows)
-            return Counter(_read(faults)) + counted
+            progress.faults = Counter(_read(faults)) + counted
+            return progress.faults
         new = _read(faults)[len(before) :]
         if not any(name in MAY_END_BY.get(status, ()) for name in new):
             raise SystemExit(f"ended with {status}, by none of {new[-3:]}: {_tail(out)}")
@@ -167,15 +168,17 @@ def on_ranks(out: Path, windows: int, seed: int, progress: Progress) -> Counter[
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += ["--nproc-per-node", "2", "--max-restarts", "10000", "-m", "wholebatch.cli"]
-    launch += _train(out, windows)
+    launch += [*_train(out, windows), "--checkpoint-every", "10"]
     with log.open("wb") as file:
         running = subprocess.Popen(launch, env=environment, stdout=file, stderr=file)
     try:
+        before = progress.faults
         while running.poll() is None:
+            progress.faults = before + Counter(_read(faults))
             progress.tell("two ranks", windows_of(out))
             time.sleep(0.2)
     finally:
-        running.terminate()
+        running.terminate()  # torchrun ends its workers
     if running.wait():
         raise SystemExit(f"two ranks ended with {running.returncode}: {_tail(out)}")
     progress.add(windows)

@@ -135,7 +135,7 @@ def _reader(folder: Path) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-    described = _description(folder)
+    described: Metadata = _description(folder)
 
     class Reader(FileSystemReader):
         def read_metadata(self, *_: Any, **__: Any) -> Metadata:

@@ -255,8 +255,8 @@ def _train(asked: Asked, crew: Crew) -> int:
             digest=recipe.digest, versions=versions_here(), ranks=crew.ranks
         ):
             terminal.note(f"note: {note}")
-        if found is not None and (note := schedule_said(session, found)):
-            terminal.note(f"note: {note}")
+        if found is not None and (goes_on := schedule_said(session, found)):
+            terminal.note(f"note: {goes_on}")
         crew.first(lambda: _begin(session, folder, found, terminal))
         about = f": {recipe.description}" if recipe.description else ""
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)

@@ -67,6 +67,7 @@ class Progress:
         self.windows += self.is_open and error is None
         self.is_open = False
         self._handled = None
+        self.mark()
         self.pause()
 
     def pause(self) -> None:
