@@ -64,9 +64,11 @@ LAYERS: tuple[frozenset[str], ...] = (
             "jsonable",
             "optimizer_step",
             "turn",
+            "loading",
+            "deadline",
         }
     ),
-    frozenset({"errors", "sliced", "words"}),
+    frozenset({"errors", "files", "sliced", "words"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(

@@ -226,7 +226,7 @@ class WholeBatch:
         """
         if not self._window.target.steps:
             raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
-        with self._turn:
+        with self._turn, self._window.sync.failures():
             self.last_step = self._window_of(batch, after_micro)
         return self.last_step
 
@@ -237,7 +237,7 @@ class WholeBatch:
         is stepped. Clear the gradients after your step: the next window refuses to begin on them.
         """
         self._window.store.check_hand_over()
-        with self._turn:
+        with self._turn, self._window.sync.failures():
             self.last_step = self._window_of(batch, after_micro, steps=False)
         return self.last_step
 

@@ -165,6 +165,7 @@ class DeepSpeed(Sync):
             )
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().begin(parameters)
         if self._order is not None:
             self._order.value = 0
         if self._failed:
@@ -190,7 +191,8 @@ class DeepSpeed(Sync):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         try:
-            yield
+            with self.failures():
+                yield
         except BaseException:
             self._failed = True
             raise
@@ -251,6 +253,7 @@ class DeepSpeed(Sync):
 
     def discard(self) -> None:
         """As DeepSpeed itself does after an overflow; nothing is left to do after a step."""
+        super().discard()
         optimizer = self._engine.optimizer
         if self._stage == 3:
             optimizer.zero_grad()
@@ -266,6 +269,7 @@ class DeepSpeed(Sync):
                 optimizer.all_grad_tensors[index] = None
 
     def restore(self) -> None:
+        super().restore()
         self._engine._is_gradient_accumulation_boundary = self._found
 
 
