@@ -184,10 +184,14 @@ class Accumulator:
         the same units.
         """
         with self._turn:
-            return self._backward(total, units, more)
+            return self._backward(total, units, mean, more)
 
     def _backward(
-        self, total: Tensor | Loss | Terms, units: Units | None, more: bool
+        self,
+        total: Tensor | Loss | Terms | None,
+        units: Units | None,
+        mean: Tensor | None,
+        more: bool,
     ) -> Step | None:
         if self._place_done and self._driver is not None:
             raise WindowError(
@@ -195,11 +199,11 @@ class Accumulator:
             )
         if self._places == 0 and self._driver is None:
             self._open_place()
-        total, units = self._read(total, units, mean)
+        summed, counted = self._read(total, units, mean)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         self._window.closing = is_last and not more
         self._untouched.check()
-        self._window.add(total, units)
+        self._window.add(summed, counted)
         self._untouched.remember()
         if more:
             return None
