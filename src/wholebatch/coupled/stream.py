@@ -113,7 +113,7 @@ class StreamLook:
             return  # no loss at all: refused elsewhere
         assert scalar is not None
         if kind not in self._kinds:
-            (check_sum if mean is None else check_mean)(scalar, units)
+            (check_sum if mean is None else check_mean)(scalar, check_units(units))
             self._kinds.add(kind)
         if self._handles and in_parts:
             number = float(check_units(units))
