@@ -239,7 +239,8 @@ def _eagerly() -> AbstractContextManager[Any]:
     """Run compiled modules as they are written: the look is not to make them compile again."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class Uncheckable(Exception):

@@ -105,11 +105,11 @@ class Moving:
         """The items that change the loss by themselves; all, if none does."""
         if len(self._moved) == 1:
             return self._moved
-        acting = [
-            key
-            for key in self._moved[:8]
-            if not identical(self._second(lambda key=key: first.after.restore(only=[key])), again)
-        ]
+
+        def alone(key: Key) -> Run:
+            return self._second(lambda: first.after.restore(only=[key]))
+
+        acting = [key for key in self._moved[:8] if not identical(alone(key), again)]
         return acting or self._moved[:4]
 
     def _is_read(self, key: Key, again: Run, tolerance: Tolerance) -> bool:
