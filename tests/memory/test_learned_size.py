@@ -43,7 +43,9 @@ def trained(
 ) -> tuple[nn.Module, wb.WholeBatch, Device]:
     model = dropped()
     device = Device(model, fits or 10**6)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch, **options)
+    train = wb.WholeBatch(
+        model, sgd(model), loss=loss, micro_batch=micro_batch, audit=False, **options
+    )
     torch.manual_seed(8)
     for number in range(windows):
         train.step(samples(64 + number % 2))
@@ -67,7 +69,7 @@ def test_a_handful_of_restarts_in_all(given: int, fits: int, learned: int, caplo
 
 def test_one_long_batch_is_an_accident_and_cuts_one_micro_batch() -> None:
     model = mlp()
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8, audit=False)
     calls = []
 
     def fails_once(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -88,7 +90,7 @@ def test_the_update_is_that_of_the_whole_batch(sizes: int) -> None:
     model = mlp()
     device = Device(model, 3)
     whole = Whole(mlp())
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=sizes)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=sizes, audit=False)
     for number in (29, 30, 31):
         train.step(samples(number))
         whole.step(samples(number))
