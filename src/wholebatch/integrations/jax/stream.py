@@ -146,7 +146,7 @@ def multi_steps(
             total=jax.tree.map(lambda sum_: jnp.where(open_, sum_, jnp.zeros_like(sum_)), total),
             updates=state.updates + makes,
             inner=inner_state,
-            skipped=state.skipped + (closes & jnp.logical_not(finite)),
+            skipped=state.skipped + (closes & ~finite),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
