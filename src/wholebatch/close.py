@@ -31,7 +31,6 @@ __all__ = [
     "CloseOptions",
     "Closed",
     "Holder",
-    "blame",
     "check_counts",
     "close_gradients",
     "dense_gradients",
@@ -42,6 +41,7 @@ __all__ = [
     "scalar_on",
     "stepping",
     "takes_grad_scale",
+    "where_nonfinite",
 ]
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
@@ -225,19 +225,17 @@ def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]
     return min(bad, default=None)
 
 
-def blame(culprit: int | None, count: int, *, on: str, others: str, losses_finite: bool) -> str:
-    """Say what of a window is not finite; `culprit` is the micro-batch of this rank, if it is one.
-
-    `on` names this rank where there are several, `others` who it is if no loss of this rank is.
-    """
+def where_nonfinite(
+    culprit: int | None, micro_batches: int, *, rank: int | None, losses: bool, own: bool
+) -> str:
+    """Say where something is not finite: `losses`, or only gradients; `own`: this rank has data."""
     bad = "a loss that is not finite"
     if culprit is not None:
-        return f"micro-batch {culprit + 1} of {count}{on} has {bad}"
-    return (
-        "the losses are finite but the gradients are not"
-        if losses_finite
-        else f"{others} has {bad}"
-    )
+        on = "" if rank is None else f" on rank {rank}"
+        return f"micro-batch {culprit + 1} of {micro_batches}{on} has {bad}"
+    if losses:
+        return f"{'another rank' if own else 'the batch'} has {bad}"
+    return "the losses are finite but the gradients are not"
 
 
 def read_units(units: Sequence[Tensor | float]) -> float:
