@@ -325,13 +325,9 @@ class Hosted:
     def _nonfinite(self, held: Sequence[Holder], totals: Sequence[float], total: float) -> None:
         books, ranks = self._books, self.ranks
         culprit = first_nonfinite({"": totals}, range(len(totals)))
-        where = where_nonfinite(
-            culprit,
-            books.micro_batches,
-            rank=ranks.rank if ranks.size > 1 else None,
-            losses=not math.isfinite(total),
-            own=True,
-        )
+        rank = ranks.rank if ranks.size > 1 else None
+        losses = not math.isfinite(total)
+        where = where_nonfinite(culprit, books.micro_batches, rank=rank, losses=losses, own=True)
         if self.options.nonfinite == "skip" and not self._is_scaled():
             self._skip(held)
             return

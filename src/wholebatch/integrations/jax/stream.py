@@ -120,9 +120,9 @@ def multi_steps(
         window = state.units + counted
         steps = every_k(state.updates) if callable(every_k) else every_k
         closes = (place >= steps) | jnp.asarray(last, bool)
-        finite = jax.tree.reduce(
-            lambda so_far, leaf: so_far & jnp.isfinite(leaf).all(), total, True
-        )
+        finite = jnp.ones((), bool)
+        for leaf in jax.tree.leaves(total):
+            finite &= jnp.isfinite(leaf).all()
         makes = closes & (window > 0) & finite
 
         def close(inner_state: Any) -> tuple[Any, Any]:
@@ -147,7 +147,7 @@ def multi_steps(
             total=jax.tree.map(lambda sum_: jnp.where(open_, sum_, jnp.zeros_like(sum_)), total),
             updates=state.updates + makes,
             inner=inner_state,
-            skipped=state.skipped + (closes & jnp.logical_not(finite)),
+            skipped=state.skipped + (closes & ~finite),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
