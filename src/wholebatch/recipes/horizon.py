@@ -21,7 +21,7 @@ class Horizon:
     >>> held = Horizon(schedule, 2)
     >>> rates = []
     >>> for _ in range(4):
-    ...     optimizer.step(), held.step()
+    ...     _ = optimizer.step(), held.step()
     ...     rates.append(optimizer.param_groups[0]["lr"])
     >>> rates
     [0.75, 0.5, 0.5, 0.5]
