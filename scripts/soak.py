@@ -150,7 +150,7 @@ def in_one_process(out: Path, windows: int, seed: int, progress: Progress) -> Co
         if not any(name in MAY_END_BY.get(status, ()) for name in new):
             raise SystemExit(f"ended with {status}, by none of {new[-3:]}: {_tail(out)}")
         counted["resumed"] += 1
-        if draw.random() < 0.25 and _cut(out, draw):
+        if draw.random() < 0.4 and _cut(out, draw):
             counted[CUT] += 1
     raise SystemExit(f"not done after 10,000 attempts: {_tail(out)}")
 

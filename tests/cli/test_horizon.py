@@ -75,6 +75,18 @@ def test_a_schedule_that_is_made_anew(
     assert "schedule" not in last.out
 
 
+def test_made_anew_after_its_end(command: Command, recipe: Write, tmp_path: Path) -> None:
+    """The updates beyond the end of the first schedule count in the second."""
+    path = recipe(NOISY, ending("lambda"))
+    assert command("train", path, "--out", "first", "--steps", 3).status == 0
+    assert command("train", "--resume", "--out", "first", "--steps", 6).status == 0
+    again = ("train", "--resume", "--out", "first", "--steps", 9, "--lr-steps", 9)
+    assert command(*again).status == 0
+    assert command("train", path, "--out", "straight", "--steps", 9).status == 0
+    wanted, found = rates(tmp_path / "straight"), rates(tmp_path / "first")
+    assert found[6:] == pytest.approx(wanted[6:], rel=1e-12)
+
+
 def test_stopped_and_resumed_without_another_number(
     command: Command, recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +122,7 @@ def test_where_it_would_do_nothing_it_is_refused(command: Command, recipe: Write
 def test_a_schedule_made_anew_has_no_more_steps_than_it_is_made_for() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=10)
-    state = {**Horizon(schedule, 10).state_dict(), "last_epoch": 10}
+    state = {**Horizon(schedule, 10).state_dict(), "last_epoch": 10, "made": 12}
     short = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)
     Horizon(short, 4).load_state_dict(state)
     assert short.last_epoch == 4

@@ -81,7 +81,7 @@ def schedule_said(session: Session, found: Found) -> str | None:
     if steps > horizon:
         rate = f" at {now:.3g}" if session.train.updates >= horizon else " as it is then"
         said += f", after them the rate stays{rate}"
-    return f"{said}; --lr-steps {steps} makes it anew"
+    return f"{said};\n  --lr-steps {steps} makes it anew"
 
 
 def _batch_rows(session: Session) -> Rows:

@@ -21,7 +21,7 @@ class Horizon:
     >>> held = Horizon(schedule, 2)
     >>> rates = []
     >>> for _ in range(4):
-    ...     optimizer.step(), held.step()
+    ...     _ = optimizer.step(), held.step()
     ...     rates.append(optimizer.param_groups[0]["lr"])
     >>> rates
     [0.75, 0.5, 0.5, 0.5]
@@ -31,21 +31,24 @@ class Horizon:
         self.scheduler = scheduler
         self.optimizer = scheduler.optimizer
         self.updates = updates
+        self._made = 0  # updates so far, those beyond the last too
         # What the scheduler sets, at its beginning: rates, and momenta or betas of some.
         self._start = [_numbers(group) for group in self.optimizer.param_groups]
 
     def step(self) -> None:
         """Go on to the next update; nothing happens beyond the last."""
+        self._made += 1
         if self.scheduler.last_epoch < self.updates:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's own state, and for how many updates it was made."""
-        return {**self.scheduler.state_dict(), "horizon": self.updates}
+        """Return the scheduler's own state, for how many updates it is, and how many were made."""
+        return {**self.scheduler.state_dict(), "horizon": self.updates, "made": self._made}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; one made for another number of updates is made anew up to there."""
-        own = {name: value for name, value in state.items() if name != "horizon"}
+        own = {name: value for name, value in state.items() if name not in ("horizon", "made")}
+        self._made = int(state.get("made", state["last_epoch"]))
         if state.get("horizon", self.updates) == self.updates:
             self.scheduler.load_state_dict(own)
             return
@@ -53,7 +56,7 @@ class Horizon:
             group.update(start)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no optimizer steps between these
-            for _ in range(min(int(state["last_epoch"]), self.updates)):
+            for _ in range(min(self._made, self.updates)):
                 self.scheduler.step()
 
 
