@@ -56,8 +56,8 @@ class Accumulator:
     `acc.backward(mean=..., units=...)`. Without `over`, `backward` closes every `steps`-th time,
     and `flush()` closes a short last window.
 
-    `audit=True` reads from the graph of the first losses whether what is given as a sum is a mean,
-    and whether the loss compares samples with each other.
+    `audit=True` looks at the first window: what is given as a sum must not be a mean, the loss must
+    not compare samples, and the model must not let them act on each other or move state of its own.
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class Accumulator:
         self._untouched.remember()
         if more:
             return None
-        self._look.done()
+        if self._look.active:
+            self._look.done()
         if not self._window.weightless:
             self._window.micro_batch_done()
         for policy in self._batchnorms:
@@ -210,13 +211,15 @@ class Accumulator:
                     "backward(mean=...) without units=: say what it is the mean over "
                     "(units=samples, tokens or weights)"
                 )
-            self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
+            if self._look.active:
+                self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
             loss = mean_loss(mean, units)
             return loss.total, loss.units
         if isinstance(total, Loss):
             if units is not None:
                 raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            self._look.at_backward(total, in_parts=self._in_parts)
+            if self._look.active or type(total) is not Loss:
+                self._look.at_backward(total, in_parts=self._in_parts)
             return total.total, total.units
         if isinstance(total, Terms):
             self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
@@ -232,7 +235,8 @@ class Accumulator:
                 "(units=samples, tokens or weights), or say that it is a mean: "
                 "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
             )
-        self._look.at_backward(total, units, in_parts=self._in_parts)
+        if self._look.active:
+            self._look.at_backward(total, units, in_parts=self._in_parts)
         return total, units
 
     @property

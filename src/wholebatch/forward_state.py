@@ -25,8 +25,15 @@ _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _MUTABLE = (Tensor, list, tuple, dict, deque, set, torch.Generator)
 _TORCHS = frozenset(vars(nn.Module()))
 # Wrappers keep the books of their engine in attributes; those are not the model's.
-_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "deepspeed.")
-_WRAPPERS += ("accelerate.", "lightning.fabric.", "lightning_fabric.")
+_WRAPPERS = (
+    "torch.nn.parallel.",
+    "torch.distributed.",
+    "torch._dynamo.",
+    "deepspeed.",
+    "accelerate.",
+    "lightning.fabric.",
+    "lightning_fabric.",
+)
 _LARGE = 1 << 24
 _MANY = 256
 _DEEP = 3
@@ -193,16 +200,17 @@ def _put_back(item: Item) -> None:
     if not item.kept.returns and item.kept.found is item.kept.copy:
         return  # a result of a forward
     found, module, name = _restored(item.kept), item.module, item.name
-    held = module._buffers if item.is_buffer else module.__dict__
+    held, other = module._buffers, module.__dict__
+    if not item.is_buffer:
+        held, other = other, held
+    other.pop(name, None)
     if name not in held or held[name] is not found:
-        _remove(module, name)
         held[name] = found
 
 
 def _remove(module: nn.Module, name: str) -> None:
     module.__dict__.pop(name, None)
-    if name in module._buffers:
-        del module._buffers[name]
+    module._buffers.pop(name, None)
 
 
 def _restored(kept: Kept) -> Any:
@@ -224,9 +232,9 @@ def _restored(kept: Kept) -> Any:
         found.clear()
         found.update(values)
     elif isinstance(found, (list, deque)):
-        values = [_restored(value) for value in copy]
+        held = [_restored(value) for value in copy]
         found.clear()
-        found.extend(values)
+        found.extend(held)
     elif isinstance(found, tuple):
         for value in copy:
             _restored(value)

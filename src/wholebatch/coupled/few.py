@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,6 +56,7 @@ class Run:
 
     @property
     def is_finite(self) -> bool:
+        """True if the loss is a number; one of a batch that has none is left to the step."""
         return math.isfinite(self.total)
 
     @property
@@ -84,7 +86,9 @@ class Few:
         self.model = model
         self.layout = layout
         self.count = count
-        self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
+        self.parameters = [(n, p) for n, p in named if p.requires_grad]
+        self._data = [(p, p.data) for _, p in named]
         self.start = ForwardState(model, results=True)
         self.weights = weight_norms(model)
         sizes = {id(p): norm / p.numel() ** 0.5 for p, norm in self.weights.items() if p.numel()}
@@ -104,7 +108,7 @@ class Few:
         try:
             with (
                 warnings.catch_warnings(),
-                torch.compiler.set_stance("force_eager"),  # else compiled modules compile again
+                _eagerly(),
                 self.fixed,
                 self.called,
                 torch.enable_grad(),
@@ -112,7 +116,7 @@ class Few:
                 warnings.simplefilter("ignore")
                 yield
         finally:
-            self.start.restore()
+            self._begin()
 
     def whole(self) -> Run:
         """Run all samples, and record what they draw."""
@@ -142,6 +146,9 @@ class Few:
 
     def _begin(self) -> None:
         self.start.restore()
+        for parameter, data in self._data:
+            if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
+                parameter.data = data
         self.fixed.begin()
 
     def _made(self, start: int, stop: int, *, scale: float, backward: bool) -> Run:
@@ -214,12 +221,26 @@ class Few:
         return terms
 
 
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """True for an ordinary tensor of floating-point numbers: no subclass, nothing quantised."""
+    wide = parameter.dtype in (torch.float64, torch.float32, *SIXTEEN_BIT)
+    return wide and type(parameter.data) is Tensor and parameter.layout is torch.strided
+
+
 @torch.no_grad()
 def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     """Return the norm of every parameter, to see whether a forward changes it."""
-    found = [p for p in model.parameters() if p.layout is torch.strided]
+    found = [p for p in model.parameters() if _is_plain(p)]
     norms = torch._foreach_norm([p.detach() for p in found]) if found else []
     return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Run compiled modules as they are written: the look is not to make them compile again."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class Uncheckable(Exception):
