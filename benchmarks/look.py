@@ -127,7 +127,7 @@ def table(rows: list[dict[str, Any]], where: str) -> str:
     lines = [
         "# The cost of the look before the first split window\n",
         f"Once per run; `python benchmarks/look.py`, {date.today()}, {where}, torch "
-        f"{torch.__version__}. Micro-batch: eager forward and backward. Medians of {ROUNDS} calls.\n",
+        f"{torch.__version__}. Micro-batches: eager, forward and backward. Medians of {ROUNDS}.\n",
         "| model | one micro-batch, ms | the look, ms | ratio |",
         "|---|---:|---:|---:|",
     ]
