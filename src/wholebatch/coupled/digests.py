@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.backward import is_reentrant
 from wholebatch.hooks import DeferredHooks
@@ -32,11 +33,12 @@ def gradient_digests(
 
     def hook(place: int, parameter: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
         def digest(gradient: Tensor) -> Tensor | None:
-            made = _digest(gradient.detach(), parameter.detach())
-            sums[place] = sums[place] + made if place in sums else made
-            if gradient.layout is not torch.strided:
-                return None
-            return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient at once
+            with _disable_current_modes():  # they would be asked for each of these operations
+                made = _digest(gradient.detach(), parameter.detach())
+                sums[place] = sums[place] + made if place in sums else made
+                if gradient.layout is not torch.strided:
+                    return None
+                return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient at once
 
         return digest
 

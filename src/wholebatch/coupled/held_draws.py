@@ -40,7 +40,7 @@ class HeldDraws(TorchDispatchMode):
         self._names: list[str] = []
         self._part: tuple[int, int, int] | None = None
         self._next = 0
-        self._is_draw: dict[Any, bool] = {}
+        self._is_draw: dict[int, bool] = {}
 
     @property
     def held(self) -> bool:
@@ -74,10 +74,11 @@ class HeldDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
-        is_draw = self._is_draw.get(func)
+        # Called for every operation: by identity, since an operation's own hash is Python code.
+        is_draw = self._is_draw.get(id(func))
         if is_draw is None:
-            is_draw = self._is_draw[func] = torch.Tag.nondeterministic_seeded in func.tags
+            is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
+        given = kwargs or {}
         if not is_draw or _draws_nothing(func, args, given):
             return func(*args, **given)
         made = func(*args, **given)
