@@ -95,6 +95,4 @@ def kinds_for(mistake: Mistake, door: str) -> list[str]:
     names = set(models.KINDS) if mistake.only is None else set(mistake.only)
     if door != "WholeBatch":
         names -= models.WITH_BATCHNORM
-    if mistake.name.startswith("a step hook"):
-        names -= models.RANDOM
     return sorted(names - mistake.never)

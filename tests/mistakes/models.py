@@ -469,3 +469,61 @@ def physics(draw: random.Random, samples: int) -> Task:
 
     batch = {"x": rows(samples, 1)}
     return Task("", model, batch, forward, lambda out, b: out.square().sum(1))
+
+
+def small(kind_of_model: str) -> nn.Module:
+    """A tiny Hugging Face model without dropout, in float64."""
+    import transformers
+
+    shape: dict[str, dict[str, Any]] = {
+        "GPT2": {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2},
+        "Bert": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "T5": {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2},
+    }
+    still = {
+        "GPT2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "Bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        "T5": ("dropout_rate",),
+    }
+    head = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}
+    more = {"intermediate_size": 12} if kind_of_model == "Bert" else {}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "decoder_start_token_id": 0}
+    config = getattr(transformers, f"{kind_of_model}Config")(
+        vocab_size=13,
+        **shape[kind_of_model],
+        **dict.fromkeys(still[kind_of_model], 0.0),
+        **ends,
+        **more,
+    )
+    model: nn.Module = getattr(transformers, kind_of_model + head[kind_of_model])(config)
+    return model.double()
+
+
+def hugging(kind_of_model: str, samples: int) -> Task:
+    made = of_tokens(nn.Identity(), samples, 13)
+    model = small(kind_of_model)
+
+    def forward(m: nn.Module, b: Batch) -> Tensor:
+        ways = {"input_ids": b["x"], "attention_mask": b["mask"].long()}
+        if kind_of_model == "T5":
+            ways["decoder_input_ids"] = b["y"]
+        out: Tensor = m(**ways).logits
+        return out
+
+    return made.but(model=model, forward=forward)
+
+
+@kind("gpt2")
+def gpt2(draw: random.Random, samples: int) -> Task:
+    return hugging("GPT2", samples)
+
+
+@kind("bert")
+def bert(draw: random.Random, samples: int) -> Task:
+    return hugging("Bert", samples)
+
+
+@kind("t5")
+def t5(draw: random.Random, samples: int) -> Task:
+    # Its norms and softmax are computed in float32 whatever the parameters are.
+    return hugging("T5", samples).but(tolerance=1e-6)

@@ -302,6 +302,16 @@ def a_sum_divided_by_its_units_given_as_a_sum(task: Task) -> Task:
     return task.but(loss=loss, truth=lambda model, batch: loss(model, batch).value)
 
 
+@mistake(IS_MEAN, doors=("WholeBatch", *STREAMS), only=frozenset({"gpt2", "bert"}))
+def the_models_own_mean_given_as_a_sum(task: Task) -> Task:
+    def loss(model: nn.Module, micro: Batch) -> Any:
+        labels = micro["x"].masked_fill(~micro["mask"], -100)
+        ways = {"input_ids": micro["x"], "attention_mask": micro["mask"].long()}
+        return Sum(model(**ways, labels=labels).loss, (labels[:, 1:] != -100).sum())
+
+    return task.but(loss=loss, truth=lambda model, batch: loss(model, batch).value)
+
+
 @mistake(r"\bsum\b|add up", doors=EVERYWHERE)
 def a_sum_given_as_a_mean(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
@@ -637,7 +647,13 @@ def an_accumulator_without_steps(task: Task) -> Task:
     return task
 
 
-@mistake(r"never", listed=True, doors=EVERYWHERE, never=frozenset({"complex"}))
+@mistake(
+    r"never",
+    listed=True,
+    # Lightning runs backward inside the optimizer's step, after its hooks, divided or not.
+    doors=tuple(door for door in EVERYWHERE if door != "Lightning"),
+    never=frozenset({"complex"} | RANDOM),
+)
 def a_step_hook_that_wants_whole_gradients(task: Task) -> Task:
     """Not a mistake: it must be exact, with a fused optimizer in float32 too."""
 
