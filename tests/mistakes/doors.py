@@ -261,6 +261,22 @@ def trainer(task: Task, sizes: Sizes, windows: int = 1) -> None:
         ).train()
 
 
+def by_hand(task: Task, sizes: Sizes, windows: int = 1) -> None:
+    """Plain torch: sums of gradients, divided once by all units; it checks nothing."""
+    optimizer = task.optimizer(task.model)
+    for _ in range(windows):
+        units = 0.0
+        for micro, _last in over(task, pieces(task.batch, sizes), sizes, optimizer):
+            loss = as_loss(task.given(task.model, micro))
+            loss.total.backward()
+            units += float(loss.units)
+        for parameter in task.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(units)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Prepares(OfTask):
     """A trainer that leaves samples out when it prepares a batch."""
 
@@ -275,6 +291,7 @@ def trainer_that_prepares(task: Task, sizes: Sizes, windows: int = 1) -> None:
 
 
 DOORS: dict[str, Door] = {
+    "by hand": by_hand,
     "WholeBatch": whole,
     "Accumulator": accumulator,
     "Accumulator, counted": counted,

@@ -93,6 +93,6 @@ def complaint(mistake: Mistake, kind: str, door: str, seed: int) -> str | None:
 def kinds_for(mistake: Mistake, door: str) -> list[str]:
     """The kinds of models that a mistake can be planted in, for this door."""
     names = set(models.KINDS) if mistake.only is None else set(mistake.only)
-    if door != "WholeBatch":
+    if door not in ("WholeBatch", "by hand"):
         names -= models.WITH_BATCHNORM
     return sorted(names - mistake.never)

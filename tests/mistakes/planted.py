@@ -392,7 +392,9 @@ def around(kind: Callable[[Tensor], nn.Module]) -> Callable[[Task], Task]:
         seen: list[Tensor] = []
         handle_of = copy.deepcopy(task.model)
         handle_of.register_forward_hook(
-            lambda _m, _a, out: seen.append(out if isinstance(out, Tensor) else out[0])
+            lambda _m, _a, out: seen.append(
+                out.logits if hasattr(out, "logits") else out if isinstance(out, Tensor) else out[0]
+            )
         )
         with torch.random.fork_rng():
             task.forward(handle_of, task.batch)

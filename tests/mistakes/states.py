@@ -19,6 +19,9 @@ class Wrapped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = self.model(*args, **kwargs)
+        if hasattr(out, "logits"):
+            out.logits = self.behind(out.logits)
+            return out
         return self.behind(out) if isinstance(out, Tensor) else (self.behind(out[0]), *out[1:])
 
 
