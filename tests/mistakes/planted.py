@@ -601,7 +601,7 @@ def the_schedule_kept_in_the_loop(task: Task) -> Task:
     return in_the_loop(line)(task)
 
 
-@mistake(r"parameter", moves=True, doors=(*LOOP, "Lightning", "Trainer"))
+@mistake(r"parameter|changed in the middle", moves=True, doors=(*LOOP, "Lightning", "Trainer"))
 def weights_decayed_in_the_loop(task: Task) -> Task:
     @torch.no_grad()
     def line(moment: Moment) -> None:
