@@ -315,9 +315,10 @@ def the_models_own_mean_given_as_a_sum(task: Task) -> Task:
 @mistake(r"\bsum\b|add up", doors=EVERYWHERE)
 def a_sum_given_as_a_mean(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
-        return Mean(*task.sum(model, micro))
+        losses = task.losses(task.forward(model, micro), micro)
+        return Mean(losses.sum(), losses.numel())
 
-    return task.but(loss=loss)
+    return task.but(loss=loss, announced=task.units)
 
 
 @mistake(r"mean|units", doors=("WholeBatch", "Lightning"))
