@@ -81,8 +81,8 @@ def samples_of(task: Task, model: nn.Module, micro: Batch) -> tuple[Tensor, Tens
     return features(out), losses.flatten(1).sum(1) if losses.dim() > 1 else losses
 
 
-def similarity(z: Tensor) -> Tensor:
-    z = F.normalize(z, dim=1)
+def similarity(z: Tensor, losses: Tensor) -> Tensor:
+    z = F.normalize(torch.cat([z, losses[:, None]], 1), dim=1)
     return z @ z.T * 3.0
 
 
@@ -92,27 +92,27 @@ def similarity(z: Tensor) -> Tensor:
 @mistake(COUPLES, listed=True, doors=("WholeBatch",))
 def a_contrastive_loss_by_our_cross_entropy(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
-        z, _ = samples_of(task, model, micro)
-        return wb.cross_entropy(similarity(z), torch.arange(len(z)))
+        z, losses = samples_of(task, model, micro)
+        return wb.cross_entropy(similarity(z, losses), torch.arange(len(z)))
 
     return task.but(loss=loss)
 
 
-@mistake(COUPLES, listed=True)
+@mistake(COUPLES, listed=True, doors=EVERYWHERE)
 def a_contrastive_loss_as_a_sum(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
-        z, _ = samples_of(task, model, micro)
-        total = F.cross_entropy(similarity(z), torch.arange(len(z)), reduction="sum")
+        z, losses = samples_of(task, model, micro)
+        total = F.cross_entropy(similarity(z, losses), torch.arange(len(z)), reduction="sum")
         return Sum(total, len(z))
 
     return task.but(loss=loss, announced=lambda micro: len(next(iter(micro.values()))))
 
 
-@mistake(COUPLES, listed=True)
+@mistake(COUPLES, listed=True, doors=EVERYWHERE)
 def a_contrastive_loss_as_a_mean(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
-        z, _ = samples_of(task, model, micro)
-        return Mean(F.cross_entropy(similarity(z), torch.arange(len(z))), len(z))
+        z, losses = samples_of(task, model, micro)
+        return Mean(F.cross_entropy(similarity(z, losses), torch.arange(len(z))), len(z))
 
     return task.but(loss=loss, announced=lambda micro: len(next(iter(micro.values()))))
 
@@ -199,7 +199,7 @@ def pairwise_ranking(task: Task) -> Task:
     return coupled(term)(task)
 
 
-@mistake(COUPLES)
+@mistake(COUPLES + "|units")
 def hardest_half_of_the_batch(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         _, losses = samples_of(task, model, micro)
@@ -307,12 +307,22 @@ def the_models_own_mean_given_as_a_sum(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         labels = micro["x"].masked_fill(~micro["mask"], -100)
         ways = {"input_ids": micro["x"], "attention_mask": micro["mask"].long()}
-        return Sum(model(**ways, labels=labels).loss, (labels[:, 1:] != -100).sum())
+        counted = labels[:, 1:] if task.name == "gpt2" else labels
+        return Sum(model(**ways, labels=labels).loss, (counted != -100).sum())
 
     return task.but(loss=loss, truth=lambda model, batch: loss(model, batch).value)
 
 
-@mistake(r"\bsum\b|add up", doors=EVERYWHERE)
+@mistake(r"\bsum\b|add up", doors=EVERYWHERE, only=CLASSIFIERS)
+def torchs_summed_cross_entropy_given_as_a_mean(task: Task) -> Task:
+    def loss(model: nn.Module, micro: Batch) -> Any:
+        total = F.cross_entropy(task.forward(model, micro), micro["y"], reduction="sum")
+        return Mean(total, len(micro["y"]))
+
+    return task.but(loss=loss)
+
+
+@mistake(r"\bsum\b|add up")
 def a_sum_given_as_a_mean(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         losses = task.losses(task.forward(model, micro), micro)
@@ -602,7 +612,11 @@ def the_schedule_kept_in_the_loop(task: Task) -> Task:
     return in_the_loop(line)(task)
 
 
-@mistake(r"parameter|changed in the middle", moves=True, doors=(*LOOP, "Lightning", "Trainer"))
+@mistake(
+    r"parameter|changed in the middle|modified by an inplace",
+    moves=True,
+    doors=(*LOOP, "Lightning", "Trainer"),
+)
 def weights_decayed_in_the_loop(task: Task) -> Task:
     @torch.no_grad()
     def line(moment: Moment) -> None:
