@@ -160,7 +160,7 @@ def test_the_batch_stays_where_it_is() -> None:
         seen.append(len(micro["y"]))
         return loss(model, micro)
 
-    wb.WholeBatch(model, sgd(model), loss=watching, micro_batch=4).step(samples(10))
+    wb.WholeBatch(model, sgd(model), loss=watching, micro_batch=4, audit=False).step(samples(10))
     assert seen == [4, 4, 2]
 
 
@@ -204,7 +204,7 @@ def test_an_error_in_the_loss_leaves_nothing_behind() -> None:
             raise KeyError("my own bug")
         return loss(model, micro)
 
-    train = wb.WholeBatch(model, sgd(model), loss=fails_once, micro_batch=3, precision="full")
+    train = wb.WholeBatch(model, sgd(model), loss=fails_once, micro_batch=3, audit=False)
     with pytest.raises(KeyError, match="my own bug"):
         train.step(samples(8))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -267,7 +267,7 @@ def test_auto_recovers_from_a_real_out_of_memory_as_if_split_so_from_the_start(f
 
     model = with_dropout()
     torch.manual_seed(11)
-    train = wb.WholeBatch(model, sgd(model), loss=limited, micro_batch="auto")
+    train = wb.WholeBatch(model, sgd(model), loss=limited, micro_batch="auto", audit=False)
     split = []
     for _ in range(2):
         sizes.clear()

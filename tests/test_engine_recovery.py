@@ -38,7 +38,9 @@ def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
 
 def run(make: Any, policy: str, sizes: list[int], failure: OutOfMemoryAt | None) -> Any:
     model = make()
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8, batchnorm=policy)
+    train = wb.WholeBatch(
+        model, sgd(model), loss=loss, micro_batch=8, batchnorm=policy, audit=False
+    )
     train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     torch.manual_seed(8)
     if failure is None:

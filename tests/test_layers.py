@@ -49,7 +49,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "splitting",
             "scaling",
             "steps",
-            "snapshot",
+            "forward_state",
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Backward", "backward_into"]
+__all__ = ["Backward", "backward_into", "is_reentrant"]
 
 
 _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
@@ -37,7 +37,7 @@ def backward_into(
     parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
 ) -> Backward:
     """A backward for graphs like those of `totals` that adds into `parameters` alone."""
-    if not _is_reentrant(totals):
+    if not is_reentrant(totals):
         leaves = tuple(parameters)
 
         def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
@@ -65,7 +65,7 @@ def backward_into(
     return Backward(restoring, overlaps=False)
 
 
-def _is_reentrant(totals: Iterable[Tensor]) -> bool:
+def is_reentrant(totals: Iterable[Tensor]) -> bool:
     """Whether a node of torch.utils.checkpoint(use_reentrant=True) is in the graph."""
     stack: list[Any] = [total.grad_fn for total in totals]
     seen: set[Any] = set()

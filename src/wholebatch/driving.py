@@ -12,7 +12,7 @@ from torch import nn
 from wholebatch import randomness
 from wholebatch.errors import OptionError, RankError, WindowError
 from wholebatch.feed import Feed
-from wholebatch.snapshot import Snapshot
+from wholebatch.forward_state import ForwardState
 
 if TYPE_CHECKING:
     from wholebatch.accumulator import Accumulator
@@ -125,7 +125,7 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
             if not window.weightless:
                 yield items[index]
             else:
-                before = [Snapshot(model) for model in window.target.models]
+                before = [ForwardState(model) for model in window.target.models]
                 yield stand_in
                 for snapshot in before:
                     snapshot.restore()

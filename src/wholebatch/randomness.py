@@ -10,11 +10,14 @@ import torch
 
 from wholebatch.errors import StateError
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "is_same", "restore"]
 
 
-def capture(*, every: bool = True) -> dict[str, Any]:
-    """The generators' states; `every=False` leaves out Python's and NumPy's (cheaper)."""
+def capture(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
+    """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper).
+
+    `to_save=False` is for states that stay in this process.
+    """
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -23,8 +26,9 @@ def capture(*, every: bool = True) -> dict[str, Any]:
         numpy = sys.modules.get("numpy")  # only if the program uses it already
         if numpy is not None:
             name, keys, *rest = numpy.random.get_state()
-            # Not as uint32: torch.save takes that dtype, plain pickle does not.
-            state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+            if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
+                keys = torch.from_numpy(keys.astype("int64"))
+            state["numpy"] = (name, keys, *rest)
     return state
 
 
@@ -46,6 +50,19 @@ def restore(state: dict[str, Any]) -> None:
         import numpy
 
         name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state(
-            (name, keys.cpu().numpy().astype("uint32"), position, has_gauss, cached)
-        )
+        if isinstance(keys, torch.Tensor):
+            keys = keys.cpu().numpy().astype("uint32")
+        numpy.random.set_state((name, keys, position, has_gauss, cached))
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """True if two captured states are equal: nothing was drawn between them."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if hasattr(a, "tobytes"):  # NumPy's keys
+        return bool(a.tobytes() == b.tobytes())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    return bool(a == b)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.coupled.networks import NETWORKS, densenet, resnet, unet
 from tests.runners.windows import Dropped, batch, error, result, split, total, whole
-from wholebatch.coupled.audit import batchnorms
+from wholebatch.coupled.norms import batchnorms
 from wholebatch.errors import OptionError
 from wholebatch.runners.blocks import blocks_of
 from wholebatch.runners.hostpool import HostPool

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.coupled.networks import resnet
 from tests.runners.windows import Dropped, batch, error, lockstep, result, split, total, whole
-from wholebatch.coupled.audit import batchnorms
+from wholebatch.coupled.norms import batchnorms
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.runners.lockstep import LockStep
 

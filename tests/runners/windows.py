@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.coupled.audit import batchnorms
+from wholebatch.coupled.norms import batchnorms
 from wholebatch.runners.lockstep import LockStep
 
 torch.set_num_threads(1)

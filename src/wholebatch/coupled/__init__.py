@@ -1,6 +1,6 @@
 """Batches whose samples depend on each other."""
 
-from wholebatch.coupled.audit import Audit, Finding, audit, batchnorms, tracked_instance_norms
+from wholebatch.coupled.audit import Audit, Finding, audit
 from wholebatch.coupled.batchnorm import Choice, Policy, choose, convert, groups_for
 from wholebatch.coupled.contrastive import (
     Coupled,
@@ -9,6 +9,7 @@ from wholebatch.coupled.contrastive import (
     siglip_loss,
     supcon_loss,
 )
+from wholebatch.coupled.norms import batchnorms, tracked_instance_norms
 
 __all__ = [
     "Audit",

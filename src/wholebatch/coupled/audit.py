@@ -7,26 +7,26 @@ and looking at whose outputs move: that finds what no list of types can know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from wholebatch.coupled.probe import FUNCTION, Probe
+from wholebatch.coupled.adds_up import AddsUp
+from wholebatch.coupled.finding import Finding
+from wholebatch.coupled.norms import (
+    batchnorms,
+    is_spectral_norm,
+    tracked_instance_norms,
+    uses_batch_statistics,
+)
+from wholebatch.errors import LossError
+from wholebatch.splitting import to_device
 from wholebatch.splitting.layout import BatchSize, Static
 
-__all__ = [
-    "Audit",
-    "Finding",
-    "audit",
-    "audit_layers",
-    "batchnorms",
-    "tracked_instance_norms",
-    "uses_batch_statistics",
-]
+__all__ = ["Audit", "Finding", "audit"]
 
 _POLICIES = (
     'WholeBatch(batchnorm="exact") is exact; Accumulator needs "statistics", "freeze", "group", '
@@ -55,35 +55,28 @@ _ADVICE = {
         "one power iteration for every forward in training: it moves once per micro-batch, not "
         "once per update; in evaluation mode it stays as it is"
     ),
-    "probe": (
-        "output for one sample moved when another sample changed, for a reason its type does not "
-        "tell: no micro-batch can give it the whole batch. If it calls F.batch_norm, make that an "
-        "nn.BatchNorm inside it, which is exact; else compute it per sample, or move it into the "
-        "loss of wb.Coupled(encode, loss), which sees the whole batch"
-    ),
 }
 
 
 _BY_TYPE = ("batchnorm", "custom", "sync")
-_BEYOND = ("probe", "loss", "ghost")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One layer: its name in the model, its class, how it was found and what to do."""
-
-    name: str
-    type: str
-    kind: str
-    advice: str
-
-    def __str__(self) -> str:
-        return f"{self.name or '(the model itself)'} ({self.type}): {self.advice}"
+_BEYOND = (
+    "probe",
+    "loss",
+    "ghost",
+    "state",
+    "outside",
+    "mean",
+    "sum",
+    "added",
+    "units",
+    "gradient",
+)
+_COUPLES = (*_BY_TYPE, "running", "spectral", "ghost", "probe")
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What couples the samples of a batch in a model; true if anything does."""
+    """What keeps micro-batches from the update of the whole batch; true if anything does."""
 
     findings: tuple[Finding, ...]
     probed: bool
@@ -100,42 +93,14 @@ class Audit:
         how = "by type and by changing one sample" if self.probed else "by type"
         if not self.findings:
             return f"no layer couples the samples of a batch ({how})"
-        number = len(self.findings)
-        what = "1 layer couples" if number == 1 else f"{number} layers couple"
+        layers = sum(finding.kind in _COUPLES for finding in self.findings)
+        what = [f"{layers} layers couple" if layers > 1 else "1 layer couples"] if layers else []
         if any(finding.kind == "loss" for finding in self.findings):
-            what = (
-                "this loss couples" if number == 1 else f"{number - 1} layers and the loss couple"
-            )
-        lines = [f"{what} the samples of a batch ({how}):"]
-        return "\n  ".join([*lines, *map(str, self.findings)])
-
-
-def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.
-
-    >>> [name for name, module in batchnorms(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))]
-    ['1']
-    """
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
-
-
-def tracked_instance_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every InstanceNorm that keeps running statistics: they move with every micro-batch."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, _InstanceNorm) and module.track_running_stats
-    ]
-
-
-def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether this BatchNorm would now normalise with the batch it is given."""
-    if module.training:
-        return True
-    return (
-        getattr(module, "running_mean", None) is None
-        and getattr(module, "running_var", None) is None
-    )
+            what = [f"{layers} layers and the loss couple" if layers else "this loss couples"]
+        what = [f"{one} the samples of a batch ({how})" for one in what]
+        if any(finding.kind not in (*_COUPLES, "loss") for finding in self.findings):
+            what.append("micro-batches do not add up to the whole batch")
+        return "\n  ".join([f"{'; '.join(what)}:", *map(str, self.findings)])
 
 
 def audit(
@@ -145,84 +110,58 @@ def audit(
     forward: Callable[[Any, Any], Any] | None = None,
     batch_size: BatchSize = None,
     static: Static = (),
-    parts: int = 1,
 ) -> Audit:
-    """The layers of `model` that couple the samples of a batch.
+    """Return what keeps micro-batches of `model` from the update of the whole batch.
 
     Layers are looked at as they are now: a BatchNorm in evaluation mode couples nothing and is not
-    reported. With a `batch` the model is also probed: it runs on its first samples (8 at most)
-    without gradients, then again with one of them changed, three times in all. `forward(model,
-    batch)` says how the model is called (default: with the batch, or with its items as keywords or
-    positions). It may be a loss function: then the loss of those samples is also held against that
-    of their halves, and one that compares samples with each other is found. `batch_size` and
-    `static` say how the batch is to be read, as in `WholeBatch`; of a batch that memory holds only
-    in `parts`, at most three times as many samples are run as one part has. Buffers and random
-    generators are left as found.
+    reported. With a `batch` the model also runs on its first samples (8 at most): with one of them
+    changed, to see which layers mix samples, and in halves, to see whether what comes and its
+    gradient add up and which state a forward moves. `forward(model, batch)` says how the model is
+    called (default: with the batch, or with its items as keywords or positions). It may be a loss
+    function: then one that compares samples, or gives a mean as a sum, is found. `batch_size` and
+    `static` say how the batch is to be read, as in `WholeBatch`. Parameters, gradients, buffers,
+    attributes of modules and random generators are left as found.
 
     >>> import torch
     >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))
     no layer couples the samples of a batch (by type and by changing one sample)
     """
-    findings = list(_by_type(model))
-    if batch is not None:
-        loss = forward is not None
-        findings += _by_probe(model, batch, forward, batch_size, static, parts, findings, loss=loss)
-    return Audit(tuple(findings), probed=batch is not None)
+    findings = tuple(_by_type(model))
+    if batch is None:
+        return Audit(findings, probed=False)
+    known = {finding.name for finding in findings if finding.kind in _BY_TYPE}
+    options: dict[str, Any] = {"batch_size": batch_size, "static": static}
+    return Audit((*findings, *_by_running(model, batch, forward, known, options)), probed=True)
 
 
-def audit_layers(
-    model: nn.Module,
-    batch: Any,
-    *,
-    forward: Callable[[Any, Any], Any],
-    batch_size: BatchSize,
-    static: Static,
-    parts: int,
-) -> Audit:
-    """The same without a look at the loss itself: no more forwards, and none with a graph."""
-    known = list(_by_type(model))
-    found = _by_probe(model, batch, forward, batch_size, static, parts, known, loss=False)
-    return Audit((*known, *found), probed=True)
-
-
-def _by_probe(
+def _by_running(
     model: nn.Module,
     batch: Any,
     forward: Callable[[Any, Any], Any] | None,
-    batch_size: BatchSize,
-    static: Static,
-    parts: int,
-    by_type: Sequence[Finding],
-    *,
-    loss: bool,
-) -> list[Finding]:
+    known: Collection[str],
+    options: Mapping[str, Any],
+) -> tuple[Finding, ...]:
     first = next(model.parameters(), None)
-    probe = Probe(
-        model,
-        batch,
-        device=None if first is None else first.device,
-        norms=[(name, norm) for name, norm in batchnorms(model) if uses_batch_statistics(norm)],
-        forward=forward,
-        batch_size=batch_size,
-        static=static,
-        parts=parts,
-    )
-    known = {finding.name for finding in by_type if finding.kind in _BY_TYPE}
-    named = dict(model.named_modules())
-    function = getattr(forward, "__name__", "a function")
-    found = [
-        Finding(
-            name,
-            function if name == FUNCTION else type(named[name]).__name__,
-            "probe",
-            _ADVICE["probe"],
-        )
-        for name in probe.moved_by_another_sample(known)
-    ]
-    apart = probe.loss_apart() if loss and not found else None
-    if apart is not None:
-        found.append(Finding("(the loss function)", function, "loss", str(apart)))
-    return found
+    call = _call if forward is None else forward
+
+    def run(few: Any) -> Any:
+        return call(model, few if first is None else to_device(few, first.device))
+
+    options = {**options, "name": getattr(forward, "__name__", "a function")}
+    look = AddsUp(model)
+    layers = look.layers(run, batch, known=known, **options)
+    try:
+        found = look.look(run, batch, outputs=forward is None, **options).findings
+    except LossError:  # not a loss: outputs
+        found = look.look(run, batch, outputs=True, **options).findings
+    # Where a layer couples samples, nothing adds up: that is no news.
+    return (*layers, *(f for f in found if f.kind in ("state", "outside"))) if layers else found
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def _by_type(model: nn.Module) -> Iterator[Finding]:
@@ -236,7 +175,7 @@ def _by_type(model: nn.Module) -> Iterator[Finding]:
     for name, module in model.named_modules():
         if module.training and _is_ghost(module):
             yield Finding(name, type(module).__name__, "ghost", _ADVICE["ghost"])
-        if module.training and _iterates(module):
+        if module.training and is_spectral_norm(module):
             yield Finding(name, type(module).__name__, "spectral", _ADVICE["spectral"])
 
 
@@ -249,22 +188,7 @@ def _is_ghost(module: nn.Module) -> bool:
     return named and below
 
 
-def _iterates(module: nn.Module) -> bool:
-    """Whether this is a spectral normalisation, as a parametrisation or of the older kind."""
-    hooks = module._forward_pre_hooks.values()
-    return type(module).__name__ == "_SpectralNorm" or any(
-        type(hook).__name__ == "SpectralNorm" for hook in hooks
-    )
-
-
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.SyncBatchNorm):
         return "sync"
     return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
-
-
-def running_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a normalisation layer's training-mode forward moves."""
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    found = {name: getattr(module, name, None) for name in names}
-    return {name: buffer for name, buffer in found.items() if isinstance(buffer, Tensor)}

@@ -28,8 +28,8 @@ from typing import Any, Literal, Protocol, final, get_args
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wholebatch.coupled.audit import batchnorms, tracked_instance_norms, uses_batch_statistics
 from wholebatch.coupled.moments import Reduce
+from wholebatch.coupled.norms import batchnorms, tracked_instance_norms, uses_batch_statistics
 from wholebatch.coupled.replaced import ReplacedForwards
 from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import OptionError, UnsupportedError

@@ -1,35 +1,35 @@
-"""No model whose samples depend on each other is trained in silence."""
+"""No model whose micro-batches do not add up to the whole batch is trained in silence."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from wholebatch.coupled.audit import audit, audit_layers
+from wholebatch.coupled.adds_up import AddsUp, Look
+from wholebatch.coupled.audit import audit
 from wholebatch.errors import UnsupportedError
-from wholebatch.splitting.layout import BatchSize, Static
+from wholebatch.splitting.layout import readable_layout
+from wholebatch.sync import Sync
 
 __all__ = ["Guard"]
 
 _log = logging.getLogger("wholebatch")
 
+_TRIES = 8
+
 
 class Guard:
-    """Audits a model by type when it is made, and by the probe when a first batch is there.
+    """Audits a model by type when it is made, and by a look at the first batch that is split.
 
-    The probe runs the loss function on at most 8 samples, and at most three times as many as a
-    micro-batch has, without a backward: three times to see
-    which modules couple them and, in one process, four times to see whether the loss itself does.
-    It is left out where every module is one of PyTorch's own, whose types say all; where the model
-    is compiled, since hooks would compile it again; and where forwards run collectives of their
-    own.
+    The look (see `AddsUp`) is left out where forwards run collectives of their own. A batch whose
+    first samples have no units tells nothing; in one process the next one is looked at then.
     """
 
-    def __init__(self, model: nn.Module, *, probes: bool) -> None:
+    def __init__(self, model: nn.Module, *, looks: bool) -> None:
         for name, parameter in model.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedError(
@@ -38,65 +38,61 @@ class Guard:
                 )
         self._model = model
         self.report = audit(model)
-        modules = list(model.modules())
-        compiled = any(type(module).__name__ == "OptimizedModule" for module in modules)
-        self.pending = probes and not compiled and not all(map(_is_torchs_own, modules))
+        self._tries = _TRIES if looks else 0
         for finding in self.report.findings:
             if finding.kind == "spectral":
                 _log.warning("%s", finding)
 
+    @property
+    def pending(self) -> bool:
+        """True if the first look is still to come."""
+        return self._tries > 0
+
     def look(
         self,
+        run: Callable[[Any], Any],
         batch: Any,
-        forward: Callable[[Any, Any], Any],
+        micros: Sequence[Any],
+        layout: Mapping[str, Any],
         *,
-        batch_size: BatchSize,
-        static: Static,
-        parts: int,
-        summed: Callable[[float], float],
-        alone: bool,
+        outputs: bool,
+        name: str,
+        sync: Sync,
     ) -> None:
-        """Refuse a model that couples samples by more than BatchNorm; once, all ranks together."""
-        self.pending = False
-        found: list[str] = []
+        """Refuse what does not add up; once, all ranks together.
+
+        `layout` has `batch_size` and `static` of the batch, `micros` is what it is split into. The
+        other options are those of `AddsUp.look`.
+        """
+        ghosts = tuple(f for f in audit(self._model).findings if f.kind == "ghost")
+        samples = _samples(batch, micros, layout)
+        made = Look()
         try:
-            look = audit if alone else audit_layers
-            made = look(
-                self._model,
-                batch,
-                forward=forward,
-                batch_size=batch_size,
-                static=static,
-                parts=parts,
-            )
-            found = [str(finding) for finding in made.beyond_batchnorm]
+            made = AddsUp(self._model).look(run, **samples, outputs=outputs, name=name)
         except torch.OutOfMemoryError:
-            _log.warning("no memory to probe the model for layers that couple samples")
+            _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:
             # Most often it is the loss function's, and the step will raise it.
-            _log.warning("the model could not be probed for layers that couple samples: %r", error)
-        finally:
-            torch.clear_autocast_cache()
-            if torch.cuda.is_initialized():  # what comes now stays: not in the gaps of what was
-                torch.cuda.empty_cache()
-        _refuse(found, summed)
+            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+        self._tries = self._tries - 1 if sync.ranks == 1 and not made.told else 0
+        made = Look((*ghosts, *made.findings))
+        made.refuse(elsewhere=bool(sync.sum([float(len(made.findings))])[0]))
 
-    def join(self, summed: Callable[[float], float]) -> None:
+    def join(self, sync: Sync) -> None:
         """Take part in the other ranks' look, without a sample of one's own."""
         if self.pending:
-            self.pending = False
-            _refuse([], summed)
+            self._tries = 0
+            Look().refuse(elsewhere=bool(sync.sum([0.0])[0]))
 
 
-def _refuse(found: list[str], summed: Callable[[float], float]) -> None:
-    if summed(float(len(found))):
-        listed = "\n  ".join(found or ["(found on another rank)"])
-        raise UnsupportedError(
-            "the samples of a batch depend on each other here, so no micro-batch can give the "
-            f"update of the whole batch:\n  {listed}\nWholeBatch(audit=False) trains it all the "
-            "same: what was named is then computed of each micro-batch by itself"
-        )
+def _samples(batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the samples for a first look, and how many a micro-batch has.
 
-
-def _is_torchs_own(module: nn.Module) -> bool:
-    return type(module).__module__.split(".")[0] == "torch"
+    Those of the batch, unless micro-batches differ in size: made by a budget of tokens, the first
+    one holds samples that belong together.
+    """
+    made = [readable_layout(micro, None, layout["static"]) for micro in micros]
+    sizes = [1 if one is None else one.size for one in made]
+    if len(set(sizes[:-1])) > 1 and sizes[0] > 1:
+        return {"batch": micros[0], "micro_batch": sizes[0], "static": layout["static"]}
+    return {"batch": batch, "micro_batch": sizes[0], **layout}

@@ -3,127 +3,65 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch import randomness
-from wholebatch.coupled.apart import Apart, Outside, loss_apart
-from wholebatch.coupled.fixed import FixedNorms
-from wholebatch.errors import LossError, SplitError
-from wholebatch.splitting import to_device
-from wholebatch.splitting.layout import BatchSize, Layout, Static, layout_of, take
+from wholebatch.coupled.few import Few
+from wholebatch.errors import LossError
+from wholebatch.splitting.layout import Layout, take
 from wholebatch.splitting.structure import flatten
 
-__all__ = ["FUNCTION", "Probe"]
+__all__ = ["FUNCTION", "origins"]
 
-_SAMPLES = 8
 _TOLERANCE = 1e-5
 
 FUNCTION = "(the function itself)"
 """Stands for the name of a module where it is the forward function, and none of the modules."""
 
-Forward = Callable[[Any, Any], Any]
 _Rows = tuple[list[Tensor], list[Tensor]]
 _Traced = dict[tuple[str, int], _Rows]
 
 
-class Probe:
-    """Runs a model on the first few samples of a batch, without a backward, and leaves no trace.
+def origins(few: Few, count: int, known: Collection[str] = ()) -> list[str]:
+    """Return the modules whose output for one sample moves when another sample changes.
 
-    `norms` are its BatchNorms that use the batch: known, and so kept from coupling while it looks
-    for what else does. `forward(model, batch)` says how the model is called. Buffers and random
-    generators are left as found.
+    A module is named if what it was given for the unchanged samples stayed the same and what it
+    gave back for them did not: the origin, not all that lies behind it. Of nested modules, the
+    innermost; `FUNCTION`, if it is in no module. Those that are `known` are left out. The first
+    `count` samples run three times, without a backward; of every output two numbers per sample are
+    kept.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        *,
-        norms: Sequence[tuple[str, nn.Module]] = (),
-        forward: Forward | None = None,
-        device: torch.device | None = None,
-        batch_size: BatchSize = None,
-        static: Static = (),
-        parts: int = 1,
-    ) -> None:
-        """`parts`: in so many the batch will be trained on.
-
-        A forward that holds nothing for a backward takes about a third of what one part will take.
-        """
-        self._model = model
-        self._norms = norms
-        call = _call if forward is None else forward
-        self._call = call if device is None else _there(call, device)
-        self._layout = _layout(batch, batch_size, static)
-        self._needs_graph = False
-        size = 0 if self._layout is None else self._layout.size
-        self._count = min(size, _SAMPLES, 3 * -(-size // parts))
-
-    def moved_by_another_sample(self, known: Collection[str] = ()) -> list[str]:
-        """Names of the modules whose output for one sample moves when another sample changes.
-
-        A module is named if what it was given for the unchanged samples stayed the same and what it
-        gave back for them did not: the origin, not all that lies behind it. Of nested modules, the
-        innermost; `FUNCTION`, if it is in no module. Those that are `known` are left out. The model
-        runs three times on at most 8 samples; of every output two numbers per sample are kept.
-        """
-        layout, count = self._layout, self._count
-        if layout is None or count < 2:
-            return []
-        with _Unchanged(self._model), FixedNorms(self._norms) as fixed:
-            origins = [o for o in self._origins(layout, count, fixed) if o not in known]
-            if origins and count > 2:
-                # A dimension that happens to be as long as the samples are many is told by another
-                # number of them.
-                fewer = self._origins(layout, count - 1, fixed)
-                origins = [name for name in origins if name in fewer]
-        return origins
-
-    def loss_apart(self) -> Apart | Outside | None:
-        """The loss of the samples beside that of their halves, where it is not the same loss."""
-        layout, count = self._layout, self._count
-        if layout is None or count < 2:
-            return None
-        with _Unchanged(self._model), FixedNorms(self._norms) as fixed:
-            return loss_apart(self._model, layout, count, self._call, fixed.begin)
-
-    def _origins(self, layout: Layout, count: int, fixed: FixedNorms) -> list[str]:
-        def traced(batch: Any) -> _Traced:
-            fixed.begin()
-            with torch.set_grad_enabled(self._needs_graph):
-                return _Trace(self._model, self._call, batch, count).rows
-
-        few, changed = _few(layout, count, change=False), _few(layout, count, change=True)
-        try:
-            first = traced(few)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # a function that takes gradients itself (a gradient penalty)
-            if self._needs_graph:
-                raise
-            self._needs_graph = True
-            first = traced(few)
-        return _origins(first, traced(few), traced(changed))
+    if count < 2:
+        return []
+    found = [name for name in _origins_of(few, count) if name not in known]
+    if found and count > 2:
+        # A dimension that happens to be as long as the samples are many is told by another
+        # number of them.
+        fewer = _origins_of(few, count - 1)
+        found = [name for name in found if name in fewer]
+    return found
 
 
-def _there(call: Forward, device: torch.device) -> Forward:
-    """The same, with the few samples (never the whole batch) on the model's device."""
-    return lambda model, few: call(model, to_device(few, device))
+def _origins_of(few: Few, count: int) -> list[str]:
+    plain, changed = _few(few.layout, count, change=False), _few(few.layout, count, change=True)
 
+    def traced(batch: Any, *, graph: bool = False) -> _Traced:
+        few.start.restore()
+        few.fixed.begin()
+        with torch.set_grad_enabled(graph):
+            return _Trace(few.model, few.run, batch, count).rows
 
-def _layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
     try:
-        return layout_of(batch, batch_size=batch_size, static=static)
-    except SplitError:  # it cannot be told: as many as the first tensor says
-        tensors = [leaf.value for leaf in flatten(batch)[0] if isinstance(leaf.value, Tensor)]
-        sizes = [len(tensor) for tensor in tensors if tensor.dim()]
-        return layout_of(batch, batch_size=sizes[0], static=static) if any(sizes[:1]) else None
+        first, graph = traced(plain), False
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a function that takes gradients itself (a gradient penalty)
+        first, graph = traced(plain, graph=True), True
+    return _origins(first, traced(plain, graph=graph), traced(changed, graph=graph))
 
 
 def _origins(before: _Traced, again: _Traced, after: _Traced) -> list[str]:
@@ -182,7 +120,7 @@ class _Trace:
     memory of all activations takes two numbers per sample.
     """
 
-    def __init__(self, model: nn.Module, call: Forward, batch: Any, count: int) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[Any], Any], batch: Any, count: int) -> None:
         self.rows: _Traced = {}
         self._count = count
         self._signs: dict[tuple[int, torch.device], Tensor] = {}
@@ -206,7 +144,7 @@ class _Trace:
                 handles.append(module.register_forward_hook(leaving(name), with_kwargs=True))
             torch.manual_seed(0)
             with suppress(LossError):  # a loss function's result cannot lead back from here
-                self.rows[FUNCTION, 0] = ([], self._others(call(model, batch)))
+                self.rows[FUNCTION, 0] = ([], self._others(run(batch)))
         finally:
             for handle in handles:
                 handle.remove()
@@ -248,31 +186,6 @@ class _Trace:
         return self._signs[key].to(rows.dtype)
 
 
-class _Unchanged:
-    """Leaves buffers and random generators as they were before the probe, and warns of nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._saved = [
-            (buffer, buffer.detach().clone())
-            for buffer in model.buffers()
-            if not nn.parameter.is_lazy(buffer)
-        ]
-        self._random = randomness.capture()
-
-    def __enter__(self) -> None:
-        # What is odd about a forward without a graph (checkpoints say so) is not the user's doing.
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
-        warnings.simplefilter("ignore")
-
-    def __exit__(self, *exc: object) -> None:
-        self._quiet.__exit__(None, None, None)
-        randomness.restore(self._random)
-        with torch.no_grad():
-            for buffer, saved in self._saved:
-                buffer.copy_(saved)
-
-
 def _distance(a: list[Tensor], b: list[Tensor]) -> float:
     """The largest difference relative to the largest value; inf where shapes differ."""
     if len(a) != len(b):
@@ -284,9 +197,3 @@ def _distance(a: list[Tensor], b: list[Tensor]) -> float:
         gap = (left.double() - right.double()).abs().max()
         worst = max(worst, float(gap / left.double().abs().max().clamp_min(1e-30)))
     return worst
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

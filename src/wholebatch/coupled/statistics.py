@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from wholebatch.coupled.audit import running_buffers
 from wholebatch.coupled.fixed import given_to
 from wholebatch.coupled.moments import Moments, Reduce, merge, move, recomputing
+from wholebatch.coupled.norms import running_buffers
 from wholebatch.coupled.replaced import ReplacedForwards
 from wholebatch.errors import StateError
 

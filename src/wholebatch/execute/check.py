@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from wholebatch.execute.inputs import Inputs
 from wholebatch.execute.notes import CannotTrace
 from wholebatch.execute.trace import Form, totals_of
+from wholebatch.forward_state import ForwardState
 from wholebatch.loss import as_loss
 from wholebatch.precision import SIXTEEN_BIT
-from wholebatch.snapshot import Snapshot
 
 __all__ = ["Check", "Eagerly", "differs", "gradients_in_full", "is_as_near"]
 
@@ -27,7 +27,7 @@ class Eagerly:
     inputs: Inputs
     form: Form
     totals: list[Tensor]
-    before: Snapshot
+    before: ForwardState
     earlier: Sequence[Tensor | None] | None
     """The gradients of the micro-batches before it, by parameter, where they were kept."""
     alone: bool

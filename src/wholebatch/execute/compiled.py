@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from wholebatch.execute.notes import CannotTrace, first_line
+from wholebatch.forward_state import ForwardState
 from wholebatch.loss import Loss, Terms
-from wholebatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from wholebatch.window import Window
@@ -43,7 +43,7 @@ class CompiledForward:
         if self._proven:
             self._eager(micro, self._loss)
             return
-        before = Snapshot(self._model)
+        before = ForwardState(self._model)
         entered = len(self._window.owners)
         try:
             self._eager(micro, self._loss)

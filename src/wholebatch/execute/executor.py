@@ -38,9 +38,9 @@ from wholebatch.execute.plan import Execute, Plan
 from wholebatch.execute.shapes import Shapes, Shared
 from wholebatch.execute.sizes import Sizes
 from wholebatch.execute.trace import Form, State, Traced, totals_of, trace
+from wholebatch.forward_state import ForwardState
 from wholebatch.loss import Loss, Terms
 from wholebatch.precision import SIXTEEN_BIT, Precision
-from wholebatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from wholebatch.window import Window
@@ -260,7 +260,7 @@ class Executor:
         earlier = None
         if not alone and self._shapes.wants_proof(inputs, self._traced, compiled=compiled):
             earlier = self._gradients.in_all()
-        before = Snapshot(self._model)
+        before = ForwardState(self._model)
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
@@ -269,7 +269,7 @@ class Executor:
         del loss
         self._precision.let_go()
         self._settle(always=True)  # what is made from here on stays: not in the gaps of the rest
-        after = Snapshot(self._model)
+        after = ForwardState(self._model)
         began = time.perf_counter()
         try:
             step = self._made(done, compiled=compiled)

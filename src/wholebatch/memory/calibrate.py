@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from wholebatch.forward_state import ForwardState
 from wholebatch.memory.batches import map_tensors, resize_batch
 from wholebatch.memory.choose import Choice, choose_micro_batch
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import CUDA_WORKSPACES, PlainWindow, predict_peak
-from wholebatch.snapshot import Snapshot
 from wholebatch.splitting import to_device
 from wholebatch.splitting.layout import Static
 
@@ -130,7 +130,7 @@ def measure_step(
     `torch.OutOfMemoryError`.
     """
     device = next(model.parameters()).device
-    before = Snapshot(model)
+    before = ForwardState(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None

@@ -14,7 +14,7 @@ from wholebatch import randomness
 from wholebatch.close import ClipNorm
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import uses_batch_statistics
+from wholebatch.coupled.norms import uses_batch_statistics
 from wholebatch.engine import WholeBatch
 from wholebatch.errors import NonFiniteError
 from wholebatch.proof.joined import joined

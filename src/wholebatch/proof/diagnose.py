@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch import randomness
-from wholebatch.coupled.audit import Audit, audit, uses_batch_statistics
-from wholebatch.coupled.audit import batchnorms as batchnorms_of
+from wholebatch.coupled.audit import Audit, audit
+from wholebatch.coupled.norms import batchnorms as batchnorms_of
+from wholebatch.coupled.norms import uses_batch_statistics
 from wholebatch.proof.bench import Bench
 from wholebatch.proof.compare import Comparison, distance
 from wholebatch.proof.observe import Run

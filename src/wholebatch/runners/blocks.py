@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.coupled.audit import batchnorms
 from wholebatch.coupled.moments import recomputing
+from wholebatch.coupled.norms import batchnorms
 from wholebatch.coupled.replaced import ReplacedForwards
 from wholebatch.coupled.rng import Begins, Call
 from wholebatch.splitting.structure import flatten

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import uses_batch_statistics
 from wholebatch.coupled.batchnorm import Policy
 from wholebatch.coupled.contrastive import Coupled, refuse_in_parts
 from wholebatch.coupled.dropout import PerSample, check_dropout
 from wholebatch.coupled.guard import Guard
+from wholebatch.coupled.norms import uses_batch_statistics
 from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.execute import Execute, Executor, check_execute
@@ -65,6 +64,7 @@ class Feeding:
         self._numbers: dict[int, Sequence[int]] = {}
         self._first_number = 0
         self._audits, self._in_parts = audit, False
+        self._undivided: Mapping[str, Any] | None = None
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -82,7 +82,7 @@ class Feeding:
             self.policy = choose_batchnorm(batchnorm, root, reduce=reduce)
         if batchnorm == "sync" and sync.ranks > 1:
             sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
-        self._guard = Guard(root, probes=audit and not sync.counts_must_agree)
+        self._guard = Guard(root, looks=audit and not sync.counts_must_agree)
         self._whole = WholeLoss(loss, model, window=window) if isinstance(loss, Coupled) else None
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
@@ -122,27 +122,25 @@ class Feeding:
     # ------------------------------------------------------------ the windows
 
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
-        """Before the first window that is split: refuse a model that couples its samples."""
+        """Before the first window that is split: refuse what does not add up."""
         sync = self._window.sync
+        # A batch that is whole now may be cut when memory runs out: `run` looks then.
+        self._undivided = layout if len(micros) == 1 else None
         if not self._guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
-
+        encodes = isinstance(self._loss, Coupled)
         function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
 
-        @functools.wraps(function)  # findings name it
-        def forward(model: Any, few: Any) -> Any:
+        def run(few: Any) -> Any:
             with self._precision.forward():
                 return function(self.model, self._moved(few))
 
-        alone, parts = sync.ranks == 1, len(micros)
-        self._guard.look(batch, forward, **layout, parts=parts, summed=self._summed, alone=alone)
+        name = getattr(function, "__name__", "a function")
+        self._guard.look(run, batch, micros, layout, outputs=encodes, name=name, sync=sync)
 
     def join_look(self) -> None:
         """A rank without a sample takes part in the look of the others."""
-        self._guard.join(self._summed)
-
-    def _summed(self, found: float) -> float:
-        return float(self._window.sync.sum([found])[0])
+        self._guard.join(self._window.sync)
 
     @property
     def numbers_samples(self) -> bool:
@@ -191,6 +189,8 @@ class Feeding:
 
         `numbers`: of each micro-batch, its samples' places in this rank's batch.
         """
+        if len(micros) > 1 and self._undivided is not None and self._window.sync.ranks == 1:
+            self.look_at(micros[0], micros, {**self._undivided, "batch_size": None})
         self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
         before = None if self._drop is None else torch.get_rng_state()
         self._run(micros, first, reduces, before_micro, after_micro)

@@ -25,8 +25,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from wholebatch.coupled.audit import running_buffers
 from wholebatch.coupled.moments import Reduce
+from wholebatch.coupled.norms import running_buffers
 from wholebatch.coupled.rng import Begins, Call, RecordedStreams, Streams
 from wholebatch.errors import OptionError
 from wholebatch.runners.baton import Baton

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from wholebatch.coupled.audit import running_buffers, uses_batch_statistics
 from wholebatch.coupled.fixed import PLAIN, InsideNorm, given_to
 from wholebatch.coupled.moments import (
     InputGradient,
@@ -25,6 +24,7 @@ from wholebatch.coupled.moments import (
     normalise,
     recomputing,
 )
+from wholebatch.coupled.norms import running_buffers, uses_batch_statistics
 from wholebatch.coupled.replaced import ReplacedForwards
 from wholebatch.coupled.statistics import instances
 from wholebatch.errors import UnsupportedError, WindowError

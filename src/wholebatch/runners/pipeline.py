@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch import randomness
 from wholebatch.close import CloseOptions, Policy
 from wholebatch.coupled import batchnorms, tracked_instance_norms
-from wholebatch.coupled.audit import uses_batch_statistics
+from wholebatch.coupled.norms import uses_batch_statistics
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 from wholebatch.runners.stages import LossFunction, PipelineRunner
 from wholebatch.step import Step

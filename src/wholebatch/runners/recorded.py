@@ -27,10 +27,10 @@ from wholebatch.execute.fingerprint import Fingerprint, only_reads, refuse_hooks
 from wholebatch.execute.inputs import Inputs, Key, take_apart
 from wholebatch.execute.notes import CannotTrace, Notes, first_line
 from wholebatch.execute.trace import Form
+from wholebatch.forward_state import ForwardState
 from wholebatch.loss import Loss, Terms
 from wholebatch.runners.lockstep import LockStep
 from wholebatch.runners.tape import CudaTape, Tape
-from wholebatch.snapshot import Snapshot
 from wholebatch.sync.single import Single
 from wholebatch.window import Window
 
@@ -255,7 +255,7 @@ class Recorder:
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
         totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
-        after = Snapshot(self._model)
+        after = ForwardState(self._model)
         try:
             recording = self._recorded(apart, {n: _dtype(made[0]) for n, made in totals.items()})
             self._fill(recording, apart)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from wholebatch import randomness
+from wholebatch.forward_state import ForwardState
 from wholebatch.loss import Loss, Terms
-from wholebatch.snapshot import Snapshot
 
 __all__ = ["find_nonfinite"]
 
@@ -26,7 +26,7 @@ def find_nonfinite(
     `start` is the random state before the first of them; buffers and random state are left as
     they are found.
     """
-    now = Snapshot(model)
+    now = ForwardState(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters = [parameter for _, parameter in named]
     randomness.restore(start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wholebatch.snapshot import Snapshot
+from wholebatch.forward_state import ForwardState
 from wholebatch.window import Window
 
 __all__ = ["run_sequential"]
@@ -42,7 +42,7 @@ def run_sequential(
             if after_micro is not None:
                 after_micro(index + 1, len(micros))
         else:
-            before = [Snapshot(model) for model in window.target.models]
+            before = [ForwardState(model) for model in window.target.models]
             window.weightless = True
             micro_step(micros[-1] if micros else stand_in)
             window.weightless = False

@@ -44,6 +44,7 @@ __all__ = [
     "check_layout",
     "is_positive",
     "layout_of",
+    "readable_layout",
     "take",
 ]
 
@@ -113,6 +114,16 @@ def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) 
             f"lengths found: {_listed(ballot, ballot) or 'none'}"
         )
     return Layout(size, tuple(leaves), batched, structure)
+
+
+def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
+    """Return the layout; where it cannot be told, as many samples as the first tensor says."""
+    try:
+        return layout_of(batch, batch_size=batch_size, static=static)
+    except SplitError:
+        tensors = [leaf.value for leaf in flatten(batch)[0] if isinstance(leaf.value, Tensor)]
+        sizes = [len(tensor) for tensor in tensors if tensor.dim()]
+        return layout_of(batch, batch_size=sizes[0], static=static) if any(sizes[:1]) else None
 
 
 def check_layout(batch_size: object, static: object) -> None:

@@ -1,0 +1,58 @@
+"""Normalisation layers whose state a window takes care of, or warns of."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+__all__ = [
+    "batchnorms",
+    "is_spectral_norm",
+    "running_buffers",
+    "tracked_instance_norms",
+    "uses_batch_statistics",
+]
+
+
+def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.
+
+    >>> [name for name, module in batchnorms(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))]
+    ['1']
+    """
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+
+
+def tracked_instance_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every InstanceNorm that keeps running statistics: they move with every micro-batch."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, _InstanceNorm) and module.track_running_stats
+    ]
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """True if this BatchNorm would now normalise with the batch it is given."""
+    if module.training:
+        return True
+    return (
+        getattr(module, "running_mean", None) is None
+        and getattr(module, "running_var", None) is None
+    )
+
+
+def running_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a normalisation layer's training-mode forward moves."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    found = {name: getattr(module, name, None) for name in names}
+    return {name: buffer for name, buffer in found.items() if isinstance(buffer, Tensor)}
+
+
+def is_spectral_norm(module: nn.Module) -> bool:
+    """True for a spectral normalisation, as a parametrisation or of the older kind."""
+    hooks = module._forward_pre_hooks.values()
+    return type(module).__name__ == "_SpectralNorm" or any(
+        type(hook).__name__ == "SpectralNorm" for hook in hooks
+    )
