@@ -193,16 +193,17 @@ def _put_back(item: Item) -> None:
     if not item.kept.returns and item.kept.found is item.kept.copy:
         return  # a result of a forward
     found, module, name = _restored(item.kept), item.module, item.name
-    held = module._buffers if item.is_buffer else module.__dict__
+    held, other = module._buffers, module.__dict__
+    if not item.is_buffer:
+        held, other = other, held
+    other.pop(name, None)
     if name not in held or held[name] is not found:
-        _remove(module, name)
         held[name] = found
 
 
 def _remove(module: nn.Module, name: str) -> None:
     module.__dict__.pop(name, None)
-    if name in module._buffers:
-        del module._buffers[name]
+    module._buffers.pop(name, None)
 
 
 def _restored(kept: Kept) -> Any:

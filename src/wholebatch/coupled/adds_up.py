@@ -184,7 +184,7 @@ class _Looking:
         whole = few.whole()
         if few.called.outside is not None:
             return Look((causes.outside_norm(few.called.outside, self._name),))
-        if not whole.sums or not whole.units:
+        if not whole.sums or not whole.units or not whole.is_finite:
             return Look(told=False)
         tolerance = Tolerance.of(few, whole)
         watched = Moving(few, whole)
@@ -196,16 +196,17 @@ class _Looking:
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
-            return self._failed(few, problem)
-        if whole.is_finite and not (first.is_finite and again.is_finite):
-            return self._failed(few, Uncheckable("the loss of a half is not finite"))
+            _log.debug("a half of %s samples could not be run: %r", few.count, problem)
+            return (whole,), tolerance
+        if not (first.is_finite and again.is_finite):
+            return (whole,), tolerance
         found = watched.acting(first, second, again, tolerance)
         if found:
             return Look(found)
         runs = (whole, first, again if again.digests else replace(again, digests=second.digests))
         if tolerance.adds_up(whole, runs[1:]) and not tolerance.gradient_gap(whole, runs[1:]):
             return Look(watched.kept(first, second, again, tolerance))
-        if few.draws.failed or few.draws.doubtful or not _drew_alike(few, runs):
+        if not few.draws.held or not _drew_alike(runs):
             return self._without_draws(few)
         return runs, tolerance
 
@@ -213,7 +214,6 @@ class _Looking:
         """Look again in evaluation mode, where dropout draws nothing."""
         _log.debug("random numbers could not be held: a look in evaluation mode")
         with evaluating(few.model):
-            few.draws.failed, few.draws.doubtful = None, False
             try:
                 half, backward = few.count // 2, few.graph
                 few.graph = False
@@ -228,38 +228,43 @@ class _Looking:
         tolerance = Tolerance.of(few, whole)
         if tolerance.adds_up(whole, runs[1:]):
             return Look()
-        if few.draws.failed or few.draws.doubtful or not _drew_alike(few, runs):
+        if not few.draws.held or not _drew_alike(runs):
             raise Uncheckable("random numbers cannot be held")
         return runs, tolerance
 
-    def _failed(self, few: Few, problem: Exception) -> Look:
-        """A half has no loss: because a layer needs more samples, or for another reason."""
-        if few.draws.failed is None:
-            found = causes.by_changing_a_sample(few, self._more, self._name)
-            if found:
-                return Look(found)
-        raise problem
-
     def _named(self, few: Few, runs: Sequence[Run], tolerance: Tolerance) -> Look:
+        """Return the cause; `runs` are those of the whole and of its halves, if these have any."""
         whole, *parts = runs
-        if tolerance.adds_up(whole, parts):
+        if parts and tolerance.adds_up(whole, parts):
             with few.looking():
                 return Look((causes.of_gradient(few, runs, tolerance, self._name),))
-        wider = self._few(_power_of_two(self._more), False)
+        couples = (causes.couples(runs, self._name),) if parts else ()
         try:
-            with wider.looking():
-                half = wider.count // 2
-                of_more = (wider.whole(), wider.part(0, half), wider.part(half, wider.count))
-                found = causes.of_loss(wider, of_more, tolerance, self._name)
-                if found.kind == "loss":
-                    layers = causes.by_changing_a_sample(wider, self._more, self._name)
-                    return Look(layers or (causes.couples(few, runs, self._name),))
-                return Look((found,))
+            return Look(self._of_more(tolerance) or couples)
         except torch.OutOfMemoryError:
-            return Look((causes.couples(few, runs, self._name),))
+            return Look(couples)
+
+    def _of_more(self, tolerance: Tolerance) -> tuple[Finding, ...]:
+        """Return what more samples, run forwards only, tell of the cause."""
+        few = self._few(_power_of_two(self._more), False)
+        half = few.count // 2
+        with few.looking():
+            try:
+                runs = (few.whole(), few.part(0, half), few.part(half, few.count))
+            except (torch.OutOfMemoryError, Uncheckable):
+                raise
+            except Exception:  # a layer that needs more samples than a half has
+                return causes.by_changing_a_sample(few, self._more, self._name)
+            if not few.draws.held or not _drew_alike(runs):
+                return ()
+            found = causes.of_loss(few, runs, tolerance, self._name)
+            if found.kind != "loss":
+                return (found,)
+            layers = causes.by_changing_a_sample(few, self._more, self._name)
+            return layers or (() if tolerance.adds_up(runs[0], runs[1:]) else (found,))
 
 
-def _drew_alike(few: Few, runs: Sequence[Run]) -> bool:
+def _drew_alike(runs: Sequence[Run]) -> bool:
     """True if Python's and NumPy's generators were drawn from equally often in every run."""
     return all(run.after.host_draws_same(runs[0].after) for run in runs[1:])
 

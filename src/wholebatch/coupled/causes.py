@@ -17,10 +17,8 @@ __all__ = ["by_changing_a_sample", "couples", "of_gradient", "of_loss", "outside
 _COUPLES = (
     "Either it, or the model under it, compares samples or lets the batch decide something (a "
     "capacity, a path): what the loss does so belongs into wb.Coupled(encode, loss), which sees "
-    "the whole batch"
+    "the whole batch. Or it is a mean over other units than those given"
 )
-
-
 _LAYER = (
     "output for one sample moved when another sample changed, for a reason its type does not tell: "
     "no micro-batch can give it the whole batch. If it calls F.batch_norm, make that an "
@@ -43,7 +41,7 @@ def of_gradient(few: Few, runs: Sequence[Run], tolerance: Tolerance, function: s
     return Finding(_LOSS, function, "gradient", _gradient(few, tolerance, gap))
 
 
-def couples(few: Few, runs: Sequence[Run], function: str) -> Finding:
+def couples(runs: Sequence[Run], function: str) -> Finding:
     """Return the finding that the loss couples its samples."""
     return Finding(_LOSS, function, "loss", _apart(runs))
 
@@ -73,6 +71,8 @@ def by_changing_a_sample(
 
 def _loss(few: Few, runs: Sequence[Run], tolerance: Tolerance) -> tuple[str, str]:
     whole, first, second = runs
+    if not all(run.is_finite for run in runs) or tolerance.adds_up(whole, [first, second]):
+        return "loss", _apart(runs)
     seen = (
         f"the loss of {few.count} samples is {whole.total:.6g}, that of their halves "
         f"{first.total:.6g} and {second.total:.6g}"

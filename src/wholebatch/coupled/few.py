@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,6 +56,7 @@ class Run:
 
     @property
     def is_finite(self) -> bool:
+        """True if the loss is a number; one of a batch that has none is left to the step."""
         return math.isfinite(self.total)
 
     @property
@@ -104,7 +106,7 @@ class Few:
         try:
             with (
                 warnings.catch_warnings(),
-                torch.compiler.set_stance("force_eager"),  # else compiled modules compile again
+                _eagerly(),
                 self.fixed,
                 self.called,
                 torch.enable_grad(),
@@ -220,6 +222,13 @@ def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     found = [p for p in model.parameters() if p.layout is torch.strided]
     norms = torch._foreach_norm([p.detach() for p in found]) if found else []
     return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Run compiled modules as they are written: the look is not to make them compile again."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class Uncheckable(Exception):

@@ -35,8 +35,7 @@ class HeldDraws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.failed: str | None = None
-        self.doubtful = False
-        """True if a draw was cut along a dimension that holds more than the samples."""
+        self._doubtful = False
         self._drawn: list[Tensor] = []
         self._names: list[str] = []
         self._part: tuple[int, int, int] | None = None
@@ -44,13 +43,17 @@ class HeldDraws(TorchDispatchMode):
         self._is_draw: dict[Any, bool] = {}
 
     @property
-    def any(self) -> bool:
-        """True if anything was drawn."""
-        return bool(self._drawn) or self.failed is not None
+    def held(self) -> bool:
+        """True if every draw of the parts so far was given the numbers of its rows.
+
+        A draw that was cut along a dimension that holds more than the samples is doubtful.
+        """
+        return self.failed is None and not self._doubtful
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the draws of the whole."""
+        self.failed, self._doubtful = None, False
         self._drawn, self._names, self._part = [], [], None
         with self:
             yield
@@ -63,6 +66,10 @@ class HeldDraws(TorchDispatchMode):
             yield
         if to_the_end and self._next != len(self._drawn):
             self._fail(f"{self._next} draws instead of {len(self._drawn)}")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -120,7 +127,7 @@ class HeldDraws(TorchDispatchMode):
         dim, size = differing[0], whole.shape[differing[0]]
         if size % of or size // of * (stop - start) != shape[dim]:
             return None
-        self.doubtful = self.doubtful or size != of
+        self._doubtful = self._doubtful or size != of
         return whole.narrow(dim, size // of * start, shape[dim])
 
     def _fail(self, why: str) -> None:

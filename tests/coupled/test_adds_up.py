@@ -1,0 +1,249 @@
+"""What does not add up over micro-batches is refused before the first step, by its cause."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wholebatch as wb
+from tests.support import mlp, samples, sgd
+from wholebatch.coupled.adds_up import AddsUp
+
+SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
+Case = tuple[Callable[[Any, Any], Any], type[Exception], str]
+
+
+def entropy(model: Any, micro: Any, **options: Any) -> Tensor:
+    return F.cross_entropy(model(micro["x"]), micro["y"], **options)
+
+
+def similarities(model: Any, micro: Any) -> tuple[Tensor, Tensor]:
+    z = model(micro["x"])
+    return z @ z.T, torch.arange(len(z))
+
+
+def contrast(model: Any, micro: Any) -> wb.Loss:
+    return wb.cross_entropy(*similarities(model, micro))
+
+
+def contrast_sum(model: Any, micro: Any) -> wb.Loss:
+    return wb.Loss(F.cross_entropy(*similarities(model, micro), reduction="sum"), len(micro["y"]))
+
+
+def contrast_mean(model: Any, micro: Any) -> wb.Loss:
+    return wb.mean_loss(F.cross_entropy(*similarities(model, micro)), len(micro["y"]))
+
+
+def mean_as_sum(model: Any, micro: Any) -> wb.Loss:
+    return wb.Loss(entropy(model, micro), len(micro["y"]))
+
+
+def mean_of_one(model: Any, micro: Any) -> wb.Loss:
+    return wb.Loss(entropy(model, micro), 1)
+
+
+def sum_as_mean(model: Any, micro: Any) -> wb.Loss:
+    return wb.mean_loss(entropy(model, micro, reduction="sum"), len(micro["y"]))
+
+
+def same_units(model: Any, micro: Any) -> wb.Loss:
+    return wb.Loss(entropy(model, micro, reduction="sum"), 64)
+
+
+def other_units(model: Any, micro: Any) -> wb.Loss:
+    """A mean over the labels that count, with the number of samples as units."""
+    labels = torch.where(micro["x"][:, 0] > 0, micro["y"], -100)
+    return wb.mean_loss(F.cross_entropy(model(micro["x"]), labels), len(labels))
+
+
+class Changed(torch.autograd.Function):
+    """Leaves its input, and changes the gradient by `how`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.how(gradients[0]), None
+
+
+def clipped(model: Any, micro: Any) -> wb.Loss:
+    logits = Changed.apply(model(micro["x"]), lambda g: g.clamp(-1e-3, 1e-3))
+    return wb.cross_entropy(logits, micro["y"])
+
+
+def centred_gradient(model: Any, micro: Any) -> wb.Loss:
+    logits = Changed.apply(model(micro["x"]), lambda g: g - g.mean(0))
+    return wb.cross_entropy(logits, micro["y"])
+
+
+COUPLES = r"the loss of some samples is .* belongs into wb.Coupled\(encode, loss\)"
+CASES: dict[str, Case] = {
+    "contrast": (contrast, wb.errors.UnsupportedError, COUPLES),
+    "contrast, Loss": (contrast_sum, wb.errors.UnsupportedError, COUPLES),
+    "contrast, mean_loss": (contrast_mean, wb.errors.UnsupportedError, COUPLES),
+    "a mean as a sum": (
+        mean_as_sum,
+        wb.errors.LossError,
+        r"a mean where a sum is expected. Give wb.mean_loss\(mean, units\)",
+    ),
+    "a mean of one unit": (mean_of_one, wb.errors.LossError, "a mean where a sum is expected"),
+    "a sum as a mean": (sum_as_mean, wb.errors.LossError, "a sum given as a mean"),
+    "units": (same_units, wb.errors.LossError, r"units of \d samples are 64, .* must add up"),
+    "other units": (other_units, wb.errors.UnsupportedError, "a mean (over|was multiplied)"),
+    "a clipped gradient": (clipped, wb.errors.UnsupportedError, "quarter does not give a quarter"),
+    "a gradient that mixes": (
+        centred_gradient,
+        wb.errors.UnsupportedError,
+        r"its gradient is not: at parameter .* mixes the samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_each_cause_is_named_before_anything_moves(name: str, dtype: torch.dtype) -> None:
+    loss, kind, says = CASES[name]
+    for micro_batch, size in SIZES:
+        if name == "other units":  # two samples may have as many labels each
+            micro_batch, size = 20, 40
+        model = mlp(dtype=dtype)
+        before = copy.deepcopy(model.state_dict())
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch)
+        with pytest.raises(kind, match=says) as caught:
+            train.step(samples(size, dtype=dtype))
+        assert "WholeBatch(audit=False) trains it all the same" in str(caught.value)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert all(p.grad is None for p in model.parameters())
+        assert train.updates == 0
+    options: Any = {"loss": loss, "micro_batch": 10, "audit": False}
+    assert wb.WholeBatch(model, sgd(model), **options).step(samples(20, dtype=dtype)).update
+
+
+def test_what_is_added_once_per_micro_batch_is_named_with_its_amount() -> None:
+    def decayed(model: nn.Module, micro: Any) -> wb.Loss:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return wb.Loss(entropy(model, micro, reduction="sum") + 0.1 * penalty, len(micro["y"]))
+
+    model = mlp()
+    amount = 0.1 * sum(float(p.detach().square().sum()) for p in model.parameters())
+    for micro_batch in (16, 8, 4):
+        train = wb.WholeBatch(model, sgd(model), loss=decayed, micro_batch=micro_batch)
+        with pytest.raises(
+            wb.errors.LossError, match=f"{amount:.6g} is added once per micro-batch"
+        ):
+            train.step(samples(20))
+
+    def right(model: nn.Module, micro: Any) -> wb.Loss:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        made = wb.Loss(entropy(model, micro, reduction="sum"), len(micro["y"]))
+        return wb.Loss(made.total + 0.1 * penalty * made.units, made.units)
+
+    assert wb.WholeBatch(model, sgd(model), loss=right, micro_batch=4).step(samples(20)).update
+
+
+def test_a_term_that_does_not_add_up_is_found_among_others() -> None:
+    def terms(model: nn.Module, micro: Any) -> Any:
+        logits = model(micro["x"])
+        total = F.cross_entropy(logits, micro["y"], reduction="sum")
+        spread = logits.var(0).sum() * len(logits)
+        return wb.Loss.terms({"ce": (total, len(logits)), "spread": (spread, len(logits), 0.1)})
+
+    def units(micro: Any) -> dict[str, int]:
+        return {"ce": len(micro["y"]), "spread": len(micro["y"])}
+
+    model = mlp()
+    train = wb.WholeBatch(model, sgd(model), loss=terms, units=units, micro_batch=8)
+    with pytest.raises(wb.errors.UnsupportedError, match="the loss of some samples is"):
+        train.step(samples(20))
+
+
+def test_a_hook_on_a_module_is_found_and_one_on_a_parameter_is_not() -> None:
+    model = mlp()
+    model[1].register_full_backward_hook(lambda m, given, got: (given[0].clamp(-1e-3, 1e-3),))
+    train = wb.WholeBatch(
+        model, sgd(model), loss=lambda m, b: wb.cross_entropy(m(b["x"]), b["y"]), micro_batch=8
+    )
+    with pytest.raises(wb.errors.UnsupportedError, match="is not linear"):
+        train.step(samples(20))
+    model, seen = mlp(), []
+    model[0].weight.register_hook(lambda g: seen.append(1))
+    options: Any = {"loss": lambda m, b: wb.cross_entropy(m(b["x"]), b["y"]), "micro_batch": 10}
+    wb.WholeBatch(model, sgd(model), **options).step(samples(20))
+    assert seen == [1]  # on the whole gradient, and never in the look
+
+
+def test_a_norm_that_needs_two_samples_is_named_where_halves_have_one() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.mean(0)) / (x.std(0) + 1.0) if self.training else x
+
+    model = nn.Sequential(nn.Linear(5, 8), Own(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    loss = lambda m, b: wb.cross_entropy(m(b["x"]), b["y"])  # noqa: E731
+    for micro_batch, size in SIZES:
+        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch)
+        with pytest.raises(wb.errors.UnsupportedError, match=r"1 \(Own\): output for one sample"):
+            train.step(samples(size))
+
+
+def test_a_batch_that_memory_cuts_is_looked_at_when_it_is_cut() -> None:
+    def limited(model: nn.Module, micro: Any) -> wb.Loss:
+        if len(micro["y"]) > 12:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return contrast(model, micro)
+
+    model = mlp()
+    train = wb.WholeBatch(model, sgd(model), loss=limited, micro_batch=20)
+    with pytest.raises(wb.errors.UnsupportedError, match="belongs into wb"):
+        train.step(samples(20))
+    assert train.updates == 0
+
+
+def test_without_memory_for_a_graph_the_forwards_are_looked_at() -> None:
+    def greedy(gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    for loss, refused in ((contrast, True), (centred_gradient, False)):
+
+        def without(model: Any, few: Any, loss: Any = loss) -> wb.Loss:
+            made: wb.Loss = loss(model, few)
+            made.total.register_hook(greedy)
+            return made
+
+        model = mlp()
+        look = AddsUp(model).look(lambda few, m=model, w=without: w(m, few), samples(8))
+        assert bool(look.findings) is refused
+
+
+def test_samples_without_units_are_looked_at_in_a_later_window() -> None:
+    def loss(model: nn.Module, micro: Any) -> wb.Loss:
+        return wb.cross_entropy(model(micro["x"]) - model(micro["x"]).mean(0), micro["y"])
+
+    model, batch = mlp(), samples(20)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8)
+    ignored = {**batch, "y": torch.cat([torch.full((8,), -100), batch["y"][8:]])}
+    assert train.step(ignored).update == 1
+    with pytest.raises(wb.errors.UnsupportedError, match="the loss of some samples"):
+        train.step(batch)
+
+
+def test_the_entry_for_other_doors() -> None:
+    """A function of theirs, a micro-batch, and the way in which theirs is turned off."""
+    model = mlp()
+    look = AddsUp(model).look(lambda few: contrast(model, few), samples(8), name="training_step")
+    assert look.told
+    with pytest.raises(wb.errors.UnsupportedError, match=r"training_step.*\n.*Trainer\(look=False"):
+        look.refuse(off="Trainer(look=False)")
+    fine = AddsUp(model).look(lambda few: wb.cross_entropy(model(few["x"]), few["y"]), samples(8))
+    fine.refuse()
+    with pytest.raises(wb.errors.UnsupportedError, match="found on another rank"):
+        fine.refuse(elsewhere=True)
+    assert not AddsUp(model).look(lambda few: contrast(model, few), samples(1)).told
