@@ -50,6 +50,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "scaling",
             "steps",
             "forward_state",
+            "reduction",
         }
     )
     | frozenset({"memory.meter", "memory.ledger"}),

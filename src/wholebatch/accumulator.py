@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from wholebatch import state
 from wholebatch.close import ClipNorm, CloseOptions, Policy
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import audit
+from wholebatch.coupled.audit import audit as audit_model
 from wholebatch.coupled.batchnorm import Refuse
+from wholebatch.coupled.statistics import Statistics
+from wholebatch.coupled.stream import StreamLook
 from wholebatch.driving import over
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.feed import Feed
+from wholebatch.forward_state import ForwardState
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
-from wholebatch.loss import Loss, Terms, Units
+from wholebatch.loss import Loss, Terms, Units, mean_loss
 from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
@@ -49,8 +52,12 @@ class Accumulator:
     2 2 4.0
 
     The window's last `backward` closes it and returns its Step; every other returns None. The
-    loss is given as a sum with the units it is over (`wb.Loss` is taken too). Without `over`,
-    `backward` closes every `steps`-th time, and `flush()` closes a short last window.
+    loss is given as a sum with the units it is over (`wb.Loss` is taken too), or as a mean:
+    `acc.backward(mean=..., units=...)`. Without `over`, `backward` closes every `steps`-th time,
+    and `flush()` closes a short last window.
+
+    `audit=True` reads from the graph of the first losses whether what is given as a sum is a mean,
+    and whether the loss compares samples with each other.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Accumulator:
         optimizer_on: OptimizerOn = "device",
         sync: str = "auto",
         allow_untested_device: bool = False,
+        audit: bool = True,
     ) -> None:
         if batchnorm == "exact":
             raise OptionError(
@@ -95,10 +103,16 @@ class Accumulator:
         )
         self._window = Window(target, options, engine, store)
         self._untouched = Untouched(self._window)
-        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in target.models]
-        for finding in (finding for model in target.models for finding in audit(model).findings):
+        reduce = engine.sum_tensor if engine.ranks > 1 else None
+        self._batchnorms = [
+            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
+        ]
+        for finding in (
+            finding for model in target.models for finding in audit_model(model).findings
+        ):
             if finding.kind == "spectral":
                 _log.warning("%s", finding)
+        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
         self.epoch = 0
         self.last_step: Step | None = None
         self._places = 0  # micro-batches of this window so far, also those without a backward
@@ -108,6 +122,8 @@ class Accumulator:
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
+        self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
+        self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
 
@@ -140,11 +156,17 @@ class Accumulator:
         return self._steps.at(update=self._window.updates, epoch=self.epoch)
 
     def backward(
-        self, total: Tensor | Loss | Terms, units: Units | None = None, *, more: bool = False
+        self,
+        total: Tensor | Loss | Terms | None = None,
+        units: Units | None = None,
+        *,
+        mean: Tensor | None = None,
+        more: bool = False,
     ) -> Step | None:
         """Add one micro-batch's gradient; the window's last backward closes it.
 
-        `more=True` says that another backward of the same micro-batch follows. The units of a
+        Give `total`, the sum over `units` (or a wb.Loss, which is both), or `mean=`, the mean over
+        them. `more=True` says that another backward of the same micro-batch follows. The units of a
         micro-batch are the sum over its backwards: give 0 with all but one if they are terms over
         the same units.
         """
@@ -154,18 +176,7 @@ class Accumulator:
             )
         if self._places == 0 and self._driver is None:
             self._open_place()
-        if isinstance(total, Loss):
-            if units is not None:
-                raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            units, total = total.units, total.total
-        elif isinstance(total, Terms):
-            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
-            return None
-        elif units is None:
-            raise LossError(
-                "backward(total) without units=: total is a sum; say what it is a sum over "
-                "(units=samples, tokens or weights), or pass wb.Loss / wb.mean_loss(mean, units)"
-            )
+        total, units = self._read(total, units, mean)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         self._window.closing = is_last and not more
         self._untouched.check()
@@ -173,6 +184,7 @@ class Accumulator:
         self._untouched.remember()
         if more:
             return None
+        self._look.done()
         if not self._window.weightless:
             self._window.micro_batch_done()
         for policy in self._batchnorms:
@@ -182,6 +194,58 @@ class Accumulator:
         if not is_last:
             return None
         return self._close()
+
+    def _read(
+        self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
+    ) -> tuple[Tensor, Units]:
+        """Return the sum and its units, from whichever way they were given."""
+        if mean is not None:
+            if total is not None:
+                raise LossError(
+                    "backward(total, mean=...): total is the sum over the units and mean is the "
+                    "mean over them; give one of the two"
+                )
+            if units is None:
+                raise LossError(
+                    "backward(mean=...) without units=: say what it is the mean over "
+                    "(units=samples, tokens or weights)"
+                )
+            self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
+            loss = mean_loss(mean, units)
+            return loss.total, loss.units
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            self._look.at_backward(total, in_parts=self._in_parts)
+            return total.total, total.units
+        if isinstance(total, Terms):
+            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
+            raise AssertionError("a stream took a loss of several terms")
+        if total is None:
+            raise LossError(
+                "backward() without a loss: give total, the sum over its units, or mean=, the mean "
+                "over them, with units="
+            )
+        if units is None:
+            raise LossError(
+                "backward(total) without units=: total is a sum; say what it is a sum over "
+                "(units=samples, tokens or weights), or say that it is a mean: "
+                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
+            )
+        self._look.at_backward(total, units, in_parts=self._in_parts)
+        return total, units
+
+    @property
+    def _in_parts(self) -> bool:
+        """True if this micro-batch is not the whole global batch."""
+        return self._size > 1 or self._window.sync.ranks > 1
+
+    def _watch(self, size: int) -> None:
+        """Let the look see the forwards of a window in parts; not those with collectives."""
+        sync = self._window.sync
+        alone = not sync.counts_must_agree and not sync.grows_own_graph
+        if alone and (size > 1 or sync.ranks > 1):
+            self._look.watch()
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
@@ -201,6 +265,8 @@ class Accumulator:
     def _close(self) -> Step:
         self._untouched.check()
         self._untouched.forget()
+        self._look.end_window()
+        self._restore_buffers()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
@@ -211,6 +277,7 @@ class Accumulator:
         finally:
             for policy in self._batchnorms:
                 policy.discard_window()
+        self._watch(self._next_size())
         return self.last_step
 
     # --------------------------------------------------------------- the loop
@@ -233,6 +300,7 @@ class Accumulator:
     def _open_place(self) -> None:
         """The first place of a window: its size, and that no BatchNorm has come to life."""
         self._size = self._next_size()
+        self._watch(self._size)
         for policy in self._batchnorms:
             if isinstance(policy, Refuse):
                 policy.begin_window()
@@ -241,6 +309,24 @@ class Accumulator:
         self._is_last = is_last
         self._place_done = False
         self._window.has_more = has_more
+
+    def _stand_in(self, weightless: bool) -> None:
+        """Say whether the micro-batch that comes only takes part in the others' collectives.
+
+        Its forward leaves no trace: what it changes is put back before the window closes.
+        """
+        self._window.weightless = weightless
+        self._restore_buffers()
+        if weightless:
+            self._before = [ForwardState(model) for model in self._window.target.models]
+        for policy in self._batchnorms:
+            if isinstance(policy, Statistics):
+                policy.counts = not weightless
+
+    def _restore_buffers(self) -> None:
+        for found in self._before:
+            found.restore()
+        self._before = []
 
     def _leave_place(self) -> None:
         """The loop's body is over. A body without a backward has used its place all the same."""
@@ -265,6 +351,8 @@ class Accumulator:
         more = self._window.has_more
         self._places = 0
         self.last_step = self._window.join()
+        for policy in self._batchnorms:
+            policy.end_window()  # a meeting of the ranks
         self._window.has_more = more
 
     # ----------------------------------------------------------------- state

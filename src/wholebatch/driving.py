@@ -12,7 +12,6 @@ from torch import nn
 from wholebatch import randomness
 from wholebatch.errors import OptionError, RankError, WindowError
 from wholebatch.feed import Feed
-from wholebatch.forward_state import ForwardState
 
 if TYPE_CHECKING:
     from wholebatch.accumulator import Accumulator
@@ -59,7 +58,7 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
     finally:
         for accumulator in accumulators:
             accumulator._driver = None
-            accumulator._window.weightless = False
+            accumulator._stand_in(False)
             accumulator._window.sync.restore()
             for model in accumulator._window.target.models:
                 _driven.discard(model)
@@ -121,16 +120,10 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
             )
         for index in range(count):
             accumulator._enter_place(is_last=index == count - 1)
-            window.weightless = index >= len(items)
-            if not window.weightless:
-                yield items[index]
-            else:
-                before = [ForwardState(model) for model in window.target.models]
-                yield stand_in
-                for snapshot in before:
-                    snapshot.restore()
+            accumulator._stand_in(index >= len(items))
+            yield stand_in if window.weightless else items[index]
             accumulator._leave_place()
-            window.weightless = False
+            accumulator._stand_in(False)
 
 
 def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Feed:

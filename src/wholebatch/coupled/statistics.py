@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -37,6 +38,7 @@ class Statistics:
         # Moments so far, by layer and by which of its calls within a forward.
         self._pending: dict[str, list[Moments]] = {}
         self._calls: dict[str, int] = {}
+        self.counts = True  # False while a micro-batch only stands in for one of another rank
         self._replaced = ReplacedForwards()
         for name, module in norms:
             self._replaced.replace(module, self._recording(name, module, module.forward))
@@ -54,10 +56,30 @@ class Statistics:
 
     def end_window(self) -> None:
         with torch.no_grad():
-            for name, module in self._norms.items():
-                for part in self._pending.get(name, ()):
-                    _move(module, part, self._reduce)
+            if self._reduce is not None:
+                self._end_on_all_ranks(self._reduce)
+            else:
+                for name, module in self._norms.items():
+                    for part in self._pending.get(name, ()):
+                        _move(module, part, None)
         self.discard_window()
+
+    def _end_on_all_ranks(self, reduce: Reduce) -> None:
+        """Every layer that was called on some rank; one without data takes part with nothing."""
+        tracked = {
+            name: module
+            for name, module in self._norms.items()
+            if getattr(module, "running_mean", None) is not None
+        }
+        for call in itertools.count() if tracked else ():
+            own = [self._pending.get(name, [])[call : call + 1] for name in tracked]
+            device = next(iter(running_buffers(next(iter(tracked.values()))).values())).device
+            called = reduce(torch.tensor([float(len(part)) for part in own], device=device))
+            if not bool(called.any()):
+                return
+            for module, part, ranks in zip(tracked.values(), own, called.tolist(), strict=True):
+                if ranks:
+                    _move(module, part[0] if part else _no_moments(module), reduce)
 
     def discard_window(self) -> None:
         self._pending.clear()
@@ -95,7 +117,7 @@ class Statistics:
             with _scratch(module) as (mean, var):
                 out = found(*args, **kwargs)
             # A block that is computed again was counted before.
-            if not recomputing() and _filled(module, mean, var):
+            if self.counts and not recomputing() and _filled(module, mean, var):
                 self._add(name, _moments(module, given_to(args, kwargs), mean, var))
             return out
 
@@ -143,6 +165,14 @@ def _moments(module: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Moments
         count = x.numel() // x.shape[1]
         return Moments(count, mean, var * ((count - 1) / count))  # it remembers the unbiased one
     return Moments(instances(module, x), mean, var)
+
+
+def _no_moments(module: nn.Module) -> Moments:
+    assert isinstance(module, _NormBase)
+    assert module.running_mean is not None
+    wide = torch.float64 if module.running_mean.dtype == torch.float64 else torch.float32
+    nothing = torch.zeros_like(module.running_mean, dtype=wide)
+    return Moments(0, nothing, nothing)
 
 
 def instances(module: nn.Module, x: Tensor) -> int:

@@ -1,0 +1,398 @@
+"""Losses that compare samples, found in a loop whose forwards are not ours."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from tests.support import Seen, mlp, pieces, samples, sgd, summed
+from wholebatch.errors import LossError
+
+COMPARES = "this loss compares samples with each other"
+
+
+def data(rows: int = 8, *, seed: int = 3) -> Tensor:
+    return torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def accumulator(*models: nn.Module, **options: Any) -> wb.Accumulator:
+    parameters = [p for model in models for p in model.parameters()]
+    options = {"steps": 4, **options}
+    return wb.Accumulator(list(models), torch.optim.SGD(parameters, lr=0.1), **options)
+
+
+# ---------------------------------------------------------- losses that compare samples
+
+
+def similarities(model: nn.Module) -> tuple[Tensor, int]:
+    z = model(data())
+    return F.cross_entropy(z @ z.T, torch.arange(8), reduction="sum"), 8
+
+
+def simclr(model: nn.Module) -> tuple[Tensor, int]:
+    z = F.normalize(torch.cat([model(data(seed=1)), model(data(seed=2))]), dim=1)
+    logits = (z @ z.T / 0.5).masked_fill(torch.eye(16, dtype=torch.bool), -1e9)
+    return F.cross_entropy(logits, torch.arange(16).roll(8), reduction="sum"), 8
+
+
+def simclr_in_one_forward(model: nn.Module) -> tuple[Tensor, int]:
+    a, b = model(data(16)).chunk(2)
+    return F.cross_entropy(a @ b.T, torch.arange(8), reduction="sum"), 8
+
+
+def batch_hard_triplet(model: nn.Module) -> tuple[Tensor, int]:
+    z, y = model(data(12)), torch.arange(12) % 3
+    apart = (z[:, None] - z[None]).square().sum(2)
+    same = y[:, None] == y
+    worst = apart.masked_fill(~same, -1.0).amax(1)
+    best = apart.masked_fill(same, float("inf")).amin(1)
+    return F.relu(worst - best + 1.0).sum(), 12
+
+
+def vicreg(model: nn.Module) -> tuple[Tensor, int]:
+    a, b = model(data(seed=1)), model(data(seed=2))
+    variance = F.relu(1 - a.var(0).add(1e-4).sqrt()).sum() * 8
+    return (a - b).square().sum() + variance, 8
+
+
+def batch_dice(model: nn.Module) -> tuple[Tensor, int]:
+    p, t = model(data()).sigmoid(), torch.ones(8, 3).double()
+    return 8 * (1 - 2 * (p * t).sum() / (p.sum() + t.sum())), 8
+
+
+def root_mean_square(model: nn.Module) -> tuple[Tensor, int]:
+    return model(data()).square().sum().sqrt(), 8
+
+
+def in_batch_negatives(model: nn.Module) -> tuple[Tensor, int]:
+    queries, documents = model(data(4)), model(data(12))
+    return F.binary_cross_entropy_with_logits(
+        queries @ documents.T, torch.zeros(4, 12).double(), reduction="sum"
+    ), 4
+
+
+COUPLED = [
+    similarities,
+    simclr,
+    simclr_in_one_forward,
+    batch_hard_triplet,
+    vicreg,
+    batch_dice,
+    root_mean_square,
+    in_batch_negatives,
+]
+
+
+@pytest.mark.parametrize("loss", COUPLED)
+def test_a_loss_that_compares_samples_is_refused(loss: Callable[..., Any]) -> None:
+    model = mlp()
+    acc = accumulator(model)
+    total, units = loss(model)
+    with pytest.raises(LossError, match=COMPARES):
+        acc.backward(total, units=units)
+    assert acc.micro_batches == 0
+    left_out = accumulator(model, audit=False)
+    total, units = loss(model)
+    assert left_out.backward(total, units=units) is None
+
+
+@pytest.mark.parametrize("loss", COUPLED)
+def test_a_window_that_is_the_whole_batch_may_compare(loss: Callable[..., Any]) -> None:
+    model = mlp()
+    acc = accumulator(model, steps=1)
+    total, units = loss(model)
+    assert acc.backward(total, units=units) is not None
+
+
+def test_the_message_says_what_to_do() -> None:
+    model = mlp()
+    acc = accumulator(model)
+    total, units = similarities(model)
+    with pytest.raises(LossError) as error:
+        acc.backward(total, units=units)
+    assert "links 8 of the model's output rows (0, 1, 2, 3, 4, ...)" in str(error.value)
+    assert "wb.Coupled(encode, loss)" in str(error.value)
+    assert "audit=False" in str(error.value)
+    with pytest.raises(LossError, match=COMPARES):  # as often as it is tried
+        acc.backward(mean=similarities(model)[0] / 8, units=8)
+
+
+def test_a_loss_of_the_library_that_compares_is_refused() -> None:
+    model = mlp()
+    acc = accumulator(model)
+    for _ in range(2):
+        with pytest.raises(LossError, match="compares all samples with each other"):
+            acc.backward(wb.info_nce(model(data(seed=1)), model(data(seed=2))))
+    whole = accumulator(model, steps=1)
+    assert whole.backward(wb.info_nce(model(data(seed=1)), model(data(seed=2)))) is not None
+    accumulator(model, audit=False).backward(wb.clip_loss(model(data()), model(data(seed=2))))
+
+
+# ---------------------------------------------------------- losses that do not
+
+
+def dpo(model: nn.Module) -> tuple[Tensor, int]:
+    chosen, rejected = model(data(16)).log_softmax(1)[:, 0].chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).sum(), 8
+
+
+def dpo_in_two_forwards(model: nn.Module) -> tuple[Tensor, int]:
+    return F.softplus(model(data(seed=1)) - model(data(seed=2))).sum(), 8
+
+
+def language_model(model: nn.Module) -> tuple[Tensor, int]:
+    logits = model(torch.randn(4, 7, 5).double())
+    return F.cross_entropy(logits.flatten(0, 1), torch.ones(28).long(), reduction="sum"), 28
+
+
+def crf_with_time_first(model: nn.Module) -> tuple[Tensor, int]:
+    scores = model(torch.randn(9, 4, 5).double())  # [time, samples, labels]
+    alpha = scores[0]
+    for step in scores[1:]:
+        alpha = (alpha[:, :, None] + step[:, None]).logsumexp(1)
+    return (alpha.logsumexp(1) - scores[:, :, 0].sum(0)).sum(), 4
+
+
+def lists_of_different_lengths(model: nn.Module) -> tuple[Tensor, int]:
+    scores = model(data(10))[:, 0]
+    lists = scores.split([2, 7, 1])
+    return sum(one.logsumexp(0) - one[0] for one in lists), 3  # type: ignore[return-value]
+
+
+def one_list(model: nn.Module) -> tuple[Tensor, int]:
+    scores = model(data(10))[:, 0]
+    return scores.logsumexp(0) - scores[0], 1
+
+
+def gan(model: nn.Module) -> tuple[Tensor, int]:
+    real, fake = model(data(seed=1))[:, 0], model(data(seed=2))[:, 0]
+    return F.softplus(-real).sum() + F.softplus(fake).sum(), 8
+
+
+def gradient_penalty(model: nn.Module) -> tuple[Tensor, int]:
+    x = data().requires_grad_()
+    score = model(x)[:, 0]
+    [slope] = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().sum() + score.sum(), 8
+
+
+def weighted(model: nn.Module) -> tuple[Tensor, Tensor]:
+    weights = torch.rand(8).double()
+    losses = F.cross_entropy(model(data()), torch.arange(8) % 3, reduction="none")
+    return (losses * weights).sum(), weights.sum()
+
+
+def two_outputs(model: nn.Module) -> tuple[Tensor, int]:
+    z = model(data())
+    return z[:, 0].square().sum() + F.cross_entropy(z, torch.arange(8) % 3, reduction="sum"), 8
+
+
+def linear(model: nn.Module) -> tuple[Tensor, int]:
+    return model(data()).sum(), 8
+
+
+def queries_and_documents(model: nn.Module) -> tuple[Tensor, int]:
+    queries, documents = model(data(4)), model(data(12)).view(4, 3, 3)
+    scores = torch.einsum("qd,qnd->qn", queries, documents)
+    return F.cross_entropy(scores, torch.zeros(4).long(), reduction="sum"), 4
+
+
+def outside_the_models(model: nn.Module) -> tuple[Tensor, int]:
+    weight = next(model.parameters())
+    return (data() @ weight.T).square().sum(), 8
+
+
+APART = [
+    dpo,
+    dpo_in_two_forwards,
+    language_model,
+    crf_with_time_first,
+    lists_of_different_lengths,
+    one_list,
+    gan,
+    gradient_penalty,
+    weighted,
+    two_outputs,
+    linear,
+    queries_and_documents,
+    outside_the_models,
+]
+
+
+@pytest.mark.parametrize("loss", APART)
+def test_no_false_alarm(loss: Callable[..., Any]) -> None:
+    model = mlp()
+    acc = accumulator(model)
+    total, units = loss(model)
+    assert acc.backward(total, units=units) is None
+    acc.flush()
+
+
+def test_recurrent_states_are_not_samples() -> None:
+    model = nn.LSTM(5, 4, 2, batch_first=True, bidirectional=True).double()
+    acc = accumulator(model)
+    _, (h, _) = model(torch.randn(4, 6, 5).double())  # h: [layers and directions, samples, ...]
+    z = torch.cat(list(h), dim=1)
+    assert acc.backward(F.cross_entropy(z, torch.arange(4), reduction="sum"), units=4) is None
+
+
+def test_outputs_in_containers_are_seen() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, *, x: Tensor) -> dict[str, Any]:
+            z = self.inner(x)
+            return {"loss": z.sum(), "states": (z, None)}
+
+    model = Named()
+    acc = accumulator(model)
+    z = model(x=data())["states"][0]
+    with pytest.raises(LossError, match=COMPARES):
+        acc.backward(z.sum(0).square().sum(), units=8)
+
+
+def test_a_method_of_the_model_is_seen_by_its_parts() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = mlp(), mlp()
+
+    model = Two()
+    acc = accumulator(model)
+    logits = model.image(data(seed=1)) @ model.text(data(seed=2)).T
+    with pytest.raises(LossError, match=COMPARES):
+        acc.backward(F.cross_entropy(logits, torch.arange(8), reduction="sum"), units=8)
+
+
+# ---------------------------------------------------------- leaving no trace
+
+
+def trained(audit: bool, loss: Callable[[nn.Module, Any], Tensor]) -> tuple[nn.Module, Seen]:
+    torch.manual_seed(5)
+    model = nn.Sequential(mlp(), nn.Dropout(0.3)).float()
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    acc = wb.Accumulator(model, optimizer, steps=2, audit=audit)
+    for micro in pieces(samples(8, dtype=torch.float32), [3, 1, 2, 2]):
+        acc.backward(loss(model, micro), units=len(micro["y"]))
+    return model, seen
+
+
+def checkpointed(model: nn.Module, micro: Any) -> Tensor:
+    z = checkpoint(model, micro["x"], use_reentrant=False)
+    return F.cross_entropy(z, micro["y"], reduction="sum")
+
+
+@pytest.mark.parametrize("loss", [summed, checkpointed])
+def test_the_look_changes_no_bit(loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    (model, seen), (plain, without) = trained(True, loss), trained(False, loss)
+    for ours, theirs in zip(seen.gradients, without.gradients, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_hooks_are_gone_after_the_first_micro_batch() -> None:
+    model = mlp()
+    acc = accumulator(model)
+    assert hooks_of(model) > 0
+    acc.backward(summed(model, samples(3)), units=3)
+    assert hooks_of(model) == 0
+    assert hooks_of(mlp()) == 0
+
+
+def test_hooks_are_gone_after_a_window_without_a_look() -> None:
+    model = mlp()
+    acc = accumulator(model, steps=2)
+    for _ in range(2):
+        total, units = outside_the_models(model)
+        acc.backward(total, units=units)
+    assert hooks_of(model) == 0
+    acc.backward(*outside_the_models(model))
+    assert hooks_of(model) == 0
+
+
+def test_no_hooks_without_a_look() -> None:
+    model = mlp()
+    held = accumulator(model, audit=False), accumulator(model, steps=1)
+    assert hooks_of(model) == 0
+    del held
+
+
+def test_a_window_that_grows_is_looked_at_then() -> None:
+    model = mlp()
+    acc = accumulator(model, steps={0: 1, 1: 2})
+    assert acc.backward(*similarities(model)) is not None
+    total, units = similarities(model)
+    with pytest.raises(LossError, match=COMPARES):
+        acc.backward(total, units=units)
+
+
+def test_hooks_of_the_user_run_once() -> None:
+    model = mlp()
+    acc = accumulator(model)
+    ran: list[str] = []
+    z = model(data())
+    z.register_hook(lambda _: ran.append("output"))
+    z.retain_grad()
+    acc.backward(z.square().sum(), units=8)
+    assert ran == ["output"]
+    assert torch.equal(z.grad, 2 * z * acc._window.seed)
+
+
+def test_copies_and_pickles_of_the_model_have_no_part_in_it() -> None:
+    model = mlp()
+    acc = accumulator(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other(data()).sum().backward()
+    assert not acc._look._outputs
+
+
+def test_an_accumulator_that_is_dropped_keeps_no_outputs() -> None:
+    model = mlp()
+    look = accumulator(model)._look
+    gone = weakref.ref(look)
+    del look
+    gc.collect()
+    model(data())
+    assert gone() is None
+
+
+def test_functions_that_may_not_run_twice_are_left_alone() -> None:
+    ran: list[float] = []
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sum(0).square().sum()
+
+        @staticmethod
+        def backward(ctx: Any, above: Tensor) -> Tensor:
+            ran.append(1.0)
+            return above * 2 * ctx.saved_tensors[0].sum(0).expand(8, 3)
+
+    model = mlp()
+    assert accumulator(model).backward(Once.apply(model(data())), units=8) is None
+    assert len(ran) == 1
