@@ -115,7 +115,7 @@ def accelerate(ours: bool) -> list[float]:
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
             if windows is not None:
-                windows.backward(loss, units=counted(batch))
+                windows.backward(mean=loss, units=counted(batch))
             else:
                 accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -141,7 +141,7 @@ def fabric(ours: bool) -> list[float]:
         with host.no_backward_sync(model, enabled=not last):
             loss = model(**batch)["loss"]
             if windows is not None:
-                windows.backward(loss, units=counted(batch), last=last)
+                windows.backward(mean=loss, units=counted(batch), last=last)
             else:
                 host.backward(loss / STEPS)
         if last:

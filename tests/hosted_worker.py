@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,58 +12,124 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.support import Whole, distance, mean, mlp, pieces, samples
-from wholebatch.hosted import Hosted, gradient_holders
+from wholebatch.errors import WindowError
+from wholebatch.hosted import Given, Hosted, Options
 
+CPU = torch.device("cpu")
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}
 
 
-def saved_and_loaded(window: Hosted, hosted: nn.Module) -> Hosted:
+def saved_and_loaded(window: Hosted, again: Hosted, hosted: nn.Module) -> Hosted:
     """The open window in another one, from what the first rank would write to a file."""
     parameters = list(hosted.parameters())
     saved = [window.state_dict(parameters)]
     dist.broadcast_object_list(saved, src=0)
     hosted.zero_grad()
-    again = Hosted([hosted], device=torch.device("cpu"))
     again.load_state_dict(saved[0], parameters)
     return again
+
+
+def run(window: Hosted, hosted: Any, micros: list[Any], again: Hosted | None = None) -> Hosted:
+    """The backwards of one window, the last of which reduces."""
+    for place, micro in enumerate(micros):
+        last = place + 1 == len(micros)
+        if isinstance(hosted, nn.parallel.DistributedDataParallel):
+            hosted.require_backward_grad_sync = last
+        else:
+            hosted.set_requires_gradient_sync(last)
+        loss = mean(hosted, micro)
+        window.weigh(Given.of(mean=loss, units=len(micro["y"])))
+        with window.backward():
+            loss.backward()
+        if again is not None and place == 1:
+            window = saved_and_loaded(window, again, hosted)
+    return window
 
 
 def error(kind: str) -> float:
     """Relative error of one update by a host of this kind, clipped by norm."""
     rank, model = dist.get_rank(), mlp()
-    if kind == "fsdp2":
-        hosted: nn.Module = fully_shard(model)
-    else:
-        hosted = nn.parallel.DistributedDataParallel(model)
+    sharded = kind == "fsdp2"
+    hosted: Any = fully_shard(model) if sharded else nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
-    window = Hosted([hosted], device=torch.device("cpu"))
+
+    def hosts() -> Hosted:
+        kept = "sharded" if sharded else "whole"
+        return Hosted([hosted], [optimizer], device=CPU, gradients=kept)  # type: ignore[arg-type]
+
     own = pieces(samples(16), [8, 8])[rank]
-    for place, micro in enumerate(pieces(own, SIZES[rank])):
-        last = place == 2
-        if kind == "fsdp2":
-            hosted.set_requires_gradient_sync(last)  # type: ignore[operator]
-        else:
-            hosted.require_backward_grad_sync = last
-        loss = mean(hosted, micro)
-        window.weigh(loss, units=len(micro["y"]))
-        loss.backward()
-        if kind == "ddp resumed" and place == 1:
-            window = saved_and_loaded(window, hosted)
-    window.settle(gradient_holders([hosted], [optimizer]), averaged_by=window.ranks.size)
+    again = hosts() if kind == "ddp resumed" else None
+    window = run(hosts(), hosted, pieces(own, SIZES[rank]), again)
+    window.settle(averaged_by=window.ranks.size)
     nn.utils.clip_grad_norm_(hosted.parameters(), 0.05)
     optimizer.step()
     whole = Whole(mlp(), clip_norm=0.05)
     whole.step(samples(16))
     trained = [
-        (p.full_tensor() if kind == "fsdp2" else p).detach() - before.detach()
+        (p.full_tensor() if sharded else p).detach() - before.detach()
         for p, before in zip(hosted.parameters(), whole.start.parameters(), strict=True)
     ]
     return distance(trained, whole.updates())
 
 
+def statistics() -> float:
+    """Relative error of running statistics, merged over two windows and the ranks."""
+    norm = nn.BatchNorm1d(5).double()
+    whole = nn.BatchNorm1d(5).double()
+    torch.manual_seed(1)
+    model = nn.Sequential(norm, nn.Linear(5, 3).double())
+    hosted = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
+    window = Hosted([hosted], [optimizer], device=CPU, options=Options("statistics"))
+    for number in (16, 24):
+        own = pieces(samples(number), [number // 2] * 2)[dist.get_rank()]
+        run(window, hosted, pieces(own, [4, number // 2 - 4]))
+        window.settle(averaged_by=2)
+        optimizer.zero_grad()
+        whole(samples(number)["x"])
+    ours, theirs = (
+        [getattr(one, name) for name in ("running_mean", "running_var")] for one in (norm, whole)
+    )
+    return distance(ours, theirs)  # type: ignore[arg-type]
+
+
+def in_16_bit() -> float:
+    """Relative error of bf16 gradients of 64 micro-batches on every rank, beside a float64 sum."""
+    model, other = mlp(dtype=torch.bfloat16), mlp(dtype=torch.bfloat16)
+    hosted = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
+    window = Hosted([hosted], [optimizer], device=CPU)
+    micros = pieces(samples(256, dtype=torch.bfloat16), [2] * 128)
+    run(window, hosted, micros[64 * dist.get_rank() :][:64])
+    window.settle(averaged_by=2)
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in other.parameters()]
+    for micro in micros:
+        parts = torch.autograd.grad(mean(other, micro), [*other.parameters()])
+        for total, part in zip(sums, parts, strict=True):
+            total += part.double() / 128
+    return distance([p.grad for p in model.parameters()], sums)  # type: ignore[misc]
+
+
+def held_back() -> float:
+    """0 if a window whose last backward did not reduce is refused."""
+    hosted = nn.parallel.DistributedDataParallel(mlp())
+    window = Hosted([hosted], [torch.optim.SGD(hosted.parameters(), lr=0.1)], device=CPU)
+    with hosted.no_sync():
+        loss = mean(hosted, samples(4))
+        window.weigh(Given.of(mean=loss, units=4))
+        with window.backward():
+            loss.backward()
+    try:
+        window.settle(averaged_by=2)
+    except WindowError as refused:
+        return float("did not reduce" not in str(refused))
+    return 1.0
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     found = {kind: error(kind) for kind in ("ddp", "ddp resumed", "fsdp2")}
+    found |= {"statistics": statistics(), "held back": held_back(), "bf16": in_16_bit()}
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -47,7 +47,7 @@ def train(problem: Problem, mode: Mode) -> Tensor:
         with accelerator.accumulate(prepared):
             loss = loss_of(prepared(batch["input_ids"]), batch["labels"])
             if windows is not None:
-                windows.backward(loss, units=counted(batch["labels"]))
+                windows.backward(mean=loss, units=counted(batch["labels"]))
             else:
                 accelerator.backward(loss)
             if accelerator.sync_gradients and problem.clip_norm is not None:

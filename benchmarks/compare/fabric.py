@@ -43,7 +43,7 @@ def train(problem: Problem, mode: Mode) -> Tensor:
         with fabric.no_backward_sync(model, enabled=not last):
             loss = loss_of(model(batch["input_ids"]), batch["labels"])
             if windows is not None:
-                windows.backward(loss, units=counted(batch["labels"]), last=last)
+                windows.backward(mean=loss, units=counted(batch["labels"]), last=last)
             else:
                 fabric.backward(loss / steps)
         if last:

@@ -31,6 +31,7 @@ __all__ = [
     "CloseOptions",
     "Closed",
     "Holder",
+    "blame",
     "check_counts",
     "close_gradients",
     "dense_gradients",
@@ -222,6 +223,21 @@ def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]
         if not math.isfinite(total)
     ]
     return min(bad, default=None)
+
+
+def blame(culprit: int | None, count: int, *, on: str, others: str, losses_finite: bool) -> str:
+    """Say what of a window is not finite; `culprit` is the micro-batch of this rank, if it is one.
+
+    `on` names this rank where there are several, `others` who it is if no loss of this rank is.
+    """
+    bad = "a loss that is not finite"
+    if culprit is not None:
+        return f"micro-batch {culprit + 1} of {count}{on} has {bad}"
+    return (
+        "the losses are finite but the gradients are not"
+        if losses_finite
+        else f"{others} has {bad}"
+    )
 
 
 def read_units(units: Sequence[Tensor | float]) -> float:

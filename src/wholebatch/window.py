@@ -21,6 +21,7 @@ from wholebatch.backward import Backward, backward_into
 from wholebatch.close import (
     Closed,
     CloseOptions,
+    blame,
     check_counts,
     first_nonfinite,
     power_of_two_near,
@@ -375,14 +376,13 @@ class Window:
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
             return f"gradients not finite at loss scale {self.loss_scale:g}"
-        bad = "a loss that is not finite"
-        if culprit is not None:
-            on = f" on rank {self.sync.rank}" if self.sync.ranks > 1 else ""
-            where = f"micro-batch {culprit + 1} of {self.micro_batches}{on} has {bad}"
-        elif not losses_finite:
-            where = f"{'another rank' if self.owners else 'the batch'} has {bad}"
-        else:
-            where = "the losses are finite but the gradients are not"
+        where = blame(
+            culprit,
+            self.micro_batches,
+            on=f" on rank {self.sync.rank}" if self.sync.ranks > 1 else "",
+            others="another rank" if self.owners else "the batch",
+            losses_finite=losses_finite,
+        )
         if self.options.nonfinite == "skip":
             return where
         raise NonFiniteError(

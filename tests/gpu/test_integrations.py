@@ -142,7 +142,7 @@ def accelerated(**options: Any) -> Tensor:
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
-            windows.backward(loss, units=(batch["labels"] != -100).sum())
+            windows.backward(mean=loss, units=(batch["labels"] != -100).sum())
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()

@@ -91,7 +91,7 @@ def updates(stage: int, *, anew: bool) -> list[Tensor]:
         windows = ExactWindows(accelerator, model, optimizer)
         for batch in loader:
             with accelerator.accumulate(model):
-                windows.backward(mean_of(model, batch), units=(batch[1] != -100).sum())
+                windows.backward(mean=mean_of(model, batch), units=(batch[1] != -100).sum())
                 optimizer.step()
                 optimizer.zero_grad()
     parameters = list(model.module.parameters())

@@ -106,7 +106,7 @@ def test_windows_with_a_scheduler_and_clipping() -> None:
     settled = []
     for batch in loader:
         with accelerator.accumulate(model):
-            done = windows.backward(mean(model, batch), units=len(batch["y"]))
+            done = windows.backward(mean=mean(model, batch), units=len(batch["y"]))
             settled.append(done)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.05)
@@ -138,7 +138,8 @@ def test_bf16_as_accelerate_sets_it_up() -> None:
     for batch in loader:
         with accelerator.accumulate(model):
             logits = model(batch["x"].float())
-            windows.backward(nn.functional.cross_entropy(logits, batch["y"]), units=len(batch["y"]))
+            loss = nn.functional.cross_entropy(logits, batch["y"])
+            windows.backward(mean=loss, units=len(batch["y"]))
             optimizer.step()
             optimizer.zero_grad()
     start = mlp(dtype=torch.float32)
@@ -159,7 +160,7 @@ def test_a_scaler_is_accelerates() -> None:
         whole.step(batch)
     for batch in loader:
         with accelerator.accumulate(model):
-            windows.backward(mean(model, batch), units=len(batch["y"]))
+            windows.backward(mean=mean(model, batch), units=len(batch["y"]))
             if accelerator.sync_gradients:
                 accelerator.scaler.unscale_(optimizer.optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -175,7 +176,7 @@ def test_units_may_be_tensors_and_a_micro_batch_may_have_none() -> None:
     data = samples(6)
     for units, batch in zip([4, 0], pieces(data, [4, 2]), strict=True):
         with accelerator.accumulate(model):
-            windows.backward(mean(model, batch), units=torch.tensor(units))
+            windows.backward(mean=mean(model, batch), units=torch.tensor(units))
             optimizer.step()
             optimizer.zero_grad()
     whole = Whole(mlp())
@@ -187,11 +188,11 @@ def test_a_window_without_units_is_refused_or_steps_by_nothing() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=1)
     windows = ExactWindows(accelerator, model, optimizer)
     with accelerator.accumulate(model), pytest.raises(EmptyWindowError, match="zero_units='skip'"):
-        windows.backward(mean(model, samples(2)), units=0)
+        windows.backward(mean=mean(model, samples(2)), units=0)
     lenient = ExactWindows(accelerator, model, optimizer, zero_units="skip")
     optimizer.zero_grad()
     with accelerator.accumulate(model):
-        assert lenient.backward(mean(model, samples(2)), units=0) is None
+        assert lenient.backward(mean=mean(model, samples(2)), units=0) is None
         optimizer.step()
     Whole(mlp()).assert_same(model)
 
@@ -200,7 +201,7 @@ def test_an_incomplete_window_makes_no_step() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=2)
     windows = ExactWindows(accelerator, model, optimizer)
     with accelerator.accumulate(model):
-        windows.backward(mean(model, samples(2)), units=2)
+        windows.backward(mean=mean(model, samples(2)), units=2)
     with accelerator.accumulate(model):  # skips its backward
         with pytest.raises(WindowError, match=r"windows\.settle\(\)"):
             optimizer.step()
@@ -228,7 +229,7 @@ def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
             if not first <= index < last:
                 continue
             with accelerator.accumulate(model):
-                windows.backward(mean(model, batch), units=len(batch["y"]))
+                windows.backward(mean=mean(model, batch), units=len(batch["y"]))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.05)
                 optimizer.step()

@@ -263,7 +263,7 @@ def test_what_fabric_windows_refuse() -> None:
     with pytest.raises(OptionError, match=r"must be what fabric\.setup returned"):
         FabricWindows(fabric, model, torch.optim.SGD(inner.parameters(), lr=0.1))
     windows = FabricWindows(fabric, model, optimizer)
-    windows.backward(mean(model, samples(4)), units=4, last=False)
+    windows.backward(mean=mean(model, samples(4)), units=4, last=False)
     with pytest.raises(WindowError, match="last=True"):
         optimizer.step()
     saved = windows.state_dict()  # an open window, with its gradients
@@ -271,6 +271,6 @@ def test_what_fabric_windows_refuse() -> None:
     optimizer.zero_grad()
     windows.load_state_dict(saved)
     assert inner[0].weight.grad is not None
-    done = windows.backward(mean(model, samples(2)), units=2, last=True)
+    done = windows.backward(mean=mean(model, samples(2)), units=2, last=True)
     assert done is not None
     assert (done.units, done.micro_batches, windows.updates) == (6, 2, 1)

@@ -61,11 +61,12 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     if not watched or not _can_run_again(total, nodes):
         return []
     try:
-        linked = _Links(total, watched).beyond(units)
-        others = [_time_first(output, units) for output in watched]
-        if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
-            return linked if _Links(total, others).beyond(units) else []
-        return linked
+        with _without_hooks(output.tensor for output in watched):
+            linked = _Links(total, watched).beyond(units)
+            others = [_time_first(output, units) for output in watched]
+            if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
+                return linked if _Links(total, others).beyond(units) else []
+            return linked
     except (RuntimeError, NotImplementedError):  # an operation without a second derivative
         return []
 
@@ -84,7 +85,6 @@ def _can_be_asked(tensor: Tensor) -> bool:
         and 1 < tensor.shape[0] <= _MOST_ROWS
         and tensor.numel() <= _MOST_ELEMENTS
         and not tensor.retains_grad
-        and not getattr(tensor, "_backward_hooks", None)  # they would run once too often
     )
 
 
@@ -204,6 +204,20 @@ def _mixed(slope: Tensor) -> Tensor:
     places = torch.arange(slope.numel(), device=slope.device)
     wide = slope.dtype if slope.dtype is torch.float64 else torch.float32
     return (slope.flatten().to(wide) * (places * 1.7 + 0.3).cos().to(wide)).sum()
+
+
+@contextmanager
+def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Take off the hooks of tensors (Fabric's, for one): they would run once too often."""
+    found = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
+    taken = [dict(hooks) for hooks in found]
+    for hooks in found:  # autograd holds the dictionary itself
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, back in zip(found, taken, strict=True):
+            hooks.update(back)
 
 
 @contextmanager

@@ -8,13 +8,15 @@ windows = ExactWindows(accelerator, model, optimizer)
 for batch in loader:
     with accelerator.accumulate(model):
         loss = F.cross_entropy(model(batch["x"]), batch["y"])     # the mean, as before
-        windows.backward(loss, units=len(batch["y"]))             # was accelerator.backward(loss)
+        windows.backward(mean=loss, units=len(batch["y"]))        # was accelerator.backward(loss)
         if accelerator.sync_gradients:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
 ```
+
+`backward(total, units=...)` takes a sum, as everywhere in wholebatch.
 
 `accumulator` gives a `wb.Accumulator` over what Accelerate prepared, for a loop that is written
 anew.
@@ -32,8 +34,9 @@ from wholebatch.accumulator import Accumulator
 from wholebatch.close import Policy
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.extras import require
-from wholebatch.hosted import Hosted, Settled, all_parameters, gradient_holders
-from wholebatch.loss import Units
+from wholebatch.hosted import Given, Gradients, Hosted, Options, Settled, all_parameters
+from wholebatch.loss import Loss, Units
+from wholebatch.step import Step
 from wholebatch.sync.deepspeed import DeepSpeed
 
 require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
@@ -58,11 +61,16 @@ _REPLICATED = _SUPPORTED[:3]  # every process holds whole gradients
 class ExactWindows:
     """Every update of Accelerate's loop is that of the undivided global batch.
 
-    `backward(loss, units=...)` stands for `accelerator.backward(loss)`: the loss is the
-    micro-batch's mean, `units` what it is a mean over (samples, tokens, weights; a number or a
-    0-dim tensor). When it returns in the last micro-batch of a window, the gradients are those of
-    the whole batch, reduced, and Accelerate's own clipping, loss scaling, optimizer and scheduler
-    go on from there. It returns what the window was (`loss`, `units`), or None within a window.
+    `backward(mean=loss, units=...)` stands for `accelerator.backward(loss)`, where the loss is the
+    micro-batch's mean; `backward(total, units=...)` takes its sum, and a `wb.Loss` is taken too.
+    `units` is what it is over (samples, tokens, weights; a number or a 0-dim tensor). When it
+    returns in the last micro-batch of a window, the gradients are those of the whole batch,
+    reduced, and Accelerate's own clipping, loss scaling, optimizer and scheduler go on from there.
+    It returns what the window was (`loss`, `units`), or None within a window.
+
+    A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
+    is left; with `nonfinite="skip"` such a window makes no update (a scheduler that the loop steps
+    is stepped all the same). fp16's loss scale skips by itself, as Accelerate has it.
     """
 
     def __init__(
@@ -73,16 +81,26 @@ class ExactWindows:
         *,
         batchnorm: str = "refuse",
         zero_units: Policy = "raise",
+        nonfinite: Policy = "raise",
+        audit: bool = True,
     ) -> None:
         _check(accelerator)
         self._accelerator = accelerator
         self._models = [model] if isinstance(model, nn.Module) else list(model)
         self._optimizers = _torch_optimizers(optimizer)
+        self._audit = audit
+        self._place = accelerator.step  # what accumulate() counts up
+        in_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         self._window = Hosted(
-            self._models, device=accelerator.device, batchnorm=batchnorm, zero_units=zero_units
+            self._models,
+            [] if in_engine else self._optimizers,
+            device=accelerator.device,
+            options=Options(batchnorm, zero_units, nonfinite, audit),
+            gradients=_gradients_of(accelerator),
+            is_scaled=lambda: _scales(accelerator),
         )
         self._engine: DeepSpeed | None = None
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if in_engine:
             if len(self._models) > 1:
                 raise UnsupportedError(
                     "several DeepSpeed engines in one ExactWindows: give each one of its own"
@@ -103,36 +121,75 @@ class ExactWindows:
         """The window that was completed last."""
         return self._window.last
 
-    def backward(self, loss: Tensor, *, units: Units, **kwargs: Any) -> Settled | None:
-        """The backward of one micro-batch's mean loss over `units`."""
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+    def backward(
+        self,
+        total: Tensor | Loss | None = None,
+        *,
+        units: Units | None = None,
+        mean: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Settled | None:
+        """Make the backward of one micro-batch's loss: its sum, or its mean, over `units`."""
         accelerator, is_last = self._accelerator, self._accelerator.sync_gradients
+        given = Given.of(total, units, mean, audit=self._audit)
+        self._refuse_loop_without_accumulate(is_last)
         if self._engine is not None:
-            return self._backward_in_engine(self._engine, loss, units, is_last)
-        self._window.weigh(loss, units, divided_by=accelerator.gradient_accumulation_steps)
-        accelerator.backward(loss, **kwargs)
+            return self._backward_in_engine(self._engine, given, is_last)
+        steps = accelerator.gradient_accumulation_steps
+        self._window.weigh(given, divided_by=steps, is_last=is_last)
+        with self._window.backward():
+            accelerator.backward(given.loss, **kwargs)
         return self.settle() if is_last else None
 
     def settle(self) -> Settled | None:
         """Complete the window by hand, where its last micro-batch made no backward."""
-        return self._window.settle(
-            gradient_holders(self._models, self._optimizers), averaged_by=self._window.ranks.size
-        )
+        return self._window.settle(averaged_by=self._window.ranks.size)
 
-    def _backward_in_engine(
-        self, engine: DeepSpeed, loss: Tensor, units: Units, is_last: bool
-    ) -> Settled | None:
+    def _refuse_loop_without_accumulate(self, is_last: bool) -> None:
+        """Refuse windows of one micro-batch because nobody counts the micro-batches."""
+        accelerator, place = self._accelerator, self._accelerator.step
+        moved = place != self._place
+        self._place = place
+        steps = accelerator.gradient_accumulation_steps
+        if (
+            is_last
+            and steps > 1
+            and not moved
+            and not self._window.is_open
+            and not accelerator.gradient_state.end_of_dataloader
+        ):
+            raise WindowError(
+                f"gradient_accumulation_steps={steps}, but accelerator.sync_gradients is True and "
+                "accelerator.accumulate() was not entered, so every micro-batch would make a step: "
+                "put the loop's body into `with accelerator.accumulate(model):`"
+            )
+
+    def _backward_in_engine(self, engine: DeepSpeed, given: Given, is_last: bool) -> Settled | None:
         """As Accelerate does it, but between backward and step the gradients are settled."""
         groups = [list(group["params"]) for group in self._stepped.param_groups]
         parameters = [parameter for group in groups for parameter in group]
         if not self._window.is_open:
             engine.begin(parameters)
-        self._window.weigh(loss, units)
+        self._window.weigh(given)
+        loss = given.loss
         with engine.backward(parameters, reduces=is_last):
             engine.run_backward([loss], [torch.ones_like(loss)])
         if not is_last:
             return None
         holders = [holder for group in engine.holders(groups) for holder in group]
-        settled = self._window.settle(holders, averaged_by=engine.averaged_by)
+        try:
+            settled = self._window.settle(holders, averaged_by=engine.averaged_by)
+        except BaseException:
+            engine.discard()
+            raise
+        if settled is None:
+            engine.discard()
+            return None
         engine_itself: Any = self._models[0]
         engine_itself.step()  # clips as its configuration says
         return settled
@@ -185,22 +242,59 @@ def accumulator(
         step = acc.backward(total, units=len(batch["y"]))
     ```
 
-    Windows have `accelerator.gradient_accumulation_steps` micro-batches (or `steps=`). The loss
+    Windows have `steps=` micro-batches, or `accelerator.gradient_accumulation_steps` where that
+    is more than 1. The loss
     scale of fp16 is Accelerate's; a prepared scheduler steps as Accelerate steps it. Leave out
     `accelerator.accumulate`, `optimizer.step`, `scheduler.step` and `optimizer.zero_grad`.
     """
     _check(accelerator)
     if "scaler" in options:
         raise OptionError("scaler= beside an Accelerator, which has its own: leave it out")
-    options.setdefault("steps", accelerator.gradient_accumulation_steps)
+    steps = accelerator.gradient_accumulation_steps
+    if "steps" not in options and steps == 1:
+        raise OptionError(
+            "accumulator() without steps= and an Accelerator with gradient_accumulation_steps=1: "
+            "every micro-batch would make an update; pass steps=, the micro-batches of a window "
+            "(steps=1 if you mean it)"
+        )
+    options.setdefault("steps", steps)
     optimizers = _torch_optimizers(optimizer)
-    return Accumulator(
+    acc = _PreparedAccumulator(
         model,
         optimizers if len(optimizers) > 1 else optimizers[0],
         scheduler=scheduler,
         scaler=getattr(accelerator, "scaler", None),
         **options,
     )
+    acc.watch(accelerator)
+    return acc
+
+
+class _PreparedAccumulator(Accumulator):
+    """An Accumulator that notices when the loop has kept `accelerator.accumulate`."""
+
+    def watch(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._place = accelerator, accelerator.step
+
+    def backward(self, *args: Any, **kwargs: Any) -> Step | None:
+        if self._accelerator.step != self._place or not self._accelerator.sync_gradients:
+            raise WindowError(
+                "accelerator.accumulate() beside an accumulator, which holds the synchronisation "
+                "and counts the micro-batches itself: remove accelerator.accumulate() from the loop"
+            )
+        return super().backward(*args, **kwargs)
+
+
+def _gradients_of(accelerator: Accelerator) -> Gradients:
+    """Return where Accelerate's engine keeps gradients within a window."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return "elsewhere"
+    return "whole" if accelerator.distributed_type in _REPLICATED else "sharded"
+
+
+def _scales(accelerator: Accelerator) -> bool:
+    scaler = getattr(accelerator, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
 
 
 def _torch_optimizers(

@@ -46,6 +46,11 @@ class SixteenBit:
     def __bool__(self) -> bool:
         return bool(self._parameters)
 
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The 16-bit parameters of the optimizers."""
+        return self._parameters
+
     def rounds(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
         return any(parameter is one for one in self._rounded)

@@ -5,6 +5,7 @@ trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was
 ```
 """
 
-from wholebatch.integrations.transformers.windows import ExactWindows, exact
+from wholebatch.integrations.transformers.exact import exact
+from wholebatch.integrations.transformers.windows import ExactWindows
 
 __all__ = ["ExactWindows", "exact"]

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import UnsupportedError
-from wholebatch.loss import Loss
+from wholebatch.hosted import Gradients
 
-__all__ = ["EpochEnd", "check", "hosts_count", "model_loss", "nothing_through"]
+__all__ = [
+    "EpochEnd",
+    "check",
+    "hosts_count",
+    "is_scaled",
+    "kept_in",
+    "nothing_through",
+    "refuse_own_batches",
+    "stepped_here",
+]
 
 
 class EpochEnd(int):
@@ -54,11 +63,52 @@ def nothing_through(model: nn.Module) -> Tensor:
     return torch.stack([one.to(zeros[0].device, zeros[0].dtype) for one in zeros]).sum()
 
 
-def model_loss(model: Any, inputs: Mapping[str, Any]) -> Loss:
-    """What a step of the model costs in memory; the number of units does not matter for that."""
-    outputs = model(**inputs)
-    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    return Loss(loss, 1)
+def refuse_own_batches(trainer: type[Any]) -> None:
+    """Refuse a trainer of TRL's that makes its batches, and counts them, itself (GRPO)."""
+    kind = next((one for one in trainer.__mro__ if "_prepare_inputs" in vars(one)), None)
+    if kind is None or not kind.__module__.startswith("trl."):
+        return
+    raise UnsupportedError(
+        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and TRL's "
+        "default loss is divided by the tokens of all of them, so its update is that of the whole "
+        f"batch already: use {kind.__name__} as it is, with its default loss_type"
+    )
+
+
+def kept_in(model: Any) -> Gradients:
+    """Return where the engine that wraps the model keeps gradients within a window."""
+    if hasattr(model, "zero_optimization_stage"):
+        return "elsewhere"
+    sharded = hasattr(model, "set_requires_gradient_sync") or "Fully" in type(model).__name__
+    return "sharded" if sharded else "whole"
+
+
+def stepped_here(trainer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose parameters hold their gradients; DeepSpeed's engine has its own.
+
+    Refuse an engine that adds 16-bit gradients in 16 bit, or that cannot leave out a step.
+    """
+    optimizer = trainer.optimizer
+    if kept_in(trainer.model_wrapped) != "elsewhere":
+        return [getattr(optimizer, "optimizer", optimizer)]
+    model, sums = trainer.model_wrapped.get_data_types()
+    if model != torch.float32 and sums != torch.float32:
+        raise UnsupportedError(
+            f"DeepSpeed with parameters in {model} adds their gradients in {sums}: set "
+            '"data_types": {"grad_accum_dtype": "fp32"} in its configuration'
+        )
+    if trainer.nonfinite == "skip":
+        raise UnsupportedError(
+            'nonfinite="skip" with DeepSpeed, whose engine steps within the last backward: leave '
+            'it at "raise"'
+        )
+    return []
+
+
+def is_scaled(accelerator: Any) -> bool:
+    """Say whether Accelerate scales the loss, as fp16 needs it."""
+    scaler = getattr(accelerator, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
 
 
 def check(trainer: Any) -> None:

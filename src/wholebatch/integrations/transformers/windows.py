@@ -17,19 +17,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch import randomness
-from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.batchnorm import Policy
-from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
+from wholebatch.close import Policy
+from wholebatch.errors import EmptyWindowError, StateError
 from wholebatch.extras import require
+from wholebatch.hosted import FirstLook, Given, Hosted, Options
+from wholebatch.integrations.transformers.choosing import most_that_fit
 from wholebatch.integrations.transformers.host import (
     EpochEnd,
     check,
     hosts_count,
-    model_loss,
+    is_scaled,
+    kept_in,
     nothing_through,
+    refuse_own_batches,
+    stepped_here,
 )
 from wholebatch.integrations.transformers.units import (
     count_labels,
@@ -38,9 +41,8 @@ from wholebatch.integrations.transformers.units import (
     measured_shift,
     shifts_labels,
 )
-from wholebatch.loss import Units, check_units, mean_loss
-from wholebatch.memory.budget import Memory, parse_memory
-from wholebatch.memory.calibrate import choose_on_device
+from wholebatch.loss import Loss, Units, check_units, mean_loss
+from wholebatch.memory.budget import Memory
 from wholebatch.splitting import batch_size_of, split
 
 require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
@@ -50,52 +52,13 @@ if TYPE_CHECKING:
 else:  # a mixin: it stands before the Trainer, or one of its descendants, in the bases
     _Trainer = object
 
-__all__ = ["ExactWindows", "exact"]
+__all__ = ["ExactWindows", "MicroBatch", "UnitsFunction"]
 
 _log = logging.getLogger("wholebatch")
 
 UnitsFunction: TypeAlias = Callable[[Mapping[str, Any]], Units]
 MicroBatch: TypeAlias = int | Literal["auto"] | None
 _WINDOW_FILE = "wholebatch_window_{rank}.pt"
-
-
-def exact(
-    trainer: type[Any],
-    *,
-    units: UnitsFunction | None = None,
-    micro_batch: MicroBatch = None,
-    memory: Memory | None = None,
-    batchnorm: str = "refuse",
-) -> type[Any]:
-    """The class of trainer whose every update is that of the undivided global batch.
-
-    `units(inputs)` counts what the loss is a mean over; the default counts the labels that are not
-    -100 (from the second one on, where the model's loss shifts them). `micro_batch` cuts every
-    batch of the loader further, into that many samples, or by "auto" into the most that are
-    predicted to fit into `memory` ("20GiB", a fraction, or what is free); the update stays the
-    same.
-    """
-    if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
-        raise OptionError(
-            f"exact({trainer!r}): must be transformers.Trainer, or a class that descends from it"
-        )
-    if units is not None and not callable(units):
-        raise OptionError(f"units={units!r}: must be a function of a batch's inputs")
-    if micro_batch not in (None, "auto") and (
-        isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1
-    ):
-        raise OptionError(
-            f'micro_batch={micro_batch!r}: must be a positive number of samples, "auto" or None'
-        )
-    if memory is not None and micro_batch != "auto":
-        raise OptionError(f'memory={memory!r} without micro_batch="auto": it would not be used')
-    options = {
-        "units_of": None if units is None else staticmethod(units),
-        "micro_batch": micro_batch,
-        "memory": memory,
-        "batchnorm": batchnorm,
-    }
-    return type(f"Exact{trainer.__name__}", (ExactWindows, trainer), options)
 
 
 class ExactWindows(_Trainer):
@@ -111,6 +74,8 @@ class ExactWindows(_Trainer):
     micro_batch: MicroBatch = None
     memory: Memory | None = None
     batchnorm: str = "refuse"
+    nonfinite: Policy = "raise"
+    audit: bool = True
 
     _counted: float | None = None  # units of the open window, on all ranks
     _divisor = 0.0  # what the Trainer divides the whole batch's sum by; nearly always the units
@@ -119,10 +84,13 @@ class ExactWindows(_Trainer):
     _batches = 0  # of the epoch
     _place = 0  # batches of the window that are done
     _size = 0
+    _is_last = False  # whether the next backward is the window's last
     _chosen: int | None = None
     _shift: bool | None = None
     _is_counting = False
-    _policy: Policy | None = None
+    _window: Hosted | None = None
+    _look: FirstLook | None = None
+    _stepped_by: Any = None  # the optimizer that the window was made for
     _loss_so_far: Tensor | float = 0.0
     _resume: dict[str, Any] | None = None
 
@@ -149,12 +117,22 @@ class ExactWindows(_Trainer):
         try:
             with torch.no_grad(), self.compute_loss_context_manager():
                 given: dict[str, Any] = {} if count is None else {"num_items_in_batch": count}
-                loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), **given)
+                loss: Any = self.compute_loss(model, self._ready(inputs), **given)
             mean: Tensor = loss
             return mean
         finally:
             model.train(training)
             randomness.restore(before)
+
+    @property
+    def _prepares(self) -> bool:
+        """Whether `_prepare_inputs` is the user's own, which may change what is counted."""
+        home: str = getattr(self._prepare_inputs, "__module__", "") or ""
+        return not home.startswith("transformers.")
+
+    def _ready(self, inputs: Any) -> Any:
+        """Return the inputs as the loss gets them; those of a user's own preparation are that."""
+        return inputs if self._prepares else self._prepare_inputs(inputs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of the next window; their units are counted on the way."""
@@ -183,6 +161,10 @@ class ExactWindows(_Trainer):
             return super()._get_num_items_in_batch(batch_samples, device)
         if not batch_samples:
             return None
+        refuse_own_batches(type(self))
+        if self._prepares:  # the whole window, before it is counted: the loss gets the same
+            self.model_wrapped.train()
+            batch_samples[:] = [self._prepare_inputs(inputs) for inputs in batch_samples]
         units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
         counted = torch.stack([one.to(device) for one in units]).sum()
         hosts = None if self.units_of is not None else hosts_count(self, batch_samples)
@@ -214,50 +196,91 @@ class ExactWindows(_Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of one batch, in micro-batches where that was asked for."""
-        if self._place == 0:
-            self._begin_window(model)
+        window = self._begin_window(model) if self._place == 0 else self._open_window()
         if self._resume is not None:
             if self._place < self._resume["done"]:
                 self._place += 1  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
             self._continue_window(model)
         micros = self._micros(inputs)
+        self._look_first(inputs, len(micros))
         total: Any = None
         for index, micro in enumerate(micros):
             holds = index + 1 < len(micros)
-            with self.accelerator.no_sync(model) if holds else nullcontext(), self._weighing():
+            self._is_last = not holds and self._place + 1 == self._size
+            with (
+                self.accelerator.no_sync(model) if holds else nullcontext(),
+                self._weighing(window),
+                window.backward(),
+            ):
                 loss = super().training_step(model, micro, num_items_in_batch)
             total = loss if total is None else total + loss
-            if self._policy is not None:
-                self._policy.micro()
         self._place += 1
         self._loss_so_far += total
-        if self._place == self._size and self._policy is not None:
-            self._policy.end_window()
+        if window.is_open and self._place == self._size:
+            window.settle(averaged_by=window.ranks.size, announced=self._counted)
         return total
 
-    def _begin_window(self, model: nn.Module) -> None:
+    def _look_first(self, inputs: Any, micros: int) -> None:
+        """Before the first window in parts: does the loss of some samples add up?"""
+        look, in_parts = self._look, micros > 1 or self._size > 1
+        if look is None or not look.pending:
+            return
+        if not in_parts and self.accelerator.num_processes == 1:
+            return
+
+        def run(few: Any) -> Loss:
+            trained: Any = self.model
+            with self.compute_loss_context_manager():
+                mean: Any = self.compute_loss(trained, few)
+            return mean_loss(mean, self.count_units(few))
+
+        look.at(run, self._ready(inputs), micro_batch=self._chosen)
+
+    def _begin_window(self, model: nn.Module) -> Hosted:
         check(self)
         if self._counted == 0.0:
             raise EmptyWindowError(
                 f"all {self._size} batches of this window have zero units (every label is -100), "
                 "so its mean does not exist: filter such samples"
             )
-        if self._policy is None:
-            model.train()
+        window = self._open_window()
+        if window.is_open:  # the Trainer has begun anew (auto_find_batch_size)
+            window.discard()
+        return window
+
+    def _open_window(self) -> Hosted:
+        """Return the ledger of this optimizer's windows."""
+        optimizer: Any = self.optimizer
+        if self._window is None or self._stepped_by is not optimizer:
             trained: Any = self.model
-            self._policy = choose_batchnorm(self.batchnorm, trained)
-        self._policy.begin_window()
+            self.model_wrapped.train()
+            if self._window is not None:
+                self._window.detach()
+            self._stepped_by = optimizer
+            self._window = Hosted(
+                [trained],
+                stepped_here(self),
+                device=self.args.device,
+                options=Options(self.batchnorm, "raise", self.nonfinite, self.audit),
+                gradients=kept_in(self.model_wrapped),
+                owns_forward=True,
+                is_scaled=lambda: is_scaled(self.accelerator),
+            )
+            off = "exact(..., audit=False)"
+            self._look = FirstLook(trained, self._window, host=self, off=off)
+        return self._window
 
     @contextmanager
-    def _weighing(self) -> Iterator[None]:
+    def _weighing(self, window: Hosted) -> Iterator[None]:
         """Within it, every loss is weighed by its share of the window's units.
 
         On the instance, so that a compute_loss that a subclass has overridden is weighed too. The
         Trainer's own division by the number of batches is made one by 1.
         """
-        found, steps = self.__dict__.get("compute_loss"), self.current_gradient_accumulation_steps
-        inner: Callable[..., Any] = self.compute_loss
+        names = ("compute_loss", "_prepare_inputs")
+        found = {name: self.__dict__[name] for name in names if name in self.__dict__}
+        steps, inner = self.current_gradient_accumulation_steps, self.compute_loss
 
         @functools.wraps(inner)
         def weighed(
@@ -265,7 +288,8 @@ class ExactWindows(_Trainer):
         ) -> Any:
             units = self.count_units(inputs)
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
-            mean = result[0] if return_outputs else result
+            mean: Any = result[0] if return_outputs else result
+            given = Given.of(mean=mean, units=units, audit=self.audit)
             # The engine averages over the ranks, and the window's mean is over all of them.
             wide = units.double() if isinstance(units, Tensor) else units
             share = wide / self._divisor * self.accelerator.num_processes
@@ -274,17 +298,22 @@ class ExactWindows(_Trainer):
                 loss = nothing_through(trained)
             else:
                 loss = mean_loss(mean, share).total
+            window.enter(given, loss, is_last=self._is_last)
+            if self._is_last and kept_in(self.model_wrapped) == "elsewhere":
+                window.settle(announced=self._counted)  # its engine steps within the backward
             return (loss, *result[1:]) if return_outputs else loss
 
+        if self._prepares:
+            self._prepare_inputs = lambda inputs: inputs  # type: ignore[method-assign]
         self.compute_loss = weighed  # type: ignore[method-assign]
         self.current_gradient_accumulation_steps = 1
         try:
             yield
         finally:
             self.current_gradient_accumulation_steps = steps
-            del self.__dict__["compute_loss"]
-            if found is not None:
-                self.__dict__["compute_loss"] = found
+            for name in names:
+                self.__dict__.pop(name, None)
+            self.__dict__.update(found)
 
     # ---------------------------------------------------------- micro-batches
 
@@ -293,41 +322,9 @@ class ExactWindows(_Trainer):
             return [inputs]
         inputs = dict(inputs)
         if self._chosen is None:
-            self._chosen = self._choose(inputs) if self.micro_batch == "auto" else self.micro_batch
+            asked = self.micro_batch
+            self._chosen = most_that_fit(self, inputs, self.memory) if asked == "auto" else asked
         return list(split(inputs, min(self._chosen, batch_size_of(inputs))))
-
-    def _choose(self, inputs: dict[str, Any]) -> int:
-        """The most samples of this batch that are predicted to fit, on every rank."""
-        samples = batch_size_of(inputs)
-        device = torch.device(self.args.device)
-        if self.memory is None and device.type != "cuda":
-            return samples
-        model: Any = self.accelerator.unwrap_model(self.model)
-        budget = parse_memory(
-            "free" if self.memory is None else self.memory,
-            device=device,
-            held=sum(p.numel() * p.element_size() for p in model.parameters()),
-        )
-        precision = {"no": "full", "bf16": "bf16", "fp16": "fp16"}[self.accelerator.mixed_precision]
-        prepared = self._prepare_inputs(inputs)
-        optimizer: Any = self.optimizer
-        try:
-            choice = choose_on_device(
-                model,
-                model_loss,
-                prepared,
-                budget=budget,
-                optimizer=getattr(optimizer, "optimizer", optimizer),
-                precision=precision,
-            )
-        except UnsupportedError as error:
-            _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
-            return samples
-        _log.info("%s", choice.said())
-        if not choice.fits:
-            raise OptionError(f"not even one sample fits into the memory: {choice.said()}")
-        chosen = torch.tensor([choice.micro_batch], device=device)
-        return int(self.accelerator.gather(chosen).min())
 
     # ----------------------------------------------------------------- resume
 
@@ -336,18 +333,20 @@ class ExactWindows(_Trainer):
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         file = folder / _WINDOW_FILE.format(rank=self.args.process_index)
-        if not 0 < self._place < self._size:
+        if not 0 < self._place < self._size or self._window is None:
             file.unlink(missing_ok=True)
             return
-        inner: Any = self.model
         trained: Any = self.model_wrapped
-        if not (trained is inner or isinstance(trained, DistributedDataParallel)):
+        if kept_in(trained) != "whole":
             _log.warning(
                 "the gradients of an open window are inside %s: the window begins again after a "
                 "resume, with other random numbers",
                 type(trained).__name__,
             )
             return
+        inner: Any = self.model
+        names, parameters = zip(*inner.named_parameters(), strict=True)
+        held = zip(names, self._window.sums.held(parameters), strict=True)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(
             {
@@ -355,12 +354,8 @@ class ExactWindows(_Trainer):
                 "size": self._size,
                 "counted": self._counted,
                 "loss": torch.as_tensor(self._loss_so_far),
-                "gradients": {
-                    name: parameter.grad
-                    for name, parameter in inner.named_parameters()
-                    if parameter.grad is not None
-                },
-                "batchnorm": {} if self._policy is None else self._policy.state_dict(),
+                "gradients": {name: gradient for name, gradient in held if gradient is not None},
+                "window": self._window.state_dict(),
                 "random": randomness.capture(),
             },
             file,
@@ -372,7 +367,7 @@ class ExactWindows(_Trainer):
             return
         file = Path(checkpoint) / _WINDOW_FILE.format(rank=self.args.process_index)
         if file.exists():
-            self._resume = torch.load(file, map_location="cpu", weights_only=False)
+            self._resume = torch.load(file, map_location="cpu", weights_only=True)
 
     def _continue_window(self, model: nn.Module) -> None:
         """The gradients and random generators as they were when the window was left."""
@@ -384,12 +379,11 @@ class ExactWindows(_Trainer):
                 f"{saved['counted']:g} units, and this one has {self._size} with "
                 f"{self._counted:g}: resume with the same data and settings"
             )
+        assert self._window is not None
         inner: Any = self.model
-        for name, parameter in inner.named_parameters():
-            gradient = saved["gradients"].get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        if self._policy is not None:
-            self._policy.load_state_dict(saved["batchnorm"])
+        names, parameters = zip(*inner.named_parameters(), strict=True)
+        self._window.load_state_dict(saved["window"])
+        self._window.sums.put_back(parameters, [saved["gradients"].get(name) for name in names])
         self._loss_so_far = saved["loss"].to(self.args.device)
         self._tr_loss += self._loss_so_far
         randomness.restore(saved["random"])

@@ -1,0 +1,162 @@
+"""The laws of every adapter over torch, each held in every library."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.integrations.doors import DOORS
+from tests.support import EXACT, Whole, adamw, distance, mean, mlp, pieces, samples, sgd
+from wholebatch.errors import NonFiniteError, OptionError, WholebatchError
+
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+doors = pytest.mark.parametrize("door", DOORS)
+SIZES = [3, 4, 2, 5, 2, 5]  # two windows of three
+
+
+def with_a_nan() -> list[dict[str, Tensor]]:
+    """Three windows, the second of which has a NaN in its second micro-batch."""
+    micros = pieces(samples(24), [4, 3, 1, 2, 4, 2, 3, 4, 1])
+    micros[4] = {**micros[4], "x": micros[4]["x"] * torch.nan}
+    return micros
+
+
+@doors
+def test_what_is_not_finite_makes_no_update(door: str) -> None:
+    model = mlp()
+    optimizer = adamw(model)
+    message = r"update 2: micro-batch 2 of 3 has a loss that is not finite\. Nothing was updated"
+    with pytest.raises(NonFiniteError, match=message) as raised:
+        DOORS[door](model, optimizer, with_a_nan(), 3)
+    assert raised.value.micro_batch == 1
+    whole = Whole(mlp(), adamw)
+    whole.step(pieces(samples(24), [8, 16])[0])
+    whole.assert_same(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+@doors
+def test_what_is_not_finite_can_be_skipped(door: str) -> None:
+    model = mlp()
+    DOORS[door](model, adamw(model), with_a_nan(), 3, nonfinite="skip")
+    whole = Whole(mlp(), adamw)
+    first, _, third = pieces(samples(24), [8, 8, 8])
+    whole.step(first)
+    whole.step(third)
+    whole.assert_same(model)
+
+
+class _Huge(torch.autograd.Function):
+    """A finite number with a gradient that is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * torch.inf
+
+
+@doors
+def test_a_gradient_that_is_not_finite_is_found(door: str) -> None:
+    model = mlp()
+    before = copy.deepcopy(model)
+
+    def loss(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
+        found: Tensor = _Huge.apply(mean(model, micro))  # type: ignore[no-untyped-call]
+        return found
+
+    with pytest.raises(NonFiniteError, match="the losses are finite but the gradients are not"):
+        DOORS[door](model, sgd(model), pieces(samples(21), SIZES), 3, loss, audit=False)
+    assert distance(model.parameters(), before.parameters()) == 0
+
+
+@doors
+def test_16_bit_gradients_are_added_in_fp32(door: str) -> None:
+    """256 micro-batches; the sums of bf16 alone are 1.6e-2 off."""
+    model = mlp(dtype=torch.bfloat16)
+    seen: list[Tensor] = []
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(
+        lambda *_: seen.extend(p.grad.detach().double().clone() for p in model.parameters())  # type: ignore[union-attr]
+    )
+    micros = pieces(samples(512, dtype=torch.bfloat16), [2] * 256)
+    DOORS[door](model, optimizer, micros, 256, audit=False)
+    other = mlp(dtype=torch.bfloat16)
+    parameters = list(other.parameters())
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    for micro in micros:
+        parts = torch.autograd.grad(mean(other, micro), parameters)
+        for total, part in zip(sums, parts, strict=True):
+            total += part.double() / 256
+    assert distance(seen, sums) <= 1e-5
+
+
+@doors
+def test_16_bit_gradients_of_an_optimizer_that_wants_them_rounded(door: str) -> None:
+    model = mlp(dtype=torch.bfloat16)
+    micros = pieces(samples(16, dtype=torch.bfloat16), [2] * 8)
+    DOORS[door](model, adamw(model), micros, 4, audit=False)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert distance(model.parameters(), mlp(dtype=torch.bfloat16).parameters()) > 1e-3
+
+
+@doors
+def test_running_statistics_are_those_of_the_windows(door: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    norm = nn.BatchNorm1d(5).double()
+    DOORS[door](model, sgd(model), pieces(samples(21), SIZES), 3, batchnorm="statistics")
+    for window in pieces(samples(21), [9, 12]):
+        norm(window["x"])
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        ours, theirs = getattr(model[0], name), getattr(norm, name)
+        assert distance([ours], [theirs]) <= EXACT, name
+
+
+@doors
+def test_a_loss_that_compares_samples_is_refused(door: str) -> None:
+    def compares(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
+        z = functional.normalize(model(micro["x"]), dim=1)
+        return functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+    model = mlp()
+    with pytest.raises(WholebatchError, match=r"compares? samples|depends on the other samples"):
+        DOORS[door](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares)
+    DOORS[door](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares, audit=False)
+
+
+@doors
+def test_options_are_checked(door: str) -> None:
+    model = mlp()
+    with pytest.raises(OptionError, match="nonfinite='maybe': must be 'raise' or 'skip'"):
+        DOORS[door](model, sgd(model), pieces(samples(4), [2, 2]), 2, nonfinite="maybe")
+
+
+@doors
+def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(door: str) -> None:
+    """The look before the first window draws nothing that the training then misses."""
+    trained = []
+    for audit in (True, False):
+        model = nn.Sequential(mlp(), nn.Dropout(0.5), nn.Linear(3, 3).double())
+        torch.manual_seed(3)
+        for parameter in model[2].parameters():
+            nn.init.constant_(parameter, 0.3)
+        DOORS[door](model, sgd(model), pieces(samples(21), SIZES), 3, audit=audit)
+        trained.append(model)
+    assert distance(trained[0].parameters(), trained[1].parameters()) == 0
