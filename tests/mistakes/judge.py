@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.mistakes import models
+from tests.mistakes import kinds, models, sequences
 from tests.mistakes.doors import DOORS
 from tests.mistakes.planted import Mistake
 from tests.mistakes.task import Task, flat, trajectory
 
+SOURCES = (models, sequences)  # importing them fills the list of kinds
 # Advice of the hosts about their own machinery.
 HOSTS = r"lightning|transformers|accelerate|dataloader|pin_memory|LeafSpec|treespec|isinstance"
 
@@ -82,10 +83,10 @@ def complaint(mistake: Mistake, kind: str, door: str, seed: int) -> str | None:
     draw = random.Random(f"{mistake.name} {door} {kind} {seed}")
 
     def planted() -> Task:
-        task = models.task(kind, seed)
+        task = kinds.task(kind, seed)
         return mistake.plant(task.but(steps=len(sizes)))
 
-    samples = len(next(iter(models.task(kind, seed).batch.values())))
+    samples = len(next(iter(kinds.task(kind, seed).batch.values())))
     sizes = split(door, samples, draw)
     torch.manual_seed(11)
     states = trajectory(planted(), mistake.windows)
@@ -109,7 +110,7 @@ def complaint(mistake: Mistake, kind: str, door: str, seed: int) -> str | None:
 
 def kinds_for(mistake: Mistake, door: str) -> list[str]:
     """The kinds of models that a mistake can be planted in, for this door."""
-    names = set(models.KINDS) if mistake.only is None else set(mistake.only)
+    names = set(kinds.KINDS) if mistake.only is None else set(mistake.only)
     if door not in ("WholeBatch", "by hand"):
-        names -= models.WITH_BATCHNORM
+        names -= kinds.WITH_BATCHNORM
     return sorted(names - mistake.never)

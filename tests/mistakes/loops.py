@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import wholebatch as wb
-from tests.mistakes.models import rows, task
+from tests.mistakes.kinds import rows, task
 from tests.mistakes.task import Batch, Task, flat, pieces, sgd
 
 LOOPS: dict[str, Callable[[], float]] = {}
