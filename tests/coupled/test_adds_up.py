@@ -124,8 +124,8 @@ def test_each_cause_is_named_before_anything_moves(name: str, dtype: torch.dtype
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
         assert all(p.grad is None for p in model.parameters())
         assert train.updates == 0
-    options: Any = {"loss": loss, "micro_batch": 10, "audit": False}
-    assert wb.WholeBatch(model, sgd(model), **options).step(samples(20, dtype=dtype)).update
+    options: Any = {"loss": loss, "micro_batch": 20, "audit": False}
+    assert wb.WholeBatch(model, sgd(model), **options).step(samples(40, dtype=dtype)).update
 
 
 def test_what_is_added_once_per_micro_batch_is_named_with_its_amount() -> None:

@@ -1,0 +1,287 @@
+"""Correct models and losses of many kinds pass the look, and their update is the same with it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from tests.support import mlp, samples, sgd
+
+Made = tuple[nn.Module, Callable[[Any, Any], Any]]
+
+
+def loss(model: Any, micro: Any) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def layers(*inside: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 16), *inside, nn.Linear(16, 3))
+
+
+def of(run: Callable[[Tensor], Tensor], *owned: nn.Module) -> nn.Module:
+    """A model with these modules and this forward."""
+    model = nn.ModuleList(owned)
+    model.forward = run  # type: ignore[method-assign]
+    return model
+
+
+def dropped_in_loss() -> Made:
+    return mlp(), lambda m, b: wb.cross_entropy(F.dropout(m(b["x"]), 0.3), b["y"])
+
+
+def checkpointed(reentrant: bool) -> Made:
+    inside, last = nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.4), nn.Tanh()), nn.Linear(16, 3)
+
+    def run(x: Tensor) -> Tensor:
+        made = checkpoint(inside, x.clone().requires_grad_(), use_reentrant=reentrant)
+        logits: Tensor = last(made)
+        return logits
+
+    return of(run, inside, last), loss
+
+
+def tied() -> Made:
+    first, last = nn.Linear(5, 5, bias=False), nn.Linear(5, 3)
+    return of(lambda x: last(F.linear(torch.tanh(first(x)), first.weight)), first, last), loss
+
+
+def adapted() -> Made:
+    frozen = nn.Linear(5, 3).requires_grad_(False)
+    down, up = nn.Linear(5, 2, bias=False), nn.Linear(2, 3, bias=False)
+    nn.init.zeros_(up.weight)
+    return of(lambda x: frozen(x) + up(down(x)), frozen, down, up), loss
+
+
+def diffusion() -> Made:
+    def noised(model: Any, micro: Any) -> wb.Loss:
+        x = micro["x"]
+        time = torch.randint(0, 10, (len(x), 1)).to(x.dtype) / 10
+        noise = torch.randn_like(x)
+        made = model(x * (1 - time) + noise * time)
+        return wb.Loss((made - noise[:, :3]).square().sum(), len(x))
+
+    return mlp(), noised
+
+
+def gumbel() -> Made:
+    def chosen(model: Any, micro: Any) -> wb.Loss:
+        picked = F.gumbel_softmax(model(micro["x"]))
+        return wb.Loss((picked * torch.arange(3)).sum(), len(picked))
+
+    return mlp(), chosen
+
+
+def mixed_up() -> Made:
+    """The partner of a sample is drawn from its micro-batch: nothing that could be held."""
+
+    def mixed(model: Any, micro: Any) -> wb.Loss:
+        share, order = torch.rand(()), torch.randperm(len(micro["y"]))
+        logits = model(share * micro["x"] + (1 - share) * micro["x"][order])
+        one, other = (wb.cross_entropy(logits, y) for y in (micro["y"], micro["y"][order]))
+        return wb.Loss(share * one.total + (1 - share) * other.total, one.units)
+
+    return mlp(), mixed
+
+
+def drawn_on_the_host() -> Made:
+    def scaled(model: Any, micro: Any) -> wb.Loss:
+        by = torch.tensor([random.random() for _ in micro["y"]])
+        return wb.cross_entropy(model(micro["x"] * by[:, None]), micro["y"])
+
+    return mlp(), scaled
+
+
+def time_major() -> Made:
+    """Noise over a dimension in which samples are not one after the other."""
+
+    def noisy(model: Any, micro: Any) -> wb.Loss:
+        flat = micro["x"].T.reshape(-1)
+        flat = flat + torch.randn_like(flat)
+        return wb.cross_entropy(model(flat.view(5, -1).T), micro["y"])
+
+    return mlp(), noisy
+
+
+def experts() -> Made:
+    router, each = nn.Linear(5, 4), [nn.Linear(5, 3) for _ in range(4)]
+
+    def run(x: Tensor) -> Tensor:
+        chances = router(x).softmax(-1)
+        chosen = chances.argmax(-1)
+        out = x.new_zeros(len(x), 3)
+        for place, expert in enumerate(each):
+            rows = (chosen == place).nonzero()[:, 0]
+            out = out.index_put((rows,), expert(x[rows]) * chances[rows, place, None])
+        return out
+
+    return of(run, router, *each), loss
+
+
+def recurrent() -> Made:
+    lstm, last = nn.LSTM(5, 6, 2, dropout=0.3, batch_first=True), nn.Linear(6, 3)
+    return of(lambda x: last(lstm(x[:, None].expand(-1, 4, -1))[0][:, -1]), lstm, last), loss
+
+
+def attention() -> Made:
+    inside = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)
+    first, last = nn.Linear(1, 8), nn.Linear(8, 3)
+    return of(lambda x: last(inside(first(x[..., None])).mean(1)), inside, first, last), loss
+
+
+def penalised() -> Made:
+    """A gradient penalty: the loss function goes back itself."""
+
+    def penalty(model: Any, micro: Any) -> wb.Loss:
+        x = micro["x"].clone().requires_grad_()
+        logits = model(x)
+        (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+        total = F.cross_entropy(logits, micro["y"], reduction="sum")
+        return wb.Loss(total + slope.square().sum(), len(x))
+
+    return mlp(), penalty
+
+
+def cancelling() -> Made:
+    def difference(model: Any, micro: Any) -> wb.Loss:
+        gap = model(micro["x"])[:, 0] - model(-micro["x"])[:, 0]
+        return wb.Loss((gap - gap.detach()).sum(), len(gap))  # zero but for rounding
+
+    return mlp(), difference
+
+
+def embedded() -> Made:
+    bag, last = nn.EmbeddingBag(11, 8), nn.Linear(8, 3)
+    return of(lambda x: last(bag((x.abs() * 10).long() % 11)), bag, last), loss
+
+
+CASES: dict[str, Callable[[], Made]] = {
+    "dropout": lambda: (layers(nn.Dropout(0.5), nn.ReLU()), loss),
+    "dropout in the loss": dropped_in_loss,
+    "checkpoints": lambda: checkpointed(False),
+    "reentrant checkpoints": lambda: checkpointed(True),
+    "tied weights": tied,
+    "adapters": adapted,
+    "diffusion": diffusion,
+    "gumbel": gumbel,
+    "mixup": mixed_up,
+    "drawn on the host": drawn_on_the_host,
+    "time-major noise": time_major,
+    "BatchNorm": lambda: (layers(nn.BatchNorm1d(16), nn.Dropout(0.2)), loss),
+    "spectral norm": lambda: (
+        layers(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.ReLU()),
+        loss,
+    ),
+    "old spectral norm": lambda: (layers(nn.utils.spectral_norm(nn.Linear(16, 16))), loss),
+    "weight norm": lambda: (
+        layers(nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))),
+        loss,
+    ),
+    "experts": experts,
+    "LSTM": recurrent,
+    "attention": attention,
+    "gradient penalty": penalised,
+    "a loss of zero": cancelling,
+    "embedding bag": embedded,
+    "per unit": lambda: (
+        mlp(),
+        lambda m, b: F.cross_entropy(m(b["x"]), b["y"], reduction="none"),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_no_alarm_and_no_trace(name: str, dtype: torch.dtype) -> None:
+    for micro_batch, size in [(20, 45), (4, 10)]:
+        torch.manual_seed(5)
+        made, function = CASES[name]()
+        made = made.to(dtype)
+        after = []
+        start = copy.deepcopy(made.state_dict())
+        for audit in (False, True):
+            made.load_state_dict(start)
+            train = wb.WholeBatch(
+                made, sgd(made), loss=function, micro_batch=micro_batch, audit=audit
+            )
+            torch.manual_seed(11)
+            random.seed(11)
+            train.step(samples(size, dtype=dtype))
+            after.append(copy.deepcopy(made.state_dict()))
+        assert all(torch.equal(value, after[1][key]) for key, value in after[0].items())
+
+
+def test_no_alarm_for_lists_of_samples() -> None:
+    """As detectors take them: images of several sizes, and a dict of boxes for each."""
+
+    def boxes(model: nn.Module, micro: Any) -> wb.Loss:
+        total, units = torch.zeros((), dtype=torch.float64), 0
+        for image, target in zip(micro["images"], micro["targets"], strict=True):
+            made = model(image.mean((1, 2)))
+            total = total + (made - target["boxes"]).abs().sum()
+            units += len(target["boxes"])
+        return wb.Loss(total, units)
+
+    generator = torch.Generator().manual_seed(3)
+    batch = {
+        "images": [torch.rand(5, 4 + i % 3, 6, generator=generator).double() for i in range(10)],
+        "targets": [{"boxes": torch.rand(1 + i % 4, 3).double()} for i in range(10)],
+    }
+    model = mlp()
+    assert wb.WholeBatch(model, sgd(model), loss=boxes, micro_batch=4).step(batch).update
+
+
+def test_no_alarm_for_terms_several_models_and_encoders() -> None:
+    def terms(models: Any, micro: Any) -> Any:
+        logits, rest = models["a"](micro["x"]), models["b"](micro["x"])
+        counts = micro["y"] > 0
+        total = F.cross_entropy(logits, micro["y"], reduction="sum")
+        return wb.Loss.terms(
+            {"ce": (total, len(logits)), "aux": (rest[counts].square().sum(), counts.sum(), 0.1)}
+        )
+
+    def units(micro: Any) -> dict[str, Any]:
+        return {"ce": len(micro["y"]), "aux": (micro["y"] > 0).sum()}
+
+    models = {"a": mlp(), "b": mlp()}
+    both = torch.optim.SGD([p for m in models.values() for p in m.parameters()], lr=0.1)
+    train = wb.WholeBatch(models, both, loss=terms, units=units, micro_batch=4)
+    assert train.step(samples(10)).update
+    model = mlp()
+    encode = wb.Coupled(lambda m, b: {"z": m(b["x"])}, lambda all: wb.info_nce(all["z"], all["z"]))
+    assert wb.WholeBatch(model, sgd(model), loss=encode, micro_batch=4).step(samples(10)).update
+    bad = wb.Coupled(
+        lambda m, b: {"z": m(b["x"]) - m(b["x"]).mean(0)},
+        lambda all: wb.info_nce(all["z"], all["z"]),
+    )
+    with pytest.raises(wb.errors.UnsupportedError, match="the function itself"):
+        wb.WholeBatch(model, sgd(model), loss=bad, micro_batch=4).step(samples(10))
+
+
+def test_compiled_modules_are_looked_at_and_not_compiled_again() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def contrast(model: Any, micro: Any) -> wb.Loss:
+        z = model(micro["x"])
+        return wb.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+    model = torch.compile(mlp(), backend=backend)
+    x = samples(4)["x"]
+    model(x)
+    train = wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=4)
+    with pytest.raises(wb.errors.UnsupportedError, match="the loss of some samples"):
+        train.step(samples(10))
+    model(x)
+    assert len(graphs) == 1
