@@ -162,3 +162,20 @@ def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: "0.1.4")
     with pytest.raises(MissingExtraError, match=r"optax>=0.2.5 \(installed is 0.1.4\)"):
         multi_steps(optax.sgd(0.1), every_k=2)
+
+
+def test_a_window_that_is_not_finite_makes_no_update() -> None:
+    params = {"w": jnp.ones(3)}
+    tx = multi_steps(optax.adamw(0.1, weight_decay=0.1), every_k=2)
+    state = tx.init(params)
+    seen = []
+    for value in (1.0, np.nan, 2.0, 3.0):
+        updates, state = tx.update({"w": jnp.full(3, value)}, state, params, units=4)
+        seen.append(float(jnp.abs(updates["w"]).sum()))
+    assert seen[:3] == [0, 0, 0]  # the window with a NaN moves nothing, nor does its successor yet
+    assert seen[3] > 0
+    assert np.isfinite(seen).all()
+    assert (int(state.updates), int(state.skipped)) == (1, 1)
+    inner = optax.adamw(0.1, weight_decay=0.1)
+    whole, _ = inner.update({"w": jnp.full(3, 2.5)}, inner.init(params), params)
+    assert distance({"w": updates["w"]}, {"w": whole["w"]}) <= 1e-12

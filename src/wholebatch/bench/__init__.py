@@ -1,4 +1,4 @@
-"""One batch through every loop that trains on it in parts: ours, by hand, and other libraries'."""
+"""One batch through every loop that trains on it in parts: ours, manual ones, other libraries'."""
 
 from wholebatch.bench.job import Job
 from wholebatch.bench.measure import Bench, Row, bench

@@ -1,4 +1,4 @@
-"""Other libraries' own accumulation, written as their manuals show it."""
+"""Gradient accumulation in other libraries, written as their manuals show it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIGHTNING = {"full": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 def accelerate(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`accelerator.accumulate(model)`."""
+    """Run `accelerator.accumulate(model)`."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(
@@ -41,7 +41,7 @@ def accelerate(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def fabric(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`fabric.no_backward_sync` and `loss / steps`."""
+    """Run `fabric.no_backward_sync` with `loss / steps`."""
     from lightning.fabric import Fabric
 
     run = Fabric(
@@ -65,7 +65,7 @@ def fabric(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 def lightning(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`Trainer(accumulate_grad_batches=K)`."""
+    """Run `Trainer(accumulate_grad_batches=K)`."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -106,7 +106,7 @@ def lightning(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> I
 
 
 def transformers(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """`Trainer` with `gradient_accumulation_steps`."""
+    """Run `Trainer` with `gradient_accumulation_steps`."""
     import transformers
 
     def run(updated: Callable[[], None]) -> None:
@@ -152,11 +152,14 @@ def _constant(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class _Done(Exception):
-    """Ends a framework's own loop."""
+    """Raised to end a framework's own loop."""
 
 
 def driven(run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """A framework that calls us, as a generator: it runs in a thread, one update at a time."""
+    """Turn a framework with callbacks into a generator that makes one update at a time.
+
+    The framework runs in a thread.
+    """
     updates: queue.Queue[BaseException | None] = queue.Queue(maxsize=1)
     go = threading.Semaphore(0)
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""What every loop is given: the same model, optimizer, loss and micro-batches."""
+"""The input of every loop: the same model, optimizer, loss and micro-batches."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["Job"]
 
 @dataclass
 class Job:
-    """A batch to train on in micro-batches, and everything that a loop needs for that."""
+    """A batch to train on in micro-batches, and everything that a loop needs."""
 
     make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
-    """The model, on its device, and its optimizer: made anew for every loop."""
+    """Returns the model, on its device, and its optimizer; called once for every loop."""
     loss: Callable[[Any, Any], Any]
     batches: Callable[[], Any]
-    """The next whole batch, on the host; all of one size."""
+    """Returns the next whole batch, in host memory; all have the same size."""
     micro_batch: int
     device: torch.device
     precision: str = "full"
     clip_norm: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What else `WholeBatch` takes: `units`, `batchnorm`, `static`, …"""
+    """Other options of `WholeBatch`, such as `units`, `batchnorm` and `static`."""
     meter: MemoryMeter | None = field(default=None, init=False)
     is_compiled: bool = field(default=False, init=False)
-    """Whether the loop that runs now makes its tensors where no meter sees them."""
+    """True if the current loop allocates tensors where no meter sees them."""
 
     def __post_init__(self) -> None:
         self.first = self.batches()
@@ -46,9 +46,9 @@ class Job:
         return self.options.get("static", ())
 
     def micro_batches(self, *, whole: bool = False) -> Iterator[Any]:
-        """Without end: those of one batch after the other; with `whole` the batches themselves.
+        """Yield micro-batches of one batch after the other, without end; with `whole`, the batches.
 
-        Every loop begins with the same batch, so that their first gradients can be compared.
+        Every loop begins with the same batch, so that the first gradients can be compared.
         """
         batch = self.first
         while True:
@@ -59,15 +59,15 @@ class Job:
             batch = self.batches()
 
     def loader(self) -> DataLoader[Any]:
-        """The same micro-batches as a DataLoader, which is what frameworks take."""
+        """Return the same micro-batches as a DataLoader, for frameworks."""
         return DataLoader(self.dataset(), batch_size=None, pin_memory=self.device.type == "cuda")
 
     def dataset(self) -> IterableDataset[Any]:
-        """The same micro-batches as a dataset."""
+        """Return the same micro-batches as a dataset."""
         return _Stream(self)
 
     def mean(self, model: Any, micro: Any) -> Tensor:
-        """The mean over the micro-batch's own units: what every other loop takes as the loss."""
+        """Return the mean over the micro-batch's own units: the loss of every other loop."""
         self.meet()
         found = as_loss(self.loss(model, micro))
         if isinstance(found, Loss):
@@ -76,17 +76,17 @@ class Job:
         return torch.stack(parts).sum()
 
     def meet(self) -> None:
-        """Let the meter see this thread: some frameworks run their loop in one of its own."""
+        """Activate the meter in this thread: some frameworks run their loop in another one."""
         if self.meter is not None and self.meter not in _get_current_dispatch_mode_stack():
             _push_mode(self.meter)
 
     def autocast(self) -> torch.autocast:
-        """For loops that are written by hand."""
+        """Return the autocast context for manual loops."""
         dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "full")
 
     def wait(self) -> None:
-        """Until the device has done everything."""
+        """Wait until the device has finished all work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -1,4 +1,4 @@
-"""Each loop in its turn: warmed up, timed for a few windows, weighed, and taken away again."""
+"""The measurement of each loop in turn: warm-up, timed windows, memory, and clean-up."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ __all__ = ["Bench", "Row", "bench"]
 Running = tuple[Callable[[], None], Callable[[], "int | None"], "list[float]"]
 
 DRIFT = 0.05
-"""How far the first row may be off when it is measured again at the end."""
+"""The largest difference between both measurements of the first row that goes unreported."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way: how long a window takes, the most memory in it, and how wrong its gradient is."""
+    """One way: the time of a window, its peak memory, and the error of its gradient."""
 
     name: str
     seconds: tuple[float, ...] = ()
     peak: int | None = None
     off: float | None = None
-    """How far its first gradient is from that of the undivided batch, relatively."""
+    """The relative distance of its first gradient from that of the undivided batch."""
     why: str = ""
 
     @property
     def window(self) -> float | None:
-        """Seconds of a window: the median of the faster half, what else the machine does aside."""
+        """Return the seconds of a window: the median of the faster half, to exclude other work."""
         if not self.seconds:
             return None
         return statistics.median(sorted(self.seconds)[: -(-len(self.seconds) // 2)])
@@ -52,26 +52,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every way took, beside the first of them."""
+    """The results of every way, in comparison with the first."""
 
     rows: tuple[Row, ...]
     steps: int
     micro_batch: int
     again: float | None = None
-    """Seconds of a window of the first row, measured once more at the end."""
+    """The seconds of a window of the first row, measured again at the end."""
     why: str | None = None
-    """Why updates are not compared; None where they are."""
+    """The reason why updates are not compared, or None."""
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def drift(self) -> float | None:
-        """How much slower (or, below 0, faster) the machine was at the end."""
+        """Return how much slower (below 0: faster) the machine was at the end."""
         first = self.rows[0].window if self.rows else None
         return None if not first or self.again is None else self.again / first - 1
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know beside the numbers."""
+        """Return the remarks that a reader needs beside the numbers."""
         said = [f"{row.name}: {row.why}" for row in self.rows if row.why]
         said += [self.why] if self.why else []
         if self.drift is not None and abs(self.drift) > DRIFT:
@@ -83,7 +83,7 @@ class Bench:
         return said
 
     def to_dict(self) -> dict[str, Any]:
-        """As `bench.json` has it: `wholebatch report` shows that."""
+        """Return the content of `bench.json`, for `wholebatch report`."""
         first = self.rows[0].window if self.rows else None
         rows = [
             {
@@ -126,9 +126,9 @@ def bench(
     clock: Callable[[], float] = time.perf_counter,
     about: Mapping[str, Any] | None = None,
 ) -> Bench:
-    """Time each of `names` (all that are installed) for `seconds` and at least `least` windows.
+    """Time each of `names` (default: all installed) for `seconds` and at least `least` windows.
 
-    A way that fails says why in its row and does not stop the others.
+    A way that fails gives the reason in its row and does not stop the others.
     """
     ways = _chosen(names)
     begin("the undivided batch's gradient")
@@ -180,7 +180,7 @@ def _measured(
             return Row(way.name, tuple(taken), weigh(), off[0] if off else None)
     except torch.OutOfMemoryError:
         return Row(way.name, why="out of memory")
-    except Exception as error:  # another library's: it is its row's, not the end of all
+    except Exception as error:  # Another library's error fails its own row only.
         return Row(way.name, why=f"failed: {type(error).__name__}: {' '.join(str(error).split())}")
     finally:
         gc.collect()
@@ -190,7 +190,7 @@ def _measured(
 
 @contextlib.contextmanager
 def _running(job: Job, way: Way, reference: Reference) -> Iterator[Running]:
-    """What makes one window, what says the most bytes of one, and how far off the first was."""
+    """Yield functions to run a window and to measure its peak, and the first gradient's error."""
     with _quiet(is_quiet=way.package is not None):
         model, optimizer = job.make()
         job.is_compiled = False
@@ -222,7 +222,7 @@ def _running(job: Job, way: Way, reference: Reference) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def _quiet(*, is_quiet: bool) -> Iterator[None]:
-    """Without what other libraries say of loops that are not ours to mend."""
+    """Silence warnings of other libraries about their own loops."""
     if not is_quiet:
         yield
         return
@@ -243,7 +243,7 @@ def _timed(window: Callable[[], None], clock: Callable[[], float]) -> float:
 
 
 def _warm_up(window: Callable[[], None], clock: Callable[[], float], *, most: float) -> None:
-    """Until a window takes what the one before took: graphs are made, caches are warm."""
+    """Run windows until their time settles: graphs are made, caches are warm."""
     window()
     last, spent = _timed(window, clock), 0.0
     while spent < most:

@@ -1,4 +1,4 @@
-"""The gradient of the undivided batch, and how far from it a loop's first one is."""
+"""The gradient of the undivided batch, and a loop's distance from it in its first update."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ALIKE = 1e-3
 
 
 class Reference:
-    """What the undivided batch gives, by the names of the parameters and on the host."""
+    """The gradients of the undivided batch by parameter name, in host memory."""
 
     def __init__(self, job: Job) -> None:
         self._gradients: dict[str, Tensor] = {}
         self.why: str | None = None
-        """Why nothing can be compared; None where it can."""
+        """The reason why nothing can be compared, or None."""
         try:
             first, second = _whole(job, seed=0), _whole(job, seed=1)
         except torch.OutOfMemoryError:
@@ -37,7 +37,7 @@ class Reference:
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[list[float]]:
-        """A list that holds the distance of the gradient with which the first step is made."""
+        """Yield a list that receives the distance of the first step's gradient."""
         found: list[float] = []
 
         def compare() -> None:
@@ -50,7 +50,7 @@ class Reference:
                 compare()
                 return None
 
-            def watched() -> Any:  # some frameworks make the last backward only in here
+            def watched() -> Any:  # Some frameworks run the last backward only in the closure.
                 result = closure()
                 compare()
                 return result
@@ -88,7 +88,7 @@ def _gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Relative, over all parameters together; a gradient that is missing is one of zero."""
+    """Return the relative distance over all parameters; a missing gradient counts as zero."""
     off = norm = 0.0
     for name in found.keys() | right.keys():
         one, other = found.get(name), right.get(name)

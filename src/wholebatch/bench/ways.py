@@ -1,4 +1,4 @@
-"""The loops: each makes one update with every `next()`, and knows its model and optimizer."""
+"""The loops: each makes one update per `next()`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Loop = Callable[[Job, nn.Module, torch.optim.Optimizer], Iterator[None]]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to make the update: what it is called, and its loop."""
+    """One way to make the update: its name and its loop."""
 
     name: str
     loop: Loop
     package: str | None = None
-    """What must be installed for it."""
+    """The package that it needs."""
 
 
 def _ours(execute: str) -> Loop:
@@ -93,4 +93,4 @@ WAYS: dict[str, Way] = {
         Way("Transformers", frameworks.transformers, "transformers"),
     )
 }
-"""By name, in the order in which they are shown."""
+"""All ways by name, in the order in which they are shown."""

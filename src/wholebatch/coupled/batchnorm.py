@@ -1,4 +1,4 @@
-"""What may be done about BatchNorm when the batch is accumulated, other than being exact.
+"""Policies for BatchNorm under gradient accumulation, besides the exact one.
 
 | policy | normalises with | running statistics | gradient of the undivided batch |
 |---|---|---|---|
@@ -10,13 +10,13 @@
 | `"refuse"` | (an error names the layers) | | |
 
 ```python
-policy = choose("statistics", model)       # converts or attaches, whichever the policy is
+policy = choose("statistics", model)       # converts the model, or attaches to it
 policy.begin_window()
 for micro in window:
     ...forward and backward...
     policy.micro()                         # this micro-batch is done
 policy.end_window()
-policy.detach()                            # the model's forward methods as they were found
+policy.detach()                            # restores the model's forward methods
 ```
 """
 
@@ -40,32 +40,32 @@ Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]
 
 
 class Policy(Protocol):
-    """What an accumulating loop tells about its windows. Each call costs nothing if unneeded."""
+    """The calls that an accumulating loop makes for each window. Unneeded calls cost nothing."""
 
     def begin_window(self) -> None:
-        """The first micro-batch of a window comes next."""
+        """Begin a window, before its first micro-batch."""
 
     def micro(self) -> None:
-        """The forward of one micro-batch is over."""
+        """End a micro-batch, after its forward."""
 
     def end_window(self) -> None:
-        """The window is complete: its update is being made."""
+        """End the window, when its update is made."""
 
     def discard_window(self) -> None:
-        """The window is thrown away: what it would have moved stays."""
+        """Discard the window and leave the running statistics as they are."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What an unfinished window holds, for a checkpoint in the middle of it."""
+        """Return the state of an unfinished window, for a checkpoint in the middle of it."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the window of `state`."""
 
     def detach(self) -> None:
-        """Put back what was found in the model (a conversion is kept)."""
+        """Restore the model's forward methods; a conversion is kept."""
 
 
 def choose(name: str, model: nn.Module, *, reduce: Reduce | None = None) -> Policy:
-    """The policy of that name, applied to `model`.
+    """Apply the policy of that name to `model`, and return it.
 
     `reduce` sums a tensor over data-parallel ranks, for `"statistics"` of the global batch.
 
@@ -86,7 +86,7 @@ def choose(name: str, model: nn.Module, *, reduce: Reduce | None = None) -> Poli
 
 
 class _NothingPerWindow:
-    """The part of a policy that needs to know of no window."""
+    """The base of policies that keep no state per window."""
 
     def begin_window(self) -> None:
         pass
@@ -112,10 +112,10 @@ class _NothingPerWindow:
 
 @final
 class Refuse(_NothingPerWindow):
-    """Refuses layers that use batch statistics, now and at the start of every window.
+    """A policy that refuses layers that use batch statistics.
 
-    Layers are looked at again because `model.train()` may come after construction; a model whose
-    BatchNorms were put into evaluation mode on purpose passes.
+    It checks at construction and at the start of every window, because `model.train()` may come
+    later. A model whose BatchNorms are in evaluation mode passes.
     """
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
@@ -139,7 +139,7 @@ class Refuse(_NothingPerWindow):
 
 @final
 class Freeze(_NothingPerWindow):
-    """BatchNorms that run in evaluation mode, whatever `model.train()` says, until `detach`."""
+    """A policy that runs BatchNorms in evaluation mode until `detach`, despite `model.train()`."""
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
         without = [name for name, module in norms if getattr(module, "running_mean", None) is None]
@@ -170,7 +170,7 @@ def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
 
 @final
 class Converted(_NothingPerWindow):
-    """Layers that stand where BatchNorms were: name and new layer."""
+    """The layers that replaced BatchNorms, as pairs of name and new layer."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.layers = tuple(layers)
@@ -182,8 +182,8 @@ class Converted(_NothingPerWindow):
 def convert(model: nn.Module, to: Literal["group", "layer", "sync"]) -> Converted:
     """Replace every BatchNorm inside `model`, keeping its affine weights.
 
-    The parameters stay the same objects, so an optimizer that holds them goes on updating them.
-    `"group"` chooses the number of groups by `groups_for`; `"layer"` is one group.
+    The parameters stay the same objects, so the optimizer keeps updating them. `"group"` takes the
+    number of groups from `groups_for`; `"layer"` uses one group.
     """
     found = batchnorms(model)
     for name, module in found:
@@ -207,10 +207,10 @@ def convert(model: nn.Module, to: Literal["group", "layer", "sync"]) -> Converte
 
 
 def groups_for(channels: int, *, spatial: bool = True) -> int:
-    """The number of groups for a GroupNorm of that many channels.
+    """Return the number of groups for a GroupNorm of that many channels.
 
-    The usual 32, or the largest divisor of the channels below it that leaves a group enough values
-    to normalise with: 2 channels where there are positions to average over, 16 where there are not.
+    This is 32, or the largest smaller divisor of the channels that leaves each group enough values
+    to normalise over: 2 channels if there are spatial positions to average over, 16 if not.
 
     >>> [groups_for(channels) for channels in (3, 16, 24, 64, 96, 2048)]
     [1, 8, 12, 32, 32, 32]

@@ -1,11 +1,11 @@
-"""Losses over all samples of a batch at once: what they are made of, and the usual ones.
+"""Losses over all samples of a batch at once: `Coupled`, and the common contrastive losses.
 
-A contrastive loss compares every sample with every other. `Coupled` says how it is made: `encode`
-turns a micro-batch into representations, and `loss` turns those of the whole batch into a Loss. The
-two-pass runner then needs the memory of one micro-batch's graph and of all representations.
+A contrastive loss compares every sample with every other. `Coupled` splits it into two functions:
+`encode` turns a micro-batch into representations, and `loss` turns those of the whole batch into a
+Loss. The two-pass runner then needs memory for one micro-batch's graph and all representations.
 
-In the ready losses the matrix of similarities is computed a few rows at a time, forward and
-backward, so memory is linear in the batch. Each returns a sum over samples with their number.
+The ready losses compute the similarity matrix a few rows at a time, forward and backward, so memory
+is linear in the batch. Each returns a sum over samples and the number of samples.
 
 ```python
 def encode(model, micro):
@@ -42,23 +42,24 @@ __all__ = [
     "supcon_loss",
 ]
 
-_CHUNK = 1 << 25  # similarities at a time: 128 MiB in float32
+_CHUNK = 1 << 25  # Similarities at a time: 128 MiB in float32.
 
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
     """A loss of the whole batch.
 
-    `encode(model, micro)` returns a tensor, or a dict, tuple or list of tensors, of a micro-batch:
-    representations, and what else the loss needs (labels, weights). `loss(all)` is given the same
-    structure with every tensor concatenated over the micro-batches along its first dimension, and
-    returns a `Loss`. Parameters that only `loss` uses (a temperature) get their gradient too.
+    `encode(model, micro)` returns a tensor, or a dict, tuple or list of tensors: the
+    representations of a micro-batch, and anything else the loss needs (labels, weights).
+    `loss(all)` gets the same structure with every tensor concatenated over the micro-batches along
+    its first dimension. It returns a `Loss`. Parameters that only `loss` uses (a temperature) get
+    their gradient too.
 
-    `encode` is run twice on every micro-batch with the same random numbers, so it must give the
-    same representations twice; `tolerance` is how far, relative to their size, they may differ.
-    The last `keep` micro-batches are encoded once: their graphs wait for the gradient, in memory;
-    "auto" keeps as many as the memory that a window leaves can hold (in one process, on CUDA or
-    where `memory=` says how much there is).
+    `encode` runs twice on every micro-batch with the same random numbers, and must return the same
+    representations both times. `tolerance` is the largest relative difference allowed. The last
+    `keep` micro-batches are encoded once: their graphs stay in memory until the gradient is known.
+    "auto" keeps as many graphs as fit in the memory that a window leaves free (in one process, on
+    CUDA or with `memory=`).
     """
 
     encode: Callable[[Any, Any], Any]
@@ -79,11 +80,11 @@ class Coupled:
             raise OptionError(f"Coupled(tolerance={self.tolerance}): must not be negative")
 
     def __call__(self, model: Any, batch: Any) -> Loss | Terms | Tensor:
-        """The loss of a batch that is not divided, with the graphs of all its samples."""
+        """Return the loss of an undivided batch, with the graphs of all its samples."""
         return self.loss(self.encode(model, batch))
 
     def stand_in(self, model: Any, micro: Any) -> Loss:
-        """Forward and backward of one micro-batch as far as memory is concerned."""
+        """Return a loss of one micro-batch that needs the same memory, for predictions."""
         tensors = [leaf.value for leaf in flatten(self.encode(model, micro))[0]]
         made = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         total = sum((t.float().square().sum() for t in made), torch.zeros(()))
@@ -91,11 +92,11 @@ class Coupled:
 
 
 class OfTheBatch(Loss):
-    """A loss that compares all samples it is given: of a micro-batch it would be another one."""
+    """A loss that compares all samples it is given, so it is wrong for a micro-batch alone."""
 
 
 def refuse_in_parts(loss: object) -> None:
-    """Such a loss, of a micro-batch that is not the whole batch, is refused."""
+    """Refuse an `OfTheBatch` loss, for a micro-batch that is not the whole batch."""
     if isinstance(loss, OfTheBatch):
         raise LossError(
             "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
@@ -115,11 +116,11 @@ def clip_loss(
     normalise: bool = True,
     rows: int | None = None,
 ) -> Loss:
-    """InfoNCE between two views of the same samples: row i of `a` belongs to row i of `b`.
+    """Return InfoNCE between two views of the same samples: row i of `a` matches row i of `b`.
 
-    The sum over samples of the cross entropy of `scale · a_i · b_j` over j, whose answer is i; with
-    `symmetric` the mean of both directions, as CLIP has it. `rows` of the similarities are computed
-    at a time, by default so many that a chunk has 2^25 of them.
+    This is the sum over samples of the cross entropy of `scale · a_i · b_j` over j, with target i;
+    with `symmetric` the mean of both directions, as in CLIP. `rows` of the similarities are
+    computed at a time, by default as many as give 2^25 similarities.
 
     >>> a, b = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
     >>> loss = clip_loss(a, b, rows=2)
@@ -148,7 +149,7 @@ def info_nce(
     normalise: bool = True,
     rows: int | None = None,
 ) -> Loss:
-    """InfoNCE in one direction: query i is to find key i among all keys of the batch.
+    """Return InfoNCE in one direction: query i must find key i among all keys of the batch.
 
     >>> info_nce(torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)).units
     6
@@ -167,9 +168,10 @@ def siglip_loss(
     normalise: bool = True,
     rows: int | None = None,
 ) -> Loss:
-    """SigLIP: every pair is a yes-or-no question, yes for the pairs (i, i).
+    """Return SigLIP: a binary classification of every pair, positive for the pairs (i, i).
 
-    The sum over i and j of `-log sigmoid(±(scale · a_i · b_j + bias))`, over the number of samples.
+    This is the sum over i and j of `-log sigmoid(±(scale · a_i · b_j + bias))`. The units are the
+    samples.
     """
     rows = _check(a, b, rows)
     if normalise:
@@ -179,7 +181,7 @@ def siglip_loss(
         some: Tensor, others: Tensor, scale: Tensor | float, bias: Tensor | float, first: int
     ) -> Tensor:
         logits = scale * (some @ others.T) + bias
-        # -log sigmoid(z) for pairs, -log sigmoid(-z) for all others: the same but for z itself.
+        # softplus(z) = -log sigmoid(-z), and -log sigmoid(z) = softplus(z) - z for the pairs.
         pairs = logits.diagonal(first)
         return F.softplus(logits).sum() - pairs.sum()
 
@@ -197,11 +199,11 @@ def supcon_loss(
     normalise: bool = True,
     rows: int | None = None,
 ) -> Loss:
-    """SupCon: samples with the same label attract each other, all others repel.
+    """Return SupCon: samples with the same label attract each other, all others repel.
 
-    For each sample that has another one with its label: the mean over those of
-    `-log softmax(z_i · z_j / temperature)`, the softmax being over all j other than i. The units
-    are the samples that have one.
+    For each sample i that shares its label with others, this is the mean over those j of
+    `-log softmax(z_i · z_j / temperature)`. The softmax is over all j other than i. The units are
+    the samples that share their label.
     """
     rows = _check(z, z, rows)
     if labels.shape != z.shape[:1]:
@@ -231,7 +233,7 @@ def supcon_loss(
 def _in_rows(
     part: Callable[..., Tensor], some: Tensor, others: Tensor, extra: Any, rows: int
 ) -> Tensor:
-    """The sum of `part` over slices of `some`, each computed again when its gradient is made."""
+    """Return the sum of `part` over slices of `some`, each recomputed in the backward pass."""
     total = some.new_zeros(())
     for first in range(0, len(some), rows):
         piece = some[first : first + rows]
@@ -242,7 +244,7 @@ def _in_rows(
 
 
 def _check(a: Tensor, b: Tensor, rows: int | None) -> int:
-    """The number of rows at a time: as given, or as many as keep a chunk's size constant."""
+    """Check the shapes, and return the number of rows at a time: as given, or to fill a chunk."""
     if a.dim() != 2 or a.shape != b.shape:
         raise LossError(
             f"representations of shapes {tuple(a.shape)} and {tuple(b.shape)}: both must be "

@@ -1,8 +1,8 @@
 """Dropout that does not depend on how a batch is split.
 
-Every mask is a function of a seed, of which dropout it is, of the sample and of the position within
-the sample, and of nothing else. So the update is the same for any micro-batch size, in any order of
-the samples, and with padding trimmed or not. The masks are not those that PyTorch would draw.
+Every mask depends only on a seed, the dropout call, the sample and the position within the sample.
+So the update is the same for any micro-batch size, in any order of the samples, and with or without
+trimmed padding. The masks are not those that PyTorch would draw.
 
 ```python
 drop = PerSample()
@@ -32,7 +32,7 @@ Choice = Literal["fresh", "per-sample"]
 _aten = torch.ops.aten
 _BITS = 24
 _Shapes = dict[int, tuple[int, tuple[int, ...]]]
-"""By call: the samples of a micro-batch, and the shape of what was dropped from."""
+"""By dropout call: the number of samples of a micro-batch, and the shape of the input."""
 
 
 @final
@@ -45,25 +45,25 @@ class PerSample:
 
     @staticmethod
     def draw_seed() -> int:
-        """A seed for a window, from the global generator; small enough for a float64."""
+        """Draw a seed for a window from the global generator; it fits exactly in a float64."""
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**53).item())
 
     def begin_window(self, seed: int | None = None) -> None:
-        """A new window: all of its micro-batches share the seed, drawn if it is not given."""
+        """Begin a window, whose micro-batches share the seed; draw one if none is given."""
         self.seed = self.draw_seed() if seed is None else seed
         self._shapes = {}
 
     @contextmanager
     def micro(self, samples: Sequence[int] | Tensor) -> Iterator[None]:
-        """Forward and backward of the micro-batch that holds `samples` of the whole batch.
+        """Use per-sample masks in the forward and backward of a micro-batch.
 
-        Tensors that are dropped from must have the samples as their first dimension, or the samples
-        times something (heads) as PyTorch's attention has it.
+        `samples` are the indices of its samples in the whole batch. Inputs of dropout must have the
+        samples as their first dimension, or samples × heads as in PyTorch's attention.
         """
         if self.seed is None:
             raise WindowError("PerSample.micro before begin_window: the window has no seed yet")
-        # Which dropout it is comes from the global generator, so that a checkpointed block, which
-        # puts its state back, gets the same masks when it is computed again.
+        # The identity of a dropout call is drawn from the global generator. A checkpointed block
+        # restores the generator's state, so it gets the same masks when it is recomputed.
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(self.seed)
         try:
@@ -74,7 +74,7 @@ class PerSample:
 
 
 def check_dropout(choice: str, model: nn.Module) -> PerSample | None:
-    """What `dropout=` asks for; None for "fresh". Layers it cannot serve are refused by name."""
+    """Return the `PerSample` that `dropout=` asks for, or None; refuse unsupported layers."""
     if choice not in get_args(Choice):
         raise OptionError(f'dropout={choice!r}: must be "fresh" or "per-sample"')
     if choice == "fresh":
@@ -98,7 +98,7 @@ def check_dropout(choice: str, model: nn.Module) -> PerSample | None:
 
 
 class _Masks(TorchDispatchMode):
-    """Replaces the masks of dropout, and refuses randomness that it cannot split."""
+    """A dispatch mode that replaces dropout masks and refuses other random operations."""
 
     def __init__(self, samples: Tensor, shapes: _Shapes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ class _Masks(TorchDispatchMode):
         if func is _aten.bernoulli_.float:
             chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             return args[0].copy_(self._keep(args[0], chance))
-        fused = _dropout_of(func, args, kwargs)  # attention in one kernel, masks and all
+        fused = _dropout_of(func, args, kwargs)  # Fused attention draws its masks in the kernel.
         if fused == 0.0:
             return func(*args, **kwargs)
         if fused is not None:
@@ -134,7 +134,7 @@ class _Masks(TorchDispatchMode):
         return x * keep * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), keep
 
     def _keep(self, x: Tensor, chance: float) -> Tensor:
-        """True where `x` is kept: hashed from seed and call, sample, and position."""
+        """Return the mask of kept values: a hash of the seed and call, sample and position."""
         count = len(self._samples)
         if x.dim() == 0 or not count or x.shape[0] % count:
             raise UnsupportedError(
@@ -144,14 +144,14 @@ class _Masks(TorchDispatchMode):
         call = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self._check(call, count, tuple(x.shape))
         bits = _mix(self._samples.to(x.device, non_blocking=True) + call)
-        # One coordinate after the other, so that a longer padding does not move the rest.
+        # Hash one coordinate after the other, so that longer padding does not change the rest.
         for size in (x.shape[0] // count, *x.shape[1:]):
             bits = _mix(bits[..., None] + torch.arange(1, size + 1, device=x.device) * _GOLDEN)
         keep: Tensor = bits.bitwise_and_(2**_BITS - 1) < round(chance * 2**_BITS)
         return keep.view(x.shape)
 
     def _check(self, call: int, count: int, shape: tuple[int, ...]) -> None:
-        """Refuse what has time first, where that is seen: in micro-batches of different sizes."""
+        """Refuse samples in dimension 1; this shows in micro-batches of different sizes."""
         other, before = self._shapes.setdefault(call, (count, shape))
         if other == count or len(shape) < 2 or len(before) < 2 or shape[0] != before[0]:
             return
@@ -171,7 +171,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer, in place; shifts are made logical by a mask."""
+    """Apply SplitMix64's finalizer in place; a mask makes the shifts logical."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(_signed(factor))
     return z.bitwise_xor_((z >> 31).bitwise_and_(2**33 - 1))

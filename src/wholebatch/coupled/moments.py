@@ -1,19 +1,19 @@
-"""The mathematics of a BatchNorm over a batch that is held in parts.
+"""The mathematics of BatchNorm over a batch in parts.
 
-Forward: every part gives its count, mean and variance; `merge` makes mean and M2 (the sum of
-squared distances from the mean) of the whole batch by Chan's formula, for K parts at once:
+Forward: every part has a count, mean and variance. `merge` computes mean and M2 (the sum of squared
+distances from the mean) of the whole batch by Chan's formula, for K parts at once:
 
     mean = Σ n_k mean_k / N            M2 = Σ n_k var_k + Σ n_k (mean_k - mean)²
 
-No difference of large numbers occurs, so a mean far from zero costs no digits.
+No large numbers are subtracted, so a mean far from zero loses no precision.
 
 Backward: with x̂ = (x - mean) · invstd, y = w x̂ + b and the whole batch's sums S1 = Σ dy and
 S2 = Σ dy (x - mean),
 
     dx = w · invstd · (dy - S1/N - (x - mean) · invstd² · S2/N)
 
-Only S1 and S2 cross the parts. The gradients of w and b are plain sums over samples: each part
-adds its own. Everything is at least float32, and float64 for float64.
+Only S1 and S2 are shared between parts. The gradients of w and b are plain sums over samples: each
+part adds its own. Everything is at least float32, and float64 for float64.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = [
 ]
 
 Reduce = Callable[[Tensor], Tensor]
-"""Gives the sum of a tensor over the data-parallel ranks; called by all ranks in the same order."""
+"""A function that sums a tensor over the data-parallel ranks, called in the same order on all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and (biased) variance per channel of one part of a batch."""
+    """The count, mean and (biased) variance per channel of one part of a batch."""
 
     count: int
     mean: Tensor
@@ -54,24 +54,24 @@ class Moments:
 
 
 class Merged:
-    """Count, mean and variance per channel of the whole batch, and what follows, made once."""
+    """The count, mean and variance per channel of the whole batch, with cached derived values."""
 
     def __init__(self, count: int | Tensor, mean: Tensor, var: Tensor, means: Tensor) -> None:
         self.count = count
         self.mean = mean
         self.var = var
-        """The biased variance: what the batch is normalised with."""
+        """The biased variance, with which the batch is normalised."""
         self._means = means
         self._invstd: dict[float, Tensor] = {}
 
     @property
     def unbiased_var(self) -> Tensor:
-        """The unbiased variance: what the running variance moves towards."""
+        """The unbiased variance, which the running variance moves towards."""
         return self.var * (self.count / (self.count - 1))
 
     @cached_property
     def marks(self) -> Tensor:
-        """The sum of each part's mean: which of several calls of a layer was this?"""
+        """The sum of each part's mean, to tell several calls of a layer apart."""
         return self._means.sum(1)
 
     @cached_property
@@ -88,11 +88,11 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def moments(x: Tensor) -> Moments:
-    """Count, mean and variance of every channel (dimension 1) of `x`."""
+    """Return the count, mean and variance of every channel (dimension 1) of `x`."""
     count = x.numel() // x.shape[1]
     kind = x.device.type
     if kind == "cuda" or (kind == "cpu" and x.dtype in _WIDE):
-        # On CUDA the kernel accumulates 16-bit input in float32 by itself: no copy of x.
+        # The CUDA kernel accumulates 16-bit input in float32 itself: x needs no copy.
         mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     elif kind == "cpu":
         mean, var = torch.batch_norm_update_stats(x.float(), None, None, 0.0)
@@ -104,13 +104,13 @@ def moments(x: Tensor) -> Moments:
 
 
 def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
-    """The moments of all parts together and, with `reduce`, of all ranks' parts together."""
+    """Return the moments of all parts together, with `reduce` over all ranks."""
     both = torch.stack([each for part in parts for each in (part.mean, part.var)])
     means, variances = both.view(len(parts), 2, -1).unbind(1)
     counts = tuple(part.count for part in parts)
     count: int | Tensor = sum(counts)
     even = len(set(counts)) == 1
-    if even and reduce is None:  # few kernels: there are as many such meetings as layers
+    if even and reduce is None:  # The common case, once per layer: use few kernels.
         between, mean = torch.var_mean(means, 0, correction=0)
         return Merged(count, mean, variances.mean(0).add_(between), means)
     weights = float(counts[0]) if even else _column(counts, means)
@@ -128,9 +128,9 @@ _MOST_COLUMNS = 64
 
 
 def _column(counts: tuple[int, ...], like: Tensor) -> Tensor:
-    """The counts as a column on the device, without a copy from the host that would have to wait.
+    """Return the counts as a column on the device, without a copy from the host that would block.
 
-    What is made while a CUDA graph is recorded belongs to that graph, and is not kept.
+    A column made during CUDA graph capture belongs to that graph and is not cached.
     """
     key = (counts, like.dtype, like.device)
     found = _columns.get(key)
@@ -146,24 +146,24 @@ def _column(counts: tuple[int, ...], like: Tensor) -> Tensor:
 def normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: Merged, eps: float
 ) -> Tensor:
-    """`x` normalised with the whole batch's moments, in the type and memory format of `x`."""
+    """Normalise `x` with the whole batch's moments, in the dtype and memory format of `x`."""
     wide = _like(weight, whole), _like(bias, whole)
     if x.device.type == "cuda":
         return torch.batch_norm_elemt(x, *wide, whole.mean, whole.invstd(eps), eps)
-    # In evaluation mode the native kernel normalises with the moments it is given.
+    # In evaluation mode the native kernel normalises with the given moments.
     return torch.batch_norm(
         x, *wide, whole.mean, whole.var, False, 0.0, eps, torch.backends.cudnn.enabled
     )
 
 
 def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> tuple[Tensor, Tensor]:
-    """S1 = Σ dy and S2 = Σ dy (x - mean) of one part."""
+    """Return S1 = Σ dy and S2 = Σ dy (x - mean) of one part."""
     if x.device.type == "cuda":
         s1, s2, _, _ = torch.batch_norm_backward_reduce(
             _dense(dy), x, whole.mean, whole.invstd(eps), None, True, False, False
         )
         return s1, s2
-    # As the backward of an evaluation-mode BatchNorm this kernel gives S1 and S2 · invstd.
+    # As the backward of an evaluation-mode BatchNorm, this kernel returns S1 and S2 · invstd.
     _, s2_invstd, s1 = torch.ops.aten.native_batch_norm_backward.default(
         dy, x, None, whole.mean, whole.var, None, None, False, eps, [False, True, True]
     )
@@ -171,7 +171,7 @@ def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> tuple[Ten
 
 
 class InputGradient:
-    """dx of every part, from S1/N and S2/N of the whole batch; what they share is made once."""
+    """The input gradient dx of every part, from S1/N and S2/N; shared factors are computed once."""
 
     def __init__(
         self, weight: Tensor | None, whole: Merged, means: Tensor, eps: float, dimensions: int
@@ -190,7 +190,7 @@ class InputGradient:
 
     def of(self, dy: Tensor, x: Tensor) -> Tensor:
         if x.device.type == "cuda":
-            # The sums are divided already, so the kernel's own division is by one.
+            # The sums are already divided, so let the kernel divide by one.
             whole = self._whole
             return torch.batch_norm_backward_elemt(
                 _dense(dy), x, whole.mean, self._invstd, self._weight, self._s1, self._s2, whole.one
@@ -208,7 +208,7 @@ def _like(parameter: Tensor | None, whole: Merged) -> Tensor | None:
 
 
 def _dense(dy: Tensor) -> Tensor:
-    # The CUDA kernels read the raw memory: an expanded gradient (of a sum) must be written out.
+    # The CUDA kernels read raw memory: an expanded gradient (of a sum) must be materialised.
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     if dy.dim() in layouts and dy.is_contiguous(memory_format=layouts[dy.dim()]):
         return dy
@@ -216,13 +216,13 @@ def _dense(dy: Tensor) -> Tensor:
 
 
 def move(module: _BatchNorm, whole: Merged) -> None:
-    """Move a layer's running statistics as one training-mode forward of the whole batch does."""
+    """Update a layer's running statistics as one training-mode forward of the whole batch does."""
     if not (module.training and module.track_running_stats):
         return
     factor: float | Tensor = 0.0 if module.momentum is None else module.momentum
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-        if module.momentum is None:  # stays on the device: nothing waits for it
+        if module.momentum is None:  # Stay on the device, to avoid a synchronisation.
             factor = module.num_batches_tracked.double().reciprocal()
     move_buffers(module.running_mean, module.running_var, factor, whole)
 
@@ -233,7 +233,7 @@ def move_buffers(
     factor: float | Tensor,
     whole: Merged,
 ) -> None:
-    """running = (1 - factor) · running + factor · (the whole batch's), in the wider type."""
+    """Set running = (1 - factor) · running + factor · (the whole batch's), in the wider dtype."""
     for buffer, value in ((running_mean, whole.mean), (running_var, whole.unbiased_var)):
         if buffer is None:
             continue
@@ -244,5 +244,5 @@ def move_buffers(
 
 
 def recomputing() -> bool:
-    """Whether a backward pass is running on this thread: a forward inside it is a recomputation."""
+    """True if a backward runs on this thread: a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

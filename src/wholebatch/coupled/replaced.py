@@ -1,4 +1,4 @@
-"""Forward methods replaced on instances, and put back as they were found."""
+"""Forward methods that are replaced on single modules and restored later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ReplacedForwards"]
 
 
 class ReplacedForwards:
-    """Replaces `forward` of single modules, so that hooks a user registered keep working."""
+    """The replaced `forward` methods of single modules. The user's hooks keep working."""
 
     def __init__(self) -> None:
         self._found: list[tuple[nn.Module, Any]] = []

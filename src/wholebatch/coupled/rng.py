@@ -1,9 +1,8 @@
 """A stream of random numbers for every micro-batch.
 
-Lock-step runs the micro-batches interleaved. If they drew from one generator, a dropout in a
-checkpointed block would be recomputed with the numbers of another micro-batch. `Streams` gives each
-one a state of its own, derived from the caller's generator, and puts it in place when the
-micro-batch has its turn.
+Lock-step interleaves the micro-batches. If they shared one generator, dropout in a checkpointed
+block would be recomputed with the numbers of another micro-batch. `Streams` gives each micro-batch
+its own state, derived from the caller's generator, and sets it for each of its turns.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Streams:
     """One random state per micro-batch on the CPU and on `devices`.
 
-    The seed is drawn from the caller's CPU generator, which so advances by the same amount whatever
-    the number of micro-batches. `enter(k)` puts stream k in place, `leave(k)` keeps where it got
-    to, `close()` gives the caller its own back; `rewind()` also undoes the draw of the seed.
+    The seed is drawn from the caller's CPU generator, which advances by the same amount for any
+    number of micro-batches. `enter(k)` sets stream k and `leave(k)` saves its position. `close()`
+    restores the caller's state; `rewind()` also undoes the draw of the seed.
     """
 
     def __init__(self, parties: int, devices: Iterable[torch.device] = ()) -> None:
         self._devices = sorted(
             {device for device in devices if device.type in ("cuda", "xpu")}, key=str
         )
-        # The generators themselves: they change hands at every meeting.
+        # Look the generators up once: their states are swapped at every meeting.
         self._generators = [torch.default_generator]
         for device in self._devices:
             index = device.index
@@ -54,7 +53,7 @@ class Streams:
         self._set(self._after)
 
     def drawn(self) -> frozenset[str]:
-        """Types of devices whose numbers a micro-batch has drawn, by what `leave` has kept."""
+        """Return the device types that random numbers were drawn on, by the saved states."""
         kinds = ["cpu", *(device.type for device in self._devices)]
         return frozenset(
             kind
@@ -79,14 +78,14 @@ class Streams:
 
 
 Call = tuple[int, str, int]
-"""A call of a block: by which micro-batch, of which block, and which of its calls."""
+"""A call of a block: its micro-batch, its block, and its index among their calls."""
 
 
 class Begins:
-    """Where in its micro-batch's stream each call of a block begins to draw.
+    """The offset in its micro-batch's stream at which each call of a block begins to draw.
 
-    `offset()` is how far the stream is now, and `party()` whose it is. Calls that draw nothing are
-    not in `of`.
+    `offset()` returns the current offset, and `party()` the current micro-batch. Calls that draw
+    nothing are not in `of`.
     """
 
     def __init__(self, offset: Callable[[], int], party: Callable[[], int | None]) -> None:
@@ -96,7 +95,7 @@ class Begins:
         self._calls: dict[tuple[int, str], int] = {}
 
     def call(self, name: str) -> Call:
-        """The next call of this block by this micro-batch."""
+        """Return the next call of this block by this micro-batch."""
         party = self._party() or 0
         number = self._calls.get((party, name), 0)
         self._calls[party, name] = number + 1
@@ -104,7 +103,7 @@ class Begins:
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """One call of a block, in the forward pass."""
+        """Record where one call of a block begins to draw, in the forward pass."""
         call, begin = self.call(name), self._offset()
         yield
         if self._offset() != begin:
@@ -112,10 +111,10 @@ class Begins:
 
 
 class RecordedStreams:
-    """`Streams` inside a CUDA graph: the same numbers, from generators that the graph knows.
+    """`Streams` inside a CUDA graph: the same numbers, from generators registered with the graph.
 
-    Every replay gives them a seed before (`seed`). A block that is computed again in the backward
-    pass has a generator of its own for that, which begins where the block began in the forward.
+    Call `seed` before every replay. A block that is recomputed in the backward pass has its own
+    generator for that, which starts where the block started in the forward.
     """
 
     def __init__(self, parties: int, device: torch.device, begins: Mapping[Call, int]) -> None:
@@ -127,11 +126,11 @@ class RecordedStreams:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """All that the graph has to be told of before it is recorded."""
+        """All generators to register with the graph before capture."""
         return [*self._main, *(generator for generator, _ in self._again.values())]
 
     def seed(self, seed: int) -> None:
-        """The numbers that `Streams` gives for this seed, at the next replay."""
+        """Make the next replay draw the numbers that `Streams` gives for this seed."""
         for party, generator in enumerate(self._main):
             generator.manual_seed(_mix(seed, party))
         for (party, _, _), (generator, begin) in self._again.items():
@@ -145,12 +144,12 @@ class RecordedStreams:
         return
 
     def close(self) -> None:
-        """Give the caller its own generator back."""
+        """Restore the caller's generator."""
         self._default.graphsafe_set_state(self._own)
 
     @contextmanager
     def again(self, call: Call) -> Iterator[None]:
-        """The backward pass computes what this call computed."""
+        """Use the random numbers of this call while the backward pass recomputes it."""
         if call not in self._again:
             yield
             return
@@ -162,12 +161,12 @@ class RecordedStreams:
 
 
 def draw() -> int:
-    """The seed of a window's streams, from the caller's generator."""
+    """Draw the seed of a window's streams from the caller's generator."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def _mix(seed: int, party: int) -> int:
-    """A seed for stream `party`: SplitMix64, so that neighbouring streams share nothing."""
+    """Return the seed of stream `party`, by SplitMix64, so that streams are unrelated."""
     z = (seed + (party + 1) * _GOLDEN) % 2**64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64

@@ -1,4 +1,4 @@
-"""Running statistics of a window whose micro-batches are normalised each by itself."""
+"""Running statistics of a window whose micro-batches are normalised separately."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Statistics", "instances"]
 
 @final
 class Statistics:
-    """Moves running statistics once per window, by the moments of all its micro-batches.
+    """A policy that updates running statistics once per window, from all its micro-batches.
 
-    Every micro-batch is normalised with its own mean and variance; only what is remembered for
-    evaluation is that of the window, exactly. `micro()` after each forward tells the second call of
-    a reused layer from the first of the next micro-batch.
+    Every micro-batch is normalised with its own mean and variance. Only the running statistics are
+    exactly those of the window. Call `micro()` after each forward: it tells the second call of a
+    reused layer from the first call in the next micro-batch.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Statistics:
     ) -> None:
         self._norms = dict(norms)
         self._reduce = reduce
-        # Moments so far, by layer and by which of its calls within a forward.
+        # Moments so far, by layer and by the index of its call within a forward.
         self._pending: dict[str, list[Moments]] = {}
         self._calls: dict[str, int] = {}
         self.counts = True  # False while a micro-batch only stands in for one of another rank
@@ -45,7 +45,7 @@ class Statistics:
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether the end of a window is a meeting of the ranks."""
+        """True if the end of a window runs collectives."""
         return self._reduce is not None and bool(self._norms)
 
     def begin_window(self) -> None:
@@ -116,7 +116,7 @@ class Statistics:
                 return found(*args, **kwargs)
             with _scratch(module) as (mean, var):
                 out = found(*args, **kwargs)
-            # A block that is computed again was counted before.
+            # A recomputed block has already been counted.
             if self.counts and not recomputing() and _filled(module, mean, var):
                 self._add(name, _moments(module, given_to(args, kwargs), mean, var))
             return out
@@ -137,7 +137,7 @@ class Statistics:
 
 @contextmanager
 def _scratch(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Buffers that a forward with momentum 1 fills with the statistics of its batch."""
+    """Swap in scratch buffers that a forward with momentum 1 fills with its batch's statistics."""
     assert isinstance(module, _NormBase)
     found = dict(module._buffers)
     momentum = module.momentum
@@ -152,7 +152,7 @@ def _scratch(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _filled(module: nn.Module, mean: Tensor, var: Tensor) -> bool:
-    """Whether the forward moved its running statistics: one of a subclass's own may not."""
+    """True if the forward updated its running statistics; that of a subclass may not."""
     if type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward):
         return True
     return bool(mean.any() | var.any())
@@ -163,7 +163,7 @@ def _moments(module: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Moments
     mean, var = mean.to(wide), var.to(wide)
     if isinstance(module, _BatchNorm):
         count = x.numel() // x.shape[1]
-        return Moments(count, mean, var * ((count - 1) / count))  # it remembers the unbiased one
+        return Moments(count, mean, var * ((count - 1) / count))  # `var` is the unbiased one.
     return Moments(instances(module, x), mean, var)
 
 
@@ -176,13 +176,13 @@ def _no_moments(module: nn.Module) -> Moments:
 
 
 def instances(module: nn.Module, x: Tensor) -> int:
-    """The number of samples an InstanceNorm is given: it also takes one without a batch."""
+    """Return the number of samples of an InstanceNorm's input: 1 without a batch dimension."""
     assert isinstance(module, _InstanceNorm)
     return 1 if x.dim() == module._get_no_batch_dim() else x.shape[0]
 
 
 def _mean_over_samples(a: Moments, b: Moments) -> Moments:
-    """An InstanceNorm remembers the mean, over samples, of each one's statistics."""
+    """Average two statistics of an InstanceNorm, weighted by their samples."""
     count = a.count + b.count
     mean = (a.mean * a.count + b.mean * b.count) / count
     return Moments(count, mean, (a.var * a.count + b.var * b.count) / count)

@@ -1,4 +1,4 @@
-"""How one micro-step runs: eagerly, as one compiled graph, or as a recording of it."""
+"""Running one micro-step: eagerly, as one compiled graph, or as a CUDA graph of it."""
 
 from wholebatch.execute.executor import Executor
 from wholebatch.execute.notes import ExecuteWarning

@@ -1,18 +1,18 @@
-"""Weight gradients that add themselves in eager code too.
+"""Eager weight gradients that are added directly into `.grad`.
 
-Autograd makes the gradient of a linear layer's weight in the dtype of the product, casts it, and
-adds it into `.grad`: three passes over the weight for every micro-batch. Here the matrix product
-adds into `.grad` itself, and an embedding scatters its rows into it. It is done where nothing but
-the sum can be seen of the difference; everywhere else the layer runs as it is written:
+Autograd computes the gradient of a linear layer's weight in the dtype of the product, casts it, and
+adds it to `.grad`: three passes over the weight for every micro-batch. Here the matrix product adds
+into `.grad` itself, and an embedding scatters its rows into it. This is done only where the sum is
+the only visible difference. Everywhere else the layer runs as written:
 
-- the layer's own forward is replaced while the loss function runs, and only for layers whose
-  forward is torch's own (a subclass with a forward of its own, a parametrised weight, and a weight
-  that is used by other code are left alone);
-- a backward adds only if it is the window's own: one of the user's within the loss function (a
-  gradient penalty) gets gradients as always, and may be differentiated again;
-- in checkpointed blocks and under other hooks on saved tensors, under torch.func, modes and
-  torch.compile, on a stream of the user's, and where somebody waits for the gradient of a
-  parameter (several ranks that reduce during the last backward), autograd adds.
+- The layer's forward is replaced only while the loss function runs, and only if it is torch's own.
+  A subclass with its own forward, a parametrised weight, and a weight used by other code are left
+  alone.
+- Only the window's own backward adds this way. A backward inside the loss function (a gradient
+  penalty) gets ordinary gradients and can be differentiated again.
+- Autograd adds as usual in checkpointed blocks and under other saved-tensor hooks, under
+  torch.func, modes and torch.compile, on a stream of the user's own, and where something waits for
+  the gradient of a parameter (several ranks that reduce during the last backward).
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _CAN_LOOK = (
     and hasattr(torch._C, "_len_torch_function_stack")
     and hasattr(forward_ad, "_current_level")
 )
-"""Whether this torch says who watches; these names are its own, and may go."""
+"""True if this torch has the private functions that report hooks, modes and transforms."""
 LossFunction = Callable[[Any, Any], Any]
 
 
 class Adding:
-    """`eager(micro, loss)`, with weight gradients that add themselves where that is possible."""
+    """`eager(micro, loss)` with weight gradients added directly into `.grad` where possible."""
 
     anywhere = False
-    """On for tests: also on a device that has no product of its own for it."""
+    """Set by tests: also use it on devices without an fp32-accumulating product."""
 
     def __init__(
         self,
@@ -64,26 +64,26 @@ class Adding:
     ) -> None:
         self.plain = eager
         self.allowed = True
-        """Off to measure the gain."""
+        """Set to False to measure the gain."""
         self.added = 0
-        """How many gradients have added themselves."""
+        """The number of gradients added without autograd."""
         self._window = window
         self._precision = precision
         self._device = device
         self._model = model
         self._layers: list[tuple[nn.Module, MethodType]] = []
         self._own: set[int] = set()
-        self._adds = False  # whether the backward that runs is the window's own
+        self._adds = False  # True while the window's own backward runs.
         self._stream: Any = None
 
     @property
     def possible(self) -> bool:
-        """Whether some gradients may never be seen by autograd."""
+        """True if autograd may not see some of the gradients."""
         return self._window.store.only_eager is None and self._replaces
 
     @property
     def _replaces(self) -> bool:
-        """Whether layers run by our forwards. Who waits for gradients gets them from autograd."""
+        """True if the forwards of layers are replaced: not where something waits for gradients."""
         if not self.allowed or not _CAN_LOOK:
             return False
         sync = self._window.sync
@@ -91,9 +91,9 @@ class Adding:
         return able and sync.takes_graphs and not sync.counts_must_agree
 
     def __call__(self, micro: Any, loss: LossFunction) -> Loss | Terms:
-        """One micro-step by eager code."""
+        """Run one micro-step eagerly."""
         window = self._window
-        # Buckets of gradients leave for the other ranks as autograd makes them.
+        # Buckets of gradients are sent to the other ranks as autograd produces them.
         if not self._replaces or (window.closing and window.sync.ranks > 1):
             return self.plain(micro, loss)
         self._look_at_the_window()
@@ -101,7 +101,7 @@ class Adding:
         def forward(model: Any, micro: Any) -> Any:
             with self._in_place():
                 result = loss(model, micro)
-            self._adds = True  # what comes now is the window's backward
+            self._adds = True  # The window's backward comes next.
             return result
 
         try:
@@ -123,11 +123,12 @@ class Adding:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Within it, the layers' forwards are ours."""
+        """Replace the forwards of the layers within this context."""
         replaced = []
         try:
             for module, forward in self._layers:
-                if "forward" not in module.__dict__:  # else it is somebody else's already
+                # Skip a module whose forward other code has replaced.
+                if "forward" not in module.__dict__:
                     module.__dict__["forward"] = forward
                     replaced.append(module)
             yield
@@ -136,8 +137,8 @@ class Adding:
                 module.__dict__.pop("forward", None)
 
     def _forward_of(self, module: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-        # A function, bound to the module by MethodType: so a copy of the module, made while the
-        # loss function runs, has a method of its own.
+        # Bind the function to the module with MethodType: a copy of the module that is made while
+        # the loss function runs then gets a method of its own.
         ours: Callable[..., Tensor | None] = _FORWARDS[type(module).forward]
 
         def forward(layer: Any, x: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class Adding:
         return forward
 
     def _may_add(self, layer: Any, x: Tensor) -> bool:
-        """Whether this call is one that nobody watches."""
+        """True if no hook, mode or transform observes this call."""
         weight = layer._parameters.get("weight")
         return (
             id(weight) in self._own
@@ -170,7 +171,7 @@ class Adding:
         )
 
     def adds_to(self, weight: Tensor) -> bool:
-        """Whether the backward that runs may add to `.grad` of this weight without autograd."""
+        """True if the current backward may add to this weight's `.grad` without autograd."""
         if not self._adds or torch.is_grad_enabled():
             return False
         if weight._post_accumulate_grad_hooks or weight._backward_hooks:
@@ -183,7 +184,7 @@ class Adding:
     # ----------------------------------------------------------------- layers
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor | None:
-        """The layer's output, or None where its dtypes are not for us."""
+        """Return the layer's output, or None if its dtypes are not supported."""
         weight, bias = layer.weight, layer.bias
         kind = weight.device.type
         dtype = weight.dtype
@@ -191,7 +192,7 @@ class Adding:
             dtype = torch.get_autocast_dtype(kind)
             given = (x.dtype, weight.dtype, dtype if bias is None else bias.dtype)
             if any(one not in (torch.float32, *_SIXTEEN_BIT) for one in given):
-                return None  # autocast leaves it as it is
+                return None  # Autocast does not cast this dtype.
         elif x.dtype is not dtype or (bias is not None and bias.dtype is not dtype):
             return None
         if dtype not in _SIXTEEN_BIT and not self.anywhere:
@@ -207,7 +208,7 @@ class Adding:
         return result
 
     def embedding(self, layer: nn.Embedding, tokens: Tensor) -> Tensor | None:
-        """The layer's output, or None where its gradient is of another kind."""
+        """Return the layer's output, or None if its gradient is of another kind."""
         if layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None:
             return None
         padding = -1 if layer.padding_idx is None else layer.padding_idx
@@ -224,7 +225,7 @@ _FORWARDS: dict[Any, Any] = {
 
 
 class _Linear(torch.autograd.Function):
-    """`linear(x, w, b)`; `w` and `b` are the weight and bias in the dtype of `x`."""
+    """`linear(x, w, b)`, where `w` and `b` are the weight and bias in the dtype of `x`."""
 
     @staticmethod
     def forward(
@@ -245,7 +246,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # A backward that will be differentiated again must lead to the weight itself.
+        # A backward that will be differentiated again must depend on the weight itself.
         w = weight.to(x.dtype) if torch.is_grad_enabled() else ctx.w
         rows = dy.reshape(-1, dy.shape[-1])
         dx = torch.matmul(dy, w) if wants_x else None
@@ -262,7 +263,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in this dtype: not first in 16 bit, where nobody differentiates it again."""
+    """Return `left @ right` in this dtype.
+
+    On CUDA a 16-bit product is computed in float32 directly, unless it is differentiated again.
+    """
     if (
         dtype is torch.float32
         and left.dtype in _SIXTEEN_BIT
@@ -277,9 +281,9 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Add left @ right to the weight's `.grad`; False where autograd does it as well."""
+    """Add `left @ right` to the weight's `.grad`; return False if autograd should add it."""
     buffer = weight.grad
-    if not left.numel() or not right.numel():  # an expert without tokens
+    if not left.numel() or not right.numel():  # For example an expert without tokens.
         return False
     if left.dtype not in _SIXTEEN_BIT:
         if buffer is None or buffer.dtype is not left.dtype:
@@ -293,14 +297,15 @@ def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
         return False
     elif can_add_any_product(left.device):
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
-        torch.autograd.graph.increment_version(buffer)  # whoever looks sees that it has changed
+        # `Gradients.take_back` detects the change by the version.
+        torch.autograd.graph.increment_version(buffer)
     else:
         buffer.add_(torch.mm(left, right))
     return True
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of the weight."""
+    """An embedding lookup: the rows of the weight for these tokens."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int, adding: Adding) -> Tensor:
@@ -320,7 +325,7 @@ class _Embedding(torch.autograd.Function):
         with torch.no_grad():
             rows = dy.reshape(-1, dy.shape[-1]).to(buffer.dtype)
             which = tokens.reshape(-1)
-            if ctx.padding >= 0:  # the padding row has no gradient
+            if ctx.padding >= 0:  # The padding row gets no gradient.
                 rows = rows.masked_fill((which == ctx.padding).unsqueeze(-1), 0.0)
             buffer.index_put_((which,), rows, accumulate=True)
         ctx.adding.added += 1

@@ -1,7 +1,7 @@
-"""Memory that outlives a window: the fp32 gradients, and the 16-bit copies of the weights.
+"""Buffers that outlive a window: the fp32 gradients, and the 16-bit copies of the weights.
 
-CUDA graphs read and write fixed addresses. So the buffers stay when a window's close clears
-`.grad`, and become `.grad` again at the next window's first micro-step.
+CUDA graphs read and write fixed addresses. So the buffers are kept when the close of a window
+clears `.grad`, and become `.grad` again at the first micro-step of the next window.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = [
 ]
 
 _ALIGNED = 256
-"""Elements; every tensor of a piece begins where kernels can read it in wide words."""
+"""The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
 
 
 def buffer_dtype(parameter: Tensor) -> torch.dtype:
-    """Gradients of 16-bit parameters are added in fp32, all others in their own dtype."""
+    """Return float32 for 16-bit parameters, and the parameter's own dtype for all others."""
     return torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
 
 
 def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Zeros of these shapes and strides, those of one dtype in one piece of memory.
+    """Return zeros of these shapes and strides, with one allocation for each dtype.
 
-    One by one they would settle in the gaps that freed activations leave, and hold on to all of the
-    memory around them.
+    Allocated one by one, they would fill the gaps left by freed activations, and the caching
+    allocator could not release the segments around them.
     """
     places: dict[torch.dtype, int] = {}
     starts = []
@@ -55,7 +55,7 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
     pieces = {
         dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in places.items()
     }
-    # `.data`: each counts its own changes, not those of the whole piece.
+    # `.data` gives each tensor a version counter of its own, apart from the whole allocation's.
     return [
         pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start).data
         for tensor, dtype, start in zip(like, dtypes, starts, strict=True)
@@ -63,21 +63,21 @@ def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Its strides where they leave no gaps, else those that `empty_like` would choose."""
+    """Return the tensor's strides if they leave no gaps, else those `empty_like` would choose."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def empty_cache(device: torch.device) -> None:
-    """What is free goes back to the driver, so that what comes next lies in no gap of it."""
+    """Return free memory to the driver, so that the next allocations do not fill its gaps."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def may_lend(model: nn.Module, window: Window) -> bool:
-    """Whether eager code may add into buffers from the start.
+    """True if eager code may add into the buffers from the start.
 
-    Not where ranks must know who has no gradient, nor where a layer gives sparse gradients or an
-    optimizer takes no others: added to a buffer they would be dense.
+    It may not if ranks must know which parameters have no gradient. It may not if a layer produces
+    sparse gradients or an optimizer requires them: in a buffer they would become dense.
     """
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules()) or any(
         isinstance(optimizer, torch.optim.SparseAdam) for optimizer in window.target.optimizers
@@ -87,7 +87,7 @@ def may_lend(model: nn.Module, window: Window) -> bool:
 
 @contextmanager
 def eager_into(gradients: Gradients, window: Window) -> Iterator[None]:
-    """Within it, eager code adds into the buffers, if it may and there are some."""
+    """Let eager code add into the buffers within this context, if that is allowed."""
     store = window.store
     if not gradients.lends or not isinstance(store, DeviceStore):
         yield
@@ -104,31 +104,31 @@ def eager_into(gradients: Gradients, window: Window) -> Iterator[None]:
 
 
 def take_workspace(device: torch.device) -> None:
-    """Let the products of backwards take their workspace now, where it is in nobody's way.
+    """Make autograd's thread allocate its cuBLAS workspace now.
 
-    Autograd's thread has a workspace of its own, taken at its first product and kept: among the
-    activations of a backward it would hold on to all of the memory around it.
+    The workspace is allocated at the thread's first matrix product and kept. Allocated in the
+    middle of a backward, it would pin the segment of activations around it.
     """
     if device.type != "cuda":
         return
-    with suppress(RuntimeError), torch.enable_grad():  # deterministic algorithms may refuse it
+    with suppress(RuntimeError), torch.enable_grad():  # Deterministic algorithms may refuse it.
         one = torch.zeros(16, 16, device=device, requires_grad=True)
         (one @ one).sum().backward()
 
 
 class Gradients:
-    """One buffer for each parameter that ever had a gradient."""
+    """The gradient buffers: one for each parameter that ever had a gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._buffers: dict[int, Tensor] = {}
         self._entered: tuple[int, ...] = ()
         self.lends = False
-        """Whether eager code is to add into the buffers too."""
-        self._lent: dict[int, int] = {}  # buffers that eager code may add into: their versions
+        """True if eager code adds into the buffers too."""
+        self._lent: dict[int, int] = {}  # The version of each buffer that eager code may add into.
 
     def of(self, used: Sequence[int]) -> list[Tensor]:
-        """The buffers of these parameters; made where there is none yet."""
+        """Return the buffers of these parameters, and allocate those that are missing."""
         wanted = [index for index in used if index not in self._buffers]
         like = [self.parameters[index] for index in wanted]
         made = in_one_piece(like, [buffer_dtype(parameter) for parameter in like])
@@ -136,7 +136,7 @@ class Gradients:
         return [self._buffers[index] for index in used]
 
     def are_in_place(self, used: tuple[int, ...]) -> bool:
-        """Whether the buffers are these parameters' `.grad` at this moment."""
+        """True if the buffers are these parameters' `.grad` now."""
         first = used[0]
         return self._entered == used and (
             self.parameters[first].grad is self._buffers.get(first, self)
@@ -144,9 +144,9 @@ class Gradients:
 
     @torch.no_grad()
     def lend(self) -> None:
-        """Empty buffers become `.grad` where there is none, for eager code to add into.
+        """Zero the buffers of parameters without a gradient and make them `.grad`.
 
-        Left to itself autograd would make a second set of gradients beside them.
+        Otherwise autograd would allocate a second set of gradients for eager code.
         """
         some = {i: b for i, b in self._buffers.items() if self.parameters[i].grad is None}
         if some:
@@ -156,7 +156,7 @@ class Gradients:
             self._lent[index] = buffer._version
 
     def take_back(self) -> None:
-        """Where nothing was added there is no gradient again, as autograd would have left it."""
+        """Set `.grad` to None again where nothing was added, as autograd would have left it."""
         for index, version in self._lent.items():
             parameter, buffer = self.parameters[index], self._buffers[index]
             if parameter.grad is buffer and buffer._version == version:
@@ -164,17 +164,17 @@ class Gradients:
         self._lent.clear()
 
     def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
-        """Copies of what `.grad` of these parameters holds, on the host."""
+        """Return copies of these parameters' `.grad` in host memory."""
         held = [self.parameters[index].grad for index in used]
         return [None if one is None else one.detach().to("cpu", copy=True) for one in held]
 
     def in_all(self) -> list[Tensor | None]:
-        """Copies of what `.grad` of all parameters holds, on the host."""
+        """Return copies of every parameter's `.grad` in host memory."""
         return self.set_aside(range(len(self.parameters)))
 
     @torch.no_grad()
     def put_back(self, used: tuple[int, ...], held: Sequence[Tensor | None]) -> None:
-        """These numbers (or zero) into the buffers, and the buffers in place."""
+        """Copy `held` (zero where None) into the buffers, and make the buffers `.grad`."""
         for index, buffer, numbers in zip(used, self.of(used), held, strict=True):
             if numbers is None:
                 buffer.zero_()
@@ -184,14 +184,14 @@ class Gradients:
         self._entered = used
 
     def take_in(self) -> None:
-        """What autograd has made moves into the buffers, unless it is sparse."""
+        """Move autograd's gradients into the buffers, unless one of them is sparse."""
         made = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
         if all(gradient.layout == torch.strided for _, gradient in made):
             self.put_in_place(tuple(index for index, _ in made))
 
     @torch.no_grad()
     def put_in_place(self, used: tuple[int, ...]) -> None:
-        """Make the buffers these parameters' `.grad`, with what that holds already (or zero)."""
+        """Make the buffers these parameters' `.grad` and copy the gradients (or zero) into them."""
         empty, filled, held = [], [], []
         for index, buffer in zip(used, self.of(used), strict=True):
             gradient = self.parameters[index].grad
@@ -212,7 +212,7 @@ class Gradients:
 
 
 class Casts:
-    """Copies of weights in 16 bit, made once per window and shared by all graphs."""
+    """16-bit copies of the weights, made once per window and shared by all graphs."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -220,7 +220,7 @@ class Casts:
 
     @torch.no_grad()
     def of(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """These copies; made where there is none yet."""
+        """Return these copies, and make those that are missing."""
         keys = [key for key in dict.fromkeys(wanted) if key not in self._copies]
         sources: list[Tensor] = [self._parameters[index] for index, _ in keys]
         made = in_one_piece(sources, [dtype for _, dtype in keys])
@@ -231,7 +231,7 @@ class Casts:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The weights have changed: cast all again, into the same memory."""
+        """Cast all weights again, into the same memory: the weights have changed."""
         if self._copies:
             sources: list[Tensor] = [self._parameters[index] for index, _ in self._copies]
             torch._foreach_copy_(list(self._copies.values()), sources)

@@ -1,4 +1,4 @@
-"""A graph is used only after it gave what eager code gave, on a micro-batch of the user's own."""
+"""The check of a graph against eager code, on one of the user's micro-batches, before its use."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ __all__ = ["Check", "Eagerly", "differs", "gradients_in_full", "is_as_near"]
 
 @dataclass(frozen=True)
 class Eagerly:
-    """What eager code made of a micro-batch, for a graph to be held against."""
+    """The eager result of one micro-batch, to compare a graph with."""
 
     inputs: Inputs
     form: Form
     totals: list[Tensor]
     before: ForwardState
     earlier: Sequence[Tensor | None] | None
-    """The gradients of the micro-batches before it, by parameter, where they were kept."""
+    """The gradients of the window's earlier micro-batches, by parameter, if they were kept."""
     alone: bool
-    """Whether there were none in this window."""
+    """True if this is the first micro-batch of its window."""
 
     def gradients(
         self, used: Sequence[int], held: Sequence[Tensor | None]
     ) -> Sequence[Tensor] | None:
-        """Those of this micro-batch, where `held` is in `.grad` of these parameters by now."""
+        """Return the gradients of this micro-batch alone, or None if they are not known.
+
+        `held` is the present `.grad` of the parameters `used`; the earlier gradients are
+        subtracted.
+        """
         if self.earlier is None:
             return [g for g in held if g is not None] if self.alone else None
         pairs = [(g, self.earlier[i]) for i, g in zip(used, held, strict=True) if g is not None]
         if any(after.dtype in SIXTEEN_BIT for after, _ in pairs):
-            return None  # a sum in 16 bit does not tell what was added last
+            return None  # A 16-bit sum is too coarse to recover the last addend.
         return [after if before is None else after - before for after, before in pairs]
 
     def gradients_in_full(
@@ -51,14 +55,14 @@ class Eagerly:
         parameters: Sequence[nn.Parameter],
         seeds: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Those of this micro-batch without autocast, from where eager code began."""
+        """Return the gradients of this micro-batch without autocast, from the state before it."""
         self.before.restore()
         micro = self.inputs.around(self.inputs.tensors)
         return gradients_in_full(model, loss, micro, parameters, seeds)
 
 
 class Check:
-    """Holds what a graph gives against what eager code gave, in this precision."""
+    """Compares the result of a graph with that of eager code, in this precision."""
 
     def __init__(self, precision: str, parameters: Sequence[nn.Parameter]) -> None:
         self._autocasts = precision in ("bf16", "fp16")
@@ -74,7 +78,7 @@ class Check:
         *,
         truth: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
-        """CannotTrace where they differ, and `found` is not as near to the truth either."""
+        """Raise CannotTrace if `found` differs from `wanted` and is farther from the truth."""
         reason = differs(found, wanted, what, sixteen_bit=self._sixteen_bit)
         if reason is None:
             return
@@ -89,10 +93,10 @@ class Check:
 def differs(
     found: Sequence[Tensor], wanted: Sequence[Tensor], what: str, *, sixteen_bit: bool
 ) -> str | None:
-    """Why `found` is not `wanted` but for rounding, or None.
+    """Return the reason why `found` differs from `wanted` by more than rounding, or None.
 
-    The limits are wide: rounding differs between kernels, and an ill-conditioned model enlarges
-    it. What is looked for is another function, which differs in the first digit.
+    The limits are wide: rounding differs between kernels, and an ill-conditioned model amplifies
+    it. The check looks for a different function, which differs in the first digit.
     """
     if len(found) != len(wanted):
         return f"it gives {len(found)} tensors of {what} where eager code gives {len(wanted)}"
@@ -100,7 +104,7 @@ def differs(
     allowed = 0.1 if sixteen_bit else 1e-6 if dtype is torch.float64 else 1e-2
     above, below = _distance(found, wanted), _norm(wanted)
     if not above < float("inf") or not below < float("inf") or below == 0.0:
-        return None  # not finite in eager code either, or nothing to compare
+        return None  # Eager code is not finite either, or there is nothing to compare.
     if above <= allowed * below:
         return None
     return f"its {what} differs from that of eager code by {above / below:.1e} of it"
@@ -108,10 +112,9 @@ def differs(
 
 @torch.no_grad()
 def is_as_near(found: Sequence[Tensor], wanted: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
-    """Whether `found` is about as near to the truth as `wanted` is.
+    """True if `found` is about as near to the truth as `wanted` is.
 
-    In 16 bit a deep model's gradients may differ by a tenth between two ways of rounding that are
-    equally good.
+    In 16 bit, two equally good ways of rounding can change a deep model's gradients by a tenth.
     """
     return _distance(found, truth) <= 1.25 * _distance(wanted, truth) < _norm(truth)
 
@@ -123,7 +126,7 @@ def gradients_in_full(
     parameters: Sequence[nn.Parameter],
     seeds: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The gradients of a micro-batch without autocast, in the parameters' own precision."""
+    """Return the gradients of a micro-batch without autocast, in the parameters' own dtype."""
     with torch.enable_grad():
         totals = totals_of(as_loss(loss(model, micro)))
         found = torch.autograd.grad(
@@ -137,7 +140,7 @@ def gradients_in_full(
 
 
 def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The norm of the difference; one pair at a time, where `found` is."""
+    """Return the norm of the difference, computed pair by pair on the device of `found`."""
     return _together(
         _norm_of(a.to(b.dtype) - b.to(a.device)) for a, b in zip(found, wanted, strict=True)
     )

@@ -1,8 +1,8 @@
-"""The forward compiled by torch.compile, over ordinary autograd: for what one graph cannot hold.
+"""A forward compiled by torch.compile over ordinary autograd, where one joint graph is impossible.
 
-torch.compile looks at a model's Python at every call and compiles the parts between what it does
-not know. So it can have hooks, side effects and checkpointing with dropout, and still fuses most of
-the work; the gradients are added by autograd, and every micro-batch casts the weights again.
+torch.compile inspects the model's Python at every call and compiles the parts between graph breaks.
+So it supports hooks, side effects and checkpointing with dropout, and still fuses most of the work.
+Autograd adds the gradients, and every micro-batch casts the weights again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CompiledForward"]
 
 
 class CompiledForward:
-    """Micro-steps whose forward is compiled. The first call must succeed, or CannotTrace."""
+    """Micro-steps with a compiled forward. Raises CannotTrace if the first call fails."""
 
     def __init__(
         self,
@@ -49,9 +49,10 @@ class CompiledForward:
             self._eager(micro, self._loss)
         except torch.OutOfMemoryError:
             raise
-        except Exception as problem:  # whatever a compiler raises
+        except Exception as problem:  # A compiler may raise anything.
             if self._window.broken or len(self._window.owners) != entered:
-                raise  # not before the backward: part of its gradients is in
+                # It failed after the backward began: some of its gradients are already added.
+                raise
             before.restore()
             raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
         self._proven = True

@@ -1,8 +1,8 @@
-"""Micro-batches travel to the device on a stream of their own.
+"""Copies of micro-batches to the device on a separate stream.
 
-The host is ahead of the device: while a micro-batch computes, the next one's step has already been
-asked for. A copy on the computing stream would wait its turn behind that work; on a second stream
-it runs beside it.
+The host runs ahead of the device: while one micro-batch is computed, the step of the next one is
+already queued. A copy on the compute stream would wait behind that work. On a second stream it
+overlaps with it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """Moves micro-batches to one device."""
+    """Copies micro-batches to one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, micro: Any) -> Any:
-        """The micro-batch on the device, ready for whatever the current stream does next."""
+        """Return the micro-batch on the device, ready for later work on the current stream."""
         if self._device.type != "cuda":
             return to_device(micro, self._device)
         if self._stream is None:

@@ -1,9 +1,9 @@
 """Cross-entropy and its gradient as one operation, in the memory of the logits.
 
-A graph of a micro-step has both: the log-softmax and the loss in its forward, the gradient of the
-logits in its backward, with nothing between them but the seed, which is there from the start. As
-one operation a row of logits is read once and its gradient is written over it: no second tensor of
-that size, often the largest of all, exists.
+The graph of a micro-step contains both: the log-softmax and the loss in its forward, and the
+gradient of the logits in its backward. Only the seed lies between them, and it is known from the
+start. As one operation, a row of logits is read once and overwritten by its gradient. A second
+tensor of that size, often the largest of all, is never allocated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @cache
 def _operation() -> Any:
-    """`(logits, labels, seed, ignored)`: the loss of each row; logits become the gradient."""
+    """Return the op `(logits, labels, seed, ignored) -> losses of the rows`.
+
+    It overwrites the logits with their gradient.
+    """
 
     @torch.library.custom_op("wholebatch::cross_entropy_", mutates_args=("logits",))
     def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
@@ -48,7 +51,7 @@ def _operation() -> Any:
 
 
 def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
-    """What the kernel does, written down: for the CPU, and to hold the kernel against."""
+    """Compute the kernel's result with torch operations: for the CPU, and to check the kernel."""
     counted = labels != ignored
     places = labels.where(counted, 0)[:, None]
     shares = logits.float().log_softmax(1)
@@ -61,7 +64,7 @@ def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -
 
 @cache
 def can_fuse_entropy(device: torch.device) -> bool:
-    """Whether this device has the kernel, and it computes rightly."""
+    """True if this device has the kernel and it computes correctly."""
     return computes_rightly(device, "entropy", _operation, _agrees)
 
 
@@ -82,24 +85,24 @@ def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Loss:
-    """The nodes of one cross-entropy with its gradient."""
+    """The nodes of one cross-entropy and its gradient."""
 
     loss: fx.Node
     logits: fx.Node
-    """As they come, in 16 bit where a cast to fp32 follows."""
+    """The logits as produced: in 16 bit if a cast to fp32 follows."""
     labels: fx.Node
     seed: fx.Node
     gradient: fx.Node
-    """Of `logits`, in their dtype."""
+    """The gradient of `logits`, in their dtype."""
     reduction: int
     ignored: int
 
 
 def fuse_entropy(graph: fx.Graph, results: list[Any]) -> int:
-    """Put the operation in the place of every cross-entropy that allows it; how many did.
+    """Replace every cross-entropy that allows it with the fused op; return how many.
 
-    `results`, nodes that the graph will return, are changed with it. What the operation replaces is
-    left to be eliminated.
+    `results`, the nodes that the graph will return, are updated too. Dead-code elimination removes
+    the replaced nodes.
     """
     fused = 0
     for node in list(graph.nodes):
@@ -112,7 +115,7 @@ def fuse_entropy(graph: fx.Graph, results: list[Any]) -> int:
 
 
 def _bring_forward(graph: fx.Graph, seed: fx.Node, loss: fx.Node) -> bool:
-    """Move what the seed is made from before the loss; False where it is made from the loss."""
+    """Move the inputs of the seed before the loss; return False if the seed depends on the loss."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     late, open_ = set[fx.Node](), [seed]
     while open_:
@@ -167,7 +170,7 @@ def _only(users: Any, target: Any) -> fx.Node | None:
 
 
 def _source(shares: fx.Node) -> fx.Node | None:
-    """The logits before views and a cast, if their memory is new and nobody else's."""
+    """Return the logits before views and a cast, if nothing else uses their memory."""
     logits = node = shares.all_input_nodes[0]
     user, is_cast = shares, False
     while list(node.users) == [user]:
@@ -186,7 +189,7 @@ def _source(shares: fx.Node) -> fx.Node | None:
 
 
 def _end(node: fx.Node, like: Tensor) -> fx.Node | None:
-    """The gradient of the logits behind views and a cast, as it leaves the loss."""
+    """Return the gradient of the logits after views and a cast."""
     while True:
         value = node.meta["val"]
         if value.dtype is like.dtype and same_shape(value.shape, like.shape):
@@ -229,7 +232,7 @@ def _replace(graph: fx.Graph, loss: _Loss, results: list[Any]) -> None:
 
 
 def _size(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
-    """A size that is a symbol, as part of the graph."""
+    """Return a symbolic size as a node of the graph."""
     size = graph.call_function(aten.sym_size.int, (node, dim))
     size.meta["val"] = node.meta["val"].shape[dim]
     return size

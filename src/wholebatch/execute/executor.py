@@ -1,8 +1,8 @@
-"""Who runs a micro-step: eager code, the joint graph, or a recording of it.
+"""The executor of micro-steps: eager code, the joint graph, or a CUDA graph of it.
 
-Every way adds the same gradients and enters the same sums into the window, and they may take turns
-within one window. The first micro-batch of a kind always runs eagerly; the graph that is made for
-the kind then runs on the same micro-batch, and must give the same gradients before it is used.
+All of them add the same gradients and record the same sums in the window, and one window may mix
+them. The first micro-batch of a kind always runs eagerly. The graph made for that kind then runs on
+the same micro-batch, and must give the same gradients before it is used.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ __all__ = ["Executor"]
 class Executor:
     """Runs the micro-steps of one WholeBatch.
 
-    `eager(micro, loss)` makes forward and backward with this loss function, enters them in the
+    `eager(micro, loss)` runs forward and backward with this loss function, records them in the
     window, and returns the loss.
-    `keeps_moments`: the model's BatchNorms collect what they see in Python, which only eager code
-    runs.
+    `keeps_moments`: the model's BatchNorms collect their statistics in Python, so only eager code
+    works.
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
-    """Where memory is kept apart for gradients before the first micro-step (tests: anywhere)."""
+    """Device types on which gradient memory is reserved before the first micro-step."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Executor:
             self._give_up(reason)
 
     def _reset(self) -> None:
-        """Forget every graph: what they were made under has changed."""
+        """Drop every graph and buffer: the state they were made for has changed."""
         self._fingerprint: Fingerprint | None = None
         self._parameters: list[nn.Parameter] = []
         self._gradients = Gradients([])
@@ -115,7 +115,7 @@ class Executor:
     # ------------------------------------------------------------- micro-step
 
     def micro_step(self, micro: Any) -> None:
-        """One micro-batch: its gradient is in, and its sums are in the window."""
+        """Add one micro-batch's gradients, and record its sums in the window."""
         micro = self._copies(micro)
         if not self._plan.eager:
             try:
@@ -138,7 +138,7 @@ class Executor:
         self._settle()
 
     def let_go(self) -> None:
-        """Memory has run out: drop every graph, with what it holds; they are made anew."""
+        """Drop every graph and its memory after an out-of-memory error. They are made again."""
         self._steps.clear()
         self._traced.clear()
         self._seen.clear()
@@ -147,17 +147,16 @@ class Executor:
         self._next_place = 0
 
     def _reserve(self) -> None:
-        """Before the first micro-step: the memory of the gradients, in one piece.
+        """Allocate the gradient buffers in one block before the first micro-step.
 
-        Autograd would make the first gradients among the activations of its backward, and the
-        optimizer its state, at the end of the window, beside them: they would hold on to all of
-        that memory for good.
+        Otherwise autograd would allocate the first gradients among the activations of its backward,
+        and the optimizer its state beside them. Both would pin that memory for good.
         """
         if self._device.type not in self.reserves_on:
             return
         if self._window.updates or self._gradients.parameters:
             return
-        empty_cache(self._device)  # nor may they lie in what something before has left
+        empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
         self._parameters = [p for group in self._window.target.groups() for p in group]
         self._fingerprint = Fingerprint(self._model, self._loss)
@@ -166,7 +165,7 @@ class Executor:
         self._gradients.lends = may_lend(self._model, self._window)
 
     def _settle(self, *, always: bool = False) -> None:
-        """In the first window: gradients into their buffers, and what eager code took goes back."""
+        """In the first window, move the gradients into their buffers and release cached memory."""
         first = always or not self._window.updates
         if first and self._device.type in self.reserves_on and not self._plan.eager:
             self._gradients.take_in()
@@ -177,7 +176,7 @@ class Executor:
         self._gradients, self._casts = Gradients(parameters), Casts(parameters)
 
     def _graph_step(self, micro: Any) -> bool:
-        """Whether this micro-batch is done; if not, eager code has to do it."""
+        """Run this micro-batch in a graph if possible; return False if eager code must run it."""
         inputs = take_apart(micro)
         if not self._window_is_open():
             return False
@@ -212,24 +211,25 @@ class Executor:
 
     def _upgrades(self, inputs: Inputs, joint: JointStep) -> bool:
         if joint.sizes is not None and self._shapes.ready(inputs):
-            return self._plan.compiles  # only to be recorded anew
+            # It is compiled already and only needs a new CUDA graph capture.
+            return self._plan.compiles
         return self._plan.upgrades(joint.operations, self._compiled(), joint.runs)
 
     def _window_is_open(self) -> bool:
-        """Open the window if its seed is known without a loss; else eager code does it."""
+        """Open the window if its seed is known without a loss; return True if it is open."""
         window = self._window
         if not window.is_open and window.next_seed is not None:
             window.begin()
         return window.is_open
 
     def _look_at_the_window(self) -> None:
-        """Where a window begins: is everything still what the graphs were made for?"""
+        """At the start of a window, check that the graphs are still valid."""
         window = self._window
         if window.micro_batches == self._next_place and self._next_place:
             self._next_place += 1
             return
         self._next_place = window.micro_batches + 1
-        self._casts.refresh()  # the device casts while the host looks
+        self._casts.refresh()  # The device casts while the host checks.
         same = len(self._parameters) == len(window.inputs) and all(
             a is b for a, b in zip(self._parameters, window.inputs, strict=True)
         )
@@ -242,20 +242,20 @@ class Executor:
             return
         for key, prepared in list(self._steps.items()):
             if prepared.captured and prepared.joint.addresses() != prepared.addresses:
-                del self._steps[key]  # a tensor of the model lies elsewhere now
+                del self._steps[key]  # A tensor of the model has moved.
 
     def _compiled(self) -> int:
         return len({id(s.joint) for s in self._steps.values() if s.joint.compiled})
 
     @property
     def by_autograd(self) -> bool:
-        """Whether every gradient of a micro-batch passes through autograd's own addition."""
+        """True if autograd itself adds every gradient of a micro-batch."""
         return self._plan.eager and not self._eager.possible
 
     # ---------------------------------------------------------------- prepare
 
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
-        """Run this micro-batch eagerly; make its graph; hold the two against each other."""
+        """Run this micro-batch eagerly, make its graph, and compare the two."""
         alone = not self._window.owners
         earlier = None
         if not alone and self._shapes.wants_proof(inputs, self._traced, compiled=compiled):
@@ -268,7 +268,7 @@ class Executor:
         done = Eagerly(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
         del loss
         self._precision.let_go()
-        self._settle(always=True)  # what is made from here on stays: not in the gaps of the rest
+        self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
         after = ForwardState(self._model)
         began = time.perf_counter()
         try:
@@ -280,7 +280,8 @@ class Executor:
         finally:
             after.restore()
             self._plan.spent += time.perf_counter() - began
-        empty_cache(self._device)  # what eager code and the trial needed, no one needs again
+        # The memory of eager code and of the trial run is not needed again.
+        empty_cache(self._device)
         self.notes.tell(
             f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
             f"{step.joint.operations} operations{' and recorded it' if step.captured else ''} in "
@@ -314,7 +315,7 @@ class Executor:
                     step = self._proven(shared.joint(make, state, compiled=compiled), done)
                 except torch.OutOfMemoryError:
                     raise
-                except Exception as problem:  # whatever a compiler raises, or the check
+                except Exception as problem:  # A compiler, or the check, may raise anything.
                     self._shapes.give_up(shared, problem)
                 else:
                     shared.proven.add(compiled)
@@ -328,7 +329,7 @@ class Executor:
             return make(traced, compiled=compiled)
         except torch.OutOfMemoryError:
             raise
-        except Exception as problem:  # whatever a compiler raises, the traced graph still runs
+        except Exception as problem:  # A compiler may raise anything; the traced graph still runs.
             reason = f"{type(problem).__name__}: {first_line(problem)}"
             if not compiled:
                 raise CannotTrace(reason) from problem
@@ -339,8 +340,8 @@ class Executor:
             return self._joint(make, traced, False)
 
     def _proven(self, joint: JointStep, done: Eagerly) -> Prepared:
-        """Run it as eager code did, into empty buffers; record it if it gave the same."""
-        # What the window holds so far must survive the trial run in the buffers.
+        """Run the graph from the same state as eager code, and capture it if the results agree."""
+        # The trial run writes into the buffers: save the window's gradients first.
         buffers, inputs = self._gradients.of(joint.used), done.inputs
         held = self._gradients.set_aside(joint.used)
         self._casts.refresh()
@@ -378,7 +379,8 @@ class Executor:
         except RuntimeError as problem:
             reason = f"CUDA cannot record it ({first_line(problem)})"
             if joint.sizes is not None:
-                raise CannotTrace(reason) from problem  # a graph of this kind's own may do
+                # A graph for this kind alone may still be captured.
+                raise CannotTrace(reason) from problem
             self._plan.captures = False
             if not joint.compiled:
                 raise CannotTrace(reason) from problem
@@ -386,7 +388,7 @@ class Executor:
             return joint
 
     def _give_up(self, reason: str) -> None:
-        """No graph of a whole micro-step. Who asked for one gets a compiled forward instead."""
+        """Stop using joint graphs; if compilation was asked for, use a compiled forward instead."""
         self._plan.eager = True
         self._reset()
         if self.execute in ("compile", "graph") and self._plan.compiles:

@@ -1,8 +1,8 @@
-"""What a graph was traced under: the plain values that a model and its loss function hold.
+"""The plain values of a model and its loss function that a graph was traced with.
 
-Tracing runs the Python of a model once, and every number it meets is part of the graph from then
-on. So the numbers that a model or a loss function holds (an annealed weight, `training`, a dropout
-rate) are looked at again at every window; when one has changed, the graph is made anew.
+Tracing runs the model's Python once and bakes every number it meets into the graph. So the numbers
+held by a model or a loss function (an annealed weight, `training`, a dropout rate) are compared
+again at every window. If one has changed, the graph is made again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wholebatch.execute.reach import PLAIN, Reach
 __all__ = ["Fingerprint", "only_reads", "refuse_hooks"]
 
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
-"""What a recurrent layer of torch keeps for itself: lists of its weights, made anew with others."""
+"""Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
 _HOOKS = (
     "_forward_hooks",
@@ -34,10 +34,10 @@ _HOOKS = (
 
 
 class Fingerprint:
-    """Everything plain that the forward of a model under a loss function may read.
+    """All plain values that the forward of a model under a loss function may read.
 
-    `changed()` is asked at every window, while the device waits, so it must not cost much: what was
-    plain is compared by name, and a module with more or fewer attributes than before has changed.
+    `changed()` runs at every window while the device waits, so it must be cheap. Plain values are
+    compared by name, and a module that gained or lost attributes counts as changed.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
@@ -46,7 +46,7 @@ class Fingerprint:
         self._deterministic = torch.are_deterministic_algorithms_enabled()
 
     def changed(self) -> str | None:
-        """What has changed since it was taken, by name; None where nothing has."""
+        """Return the name of the first thing that has changed, or None."""
         if self._deterministic != torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms"
         for module in self._modules:
@@ -55,12 +55,12 @@ class Fingerprint:
         return self._reach.changed()
 
     def holds(self) -> bool:
-        """Whether nothing has changed since it was taken."""
+        """True if nothing has changed."""
         return self.changed() is None
 
 
 class _Attributes:
-    """The plain attributes of one module, and which tensors and modules it has."""
+    """The plain attributes of one module, and the identities of its tensors and submodules."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = f"an attribute of {name or 'the model'}"
@@ -96,9 +96,9 @@ def _is_plain(value: object) -> bool:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Hooks may do anything in Python, and a graph would do it once only.
+    """Raise CannotTrace for a model with hooks: a graph would run their Python only once.
 
-    A module that torch.compile or torch.jit has made its own is not Python any more.
+    Modules made by torch.compile or torch.jit are refused too: their forward is no longer Python.
     """
     for name, module in model.named_modules():
         if type(module).__name__ in _COMPILED:
@@ -113,9 +113,9 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
-    """Within it the model's Python may run, but not leave a trace; CannotTrace if it did.
+    """Run the model's Python without side effects; raise CannotTrace if it had any.
 
-    What it changed (a counter, a tensor kept for later) is put back.
+    Its changes (a counter, a tensor kept for later) are undone.
     """
     before = [(module, dict(vars(module))) for module in model.modules()]
     reach = Reach(model, loss)
@@ -144,7 +144,7 @@ def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
 
 
 def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
-    """Give modules the attributes that they had; names those that were changed."""
+    """Restore the attributes of the modules, and yield the names of those that had changed."""
     for module, found in before:
         now = vars(module)
         for name in now.keys() | found.keys():
@@ -159,7 +159,7 @@ def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
 
 
 def _same_state(one: Any, other: Any) -> bool:
-    """Of numpy's generator: its numbers, and its place in them."""
+    """Compare two states of NumPy's generator: its numbers, and its position in them."""
     return bool(one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:])
 
 

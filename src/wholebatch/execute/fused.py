@@ -1,8 +1,8 @@
-"""The weight gradient that adds itself: a 16-bit matrix product accumulated in an fp32 buffer.
+"""Weight gradients accumulated by the matrix product itself: 16-bit inputs, an fp32 buffer.
 
 `dW = dYᵀ X` in bf16 is written, read again, cast and added into the fp32 buffer: about 10 bytes of
-traffic per parameter and micro-batch that cuBLAS can save, because its products take an fp32
-addend. There is no kernel for it on the CPU.
+traffic per parameter and micro-batch. cuBLAS can save it, because its products accept an fp32
+addend. The CPU has no kernel for this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["add_product", "can_add_any_product", "can_add_products"]
 
 @cache
 def add_product() -> Any:
-    """The operation `(buffer, left, right)`: buffer += left @ right, as one kernel."""
+    """Return the op `(buffer, left, right)`: `buffer += left @ right` in one kernel."""
 
     @torch.library.custom_op("wholebatch::add_product", mutates_args=("buffer",))
     def operation(buffer: Tensor, left: Tensor, right: Tensor) -> None:
@@ -34,13 +34,13 @@ def add_product() -> Any:
 
 @cache
 def can_add_products(device: torch.device) -> bool:
-    """Whether this device has the kernel, and it adds rightly."""
+    """True if this device has the kernel and it adds correctly."""
     return device.type == "cuda" and _adds(device, torch.bfloat16, (32, 48, 64))
 
 
 @cache
 def can_add_any_product(device: torch.device) -> bool:
-    """Whether it also does so for what eager code brings: odd sizes, fp16, no buffer yet."""
+    """True if that also holds for eager code: odd sizes, fp16, no buffer yet."""
     return can_add_products(device) and all(
         _adds(device, dtype, sizes)
         for dtype in (torch.bfloat16, torch.float16)
@@ -49,9 +49,9 @@ def can_add_any_product(device: torch.device) -> bool:
 
 
 def _adds(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]) -> bool:
-    """On small whole numbers, which every way of adding them up gives exactly.
+    """Test the kernel on small integers, whose sums are exact in any order.
 
-    Nothing is drawn: whoever asks, the user's random numbers stay where they are.
+    It draws no random numbers, so the user's generators are left alone.
     """
     rows, inner, columns = sizes
     left, right, buffer = (

@@ -1,12 +1,13 @@
-"""GELUs of 16-bit numbers by one exponential, and the gradient of the bias before them on the way.
+"""16-bit GELUs with a single exponential, and the bias gradient summed in the same kernel.
 
-Compiled as it stands, a GELU spends more time on its tanh than on its memory: the compiler takes
-the library's, which is exact for every float32, some thirty instructions long, and branches. But
-½ (1 + tanh u) is the logistic function of 2u: one exponential and one division, the same number to
-the last bits of float32, of which 16-bit results keep none.
+Compiled as written, a tanh GELU spends more time on its tanh than on memory: the compiler calls the
+library's tanh, which is exact for every float32, takes some thirty instructions, and branches. But
+½ (1 + tanh u) is the logistic function of 2u: one exponential and one division. The two agree up to
+the last bits of float32, which a 16-bit result does not keep.
 
-The gradient that a GELU hands on is that of a linear layer's output, and the sum of its rows is the
-gradient of the layer's bias: where a device has the kernel, it is summed while it is made.
+The gradient of a GELU's input is the gradient of a linear layer's output, and the sum of its rows
+is the gradient of that layer's bias. On devices with the kernel, the sum is computed along with the
+gradient.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ __all__ = ["CUBIC", "LINEAR", "can_fuse_gelu", "fuse_gelu", "simplify_gelu"]
 aten = torch.ops.aten
 LINEAR = 2.0 * sqrt(2.0 / pi)
 CUBIC = 0.044715 * LINEAR
-"""2u is x times the first, plus x³ times the second."""
+"""2u = LINEAR · x + CUBIC · x³."""
 
 
 @cache
 def _operation() -> Any:
-    """`(gradient, x, sum, approximate)`: the gradient of x; the sum of its rows is added."""
+    """Return the op `(gradient, x, bias_sum, approximate) -> gradient of x`.
+
+    It adds the sum of the rows of that gradient to `bias_sum`.
+    """
 
     @torch.library.custom_op("wholebatch::gelu_backward_", mutates_args=("bias_sum",))
     def operation(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
@@ -53,7 +57,7 @@ def _operation() -> Any:
 
 
 def _by_operations(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
-    """What the kernel does, written down: for the CPU, and to hold the kernel against."""
+    """Compute the kernel's result with torch operations: for the CPU, and to check the kernel."""
     made: Tensor = aten.gelu_backward.default(gradient, x, approximate=approximate)
     bias_sum += made.to(bias_sum.dtype).reshape(-1, x.shape[-1]).sum(0)
     return made
@@ -61,7 +65,7 @@ def _by_operations(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: s
 
 @cache
 def can_fuse_gelu(device: torch.device) -> bool:
-    """Whether this device has the kernel, and it computes rightly."""
+    """True if this device has the kernel and it computes correctly."""
     return computes_rightly(device, "gelu", _operation, _agrees)
 
 
@@ -80,9 +84,10 @@ def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
 
 
 def fuse_gelu(graph: fx.Graph) -> int:
-    """Put the operation where the gradient of a bias is summed from a GELU's; how many did.
+    """Use the fused op wherever a bias gradient is summed from a GELU's gradient; return how many.
 
-    Gradients must have been added into their buffers. What it replaces is left to be eliminated.
+    Gradients must already be added into their buffers. Dead-code elimination removes the replaced
+    nodes.
     """
     fused = 0
     for node in list(graph.nodes):
@@ -107,7 +112,7 @@ def fuse_gelu(graph: fx.Graph) -> int:
 
 
 def simplify_gelu(graph: fx.Graph) -> int:
-    """Write every GELU with a tanh, and its gradient, by one exponential; how many there were."""
+    """Rewrite every tanh GELU and its gradient with one exponential; return how many."""
     changed = 0
     for node in list(graph.nodes):
         if node.target is aten.gelu.default:
@@ -134,8 +139,8 @@ def _written(graph: fx.Graph, source: Any, gradient: Any, dtype: torch.dtype) ->
     squared = call(aten.mul.Tensor, (x, x))
     slope = call(aten.add.Tensor, (call(aten.mul.Tensor, (squared, CUBIC)), LINEAR))
     share = call(aten.sigmoid.default, (call(aten.mul.Tensor, (x, slope)),))
-    made = call(aten.mul.Tensor, (x, share))  # x · s, the GELU itself
-    if gradient is not None:  # s + x s (1 - s) (2u)′
+    made = call(aten.mul.Tensor, (x, share))  # The GELU itself: x · s.
+    if gradient is not None:  # Its derivative: s + x s (1 - s) (2u)′.
         inner = call(aten.add.Tensor, (call(aten.mul.Tensor, (squared, 3.0 * CUBIC)), LINEAR))
         rest = call(aten.rsub.Scalar, (share, 1.0))
         grown = call(aten.mul.Tensor, (call(aten.mul.Tensor, (made, rest)), inner))

@@ -1,9 +1,9 @@
-"""A micro-step recorded as a CUDA graph: one launch instead of thousands.
+"""A micro-step captured as a CUDA graph: one launch instead of thousands.
 
-The recording holds addresses, so a micro-batch is copied into tensors that stay. Random numbers
-are fresh at every replay: the device's generator is part of the recording, and each replay moves
-it on. Recordings share one pool of memory: they never run at the same time, and what they return
-is copied out before the next one.
+A CUDA graph holds addresses, so each micro-batch is copied into static tensors. Random numbers are
+fresh at every replay: the device's generator is registered with the graph, and each replay advances
+it. All graphs share one memory pool: they never run at the same time, and their outputs are copied
+before the next replay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Captured", "rehearse"]
 
 
 class Captured:
-    """`run` on tensors like those given, replayed."""
+    """`run` captured as a CUDA graph and replayed, on tensors like those given."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Captured:
         *,
         pool: Any,
     ) -> None:
-        """Record it. `run` must have run before, so that nothing is set up while recording."""
+        """Capture it. `run` must have run before, so that nothing is initialised during capture."""
         self._tensors = [_like(tensor) for tensor in tensors]
         self._seeds = [seed.clone() for seed in seeds]
         self._loaded: list[Tensor] = []
@@ -55,7 +55,7 @@ class Captured:
 def rehearse(
     run: Callable[[], list[Tensor]], device: torch.device, *, captures: bool
 ) -> list[Tensor]:
-    """Run it once, or, where it is to be recorded, twice on a stream of its own."""
+    """Run it once; before a CUDA graph capture, run it twice on a side stream."""
     if not captures:
         return run()
     current, side = torch.cuda.current_stream(device), _side(device)
@@ -69,12 +69,12 @@ def rehearse(
 
 @cache
 def _side(device: torch.device) -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps a workspace (32 MiB on an H200) for every stream it has seen."""
+    """Return one stream for all: cuBLAS keeps a workspace per stream (32 MiB on an H200)."""
     return torch.cuda.Stream(device)
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Memory of the same shape and strides, with the same content (indices must be valid ones)."""
+    """Copy the tensor into new memory with the same strides. The copy keeps indices valid."""
     like = torch.empty_strided(
         tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

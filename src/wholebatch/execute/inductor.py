@@ -1,4 +1,4 @@
-"""A graph compiled by Inductor, with what was found to pay on top of its own choices."""
+"""Graphs compiled by Inductor, with options that were measured to be faster."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["compiled_by_inductor"]
 def compiled_by_inductor(
     graph: Any, arguments: list[Any], more: Mapping[str, Any], *, whole_rows: int
 ) -> Callable[..., Any]:
-    """The function that computes `graph` on arguments like these; `more` are options of Inductor.
+    """Compile `graph` for arguments like these; `more` are options of Inductor.
 
-    Rows of up to `whole_rows` numbers that a kernel reduces are read once and held.
+    A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
     """
-    import torch._inductor  # only who compiles pays for its import
+    import torch._inductor  # Slow to import: paid only when compiling.
     from torch._inductor import config
 
-    # It would put the gradients of a layer norm's weights, as partial sums, into the kernel of its
-    # input's gradient: on an H200 that made a window of a GPT (64 sequences in micro-batches of 8)
-    # longer, by 2 ms of 132.
+    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
+    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
+    # micro-batches of 8) by 2 ms of 132.
     options = {"triton.mix_order_reduction": False, **more}
     known = {name: value for name, value in options.items() if _has(config, name)}
     with torch.no_grad(), config.patch(known), _whole_rows(whole_rows):
@@ -31,7 +31,10 @@ def compiled_by_inductor(
 
 @contextmanager
 def _whole_rows(longest: int) -> Iterator[None]:
-    """Inductor's own bound is 1024; longer rows it reads two or three times over."""
+    """Raise Inductor's limit for persistent reductions from 1024 to `longest` within this context.
+
+    Longer rows are read two or three times.
+    """
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
@@ -39,7 +42,8 @@ def _whole_rows(longest: int) -> Iterator[None]:
 
     name = "should_use_persistent_reduction"
     by_itself = getattr(InductorChoices, name, None)
-    if by_itself is None or not hasattr(config, "cache_key_tag"):  # another version's Inductor
+    # A version of Inductor without these names.
+    if by_itself is None or not hasattr(config, "cache_key_tag"):
         yield
         return
 
@@ -52,7 +56,8 @@ def _whole_rows(longest: int) -> Iterator[None]:
 
     tag = config.cache_key_tag
     setattr(InductorChoices, name, staticmethod(decide))
-    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}"  # its cache knows no choices
+    # Inductor's cache key does not include this choice.
+    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}"
     try:
         yield
     finally:
@@ -61,7 +66,7 @@ def _whole_rows(longest: int) -> Iterator[None]:
 
 
 def _has(config: Any, name: str) -> bool:
-    """Whether this version of Inductor has the option."""
+    """True if this version of Inductor has the option."""
     for part in name.split("."):
         if not hasattr(config, part):
             return False

@@ -1,7 +1,7 @@
-"""A micro-batch as the inputs of a graph: its tensors, and everything that a graph is made for.
+"""Micro-batches as inputs of a graph: their tensors, and the key that a graph is made for.
 
-A traced graph holds for one shape, dtype and stride of every tensor, and for the very values of
-everything else in the micro-batch. That is its `Key`.
+A traced graph is valid for one shape, dtype and stride of every tensor, and for the exact values of
+everything else in the micro-batch. Together these are its `Key`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one micro-batch, in order, and how to put it together around others."""
+    """The tensors of one micro-batch, in order, and the structure to rebuild it."""
 
     tensors: tuple[Tensor, ...]
     key: Key
@@ -33,7 +33,7 @@ class Inputs:
     _structure: Structure
 
     def around(self, tensors: Sequence[Tensor]) -> Any:
-        """The micro-batch again, with these tensors in the places of its own."""
+        """Rebuild the micro-batch with these tensors instead of its own."""
         remaining = iter(tensors)
         return self._structure.build(
             [next(remaining) if isinstance(v, Tensor) else v for v in self._values]
@@ -41,7 +41,7 @@ class Inputs:
 
 
 def take_apart(micro: Any) -> Inputs:
-    """The micro-batch's tensors and key, or CannotTrace where it holds something opaque."""
+    """Return the micro-batch's tensors and key; raise CannotTrace if it holds an opaque value."""
     leaves, structure = flatten(micro)
     parts: list[Hashable] = []
     values: list[Any] = []
@@ -53,7 +53,8 @@ def take_apart(micro: Any) -> Inputs:
                     f"{leaf.name or 'the micro-batch'} is a {type(value).__name__} of layout "
                     f"{value.layout}, and a graph takes dense tensors"
                 )
-            if not _is_dense(value):  # a slice of a wider batch: its strides tell nothing
+            # A slice of a wider tensor: its strides are not part of the kind.
+            if not _is_dense(value):
                 value = value.contiguous()
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
         elif isinstance(value, _VALUES):
@@ -69,7 +70,7 @@ def take_apart(micro: Any) -> Inputs:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, in whatever order of dimensions."""
+    """True if the elements fill one block of memory, in any order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=_by_stride):
         if size != 1:

@@ -1,8 +1,8 @@
-"""The joint step: forward, backward and addition of one micro-batch as one graph.
+"""The joint step: forward, backward and gradient addition of one micro-batch as one graph.
 
-It runs as written down (`"operations"`), or compiled by Inductor into few kernels. Its inputs are
-the model's own tensors, the 16-bit copies of the weights, the gradient buffers, the micro-batch and
-the seeds; its outputs are the totals and units, which stay on the device.
+It runs as traced (`"operations"`), or compiled by Inductor into a few kernels. Its inputs are the
+model's tensors, the 16-bit copies of the weights, the gradient buffers, the micro-batch and the
+seeds. Its outputs are the totals and units, which stay on the device.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
 
 
 class JointStep:
-    """One graph for micro-batches of one key, or of all that its sizes admit.
+    """One graph for micro-batches of one key, or of all sizes that it admits.
 
-    `(tensors, seeds) -> (totals, units)`.
-    The gradients, times the seeds, are added into the buffers of `used`.
+    Its signature is `(tensors, seeds) -> (totals, units)`.
+    It adds the gradients, times the seeds, into the buffers of `used`.
     """
 
     fuses_products = True
-    """Whether weight gradients add themselves where the device can; off to measure the gain."""
+    """Accumulate weight gradients in the matrix product where the device can."""
 
     fuses_entropy = True
-    """Whether a cross-entropy and its gradient are one kernel where the device can."""
+    """Compute a cross-entropy and its gradient in one kernel where the device can."""
 
     fuses_norms = True
-    """Whether a layer norm's backward and what stands around it are one kernel."""
+    """Compute a layer norm's backward and the operations around it in one kernel."""
 
     simplifies_gelu = True
-    """Whether a compiled step on CUDA has GELUs by one exponential."""
+    """Compute GELUs with one exponential in compiled steps on CUDA."""
 
     fuses_gelu = True
-    """Whether a GELU's gradient and that of the bias before it are one kernel."""
+    """Compute a GELU's gradient and that of the bias before it in one kernel."""
 
     whole_rows = 4096
-    """Rows up to this long are held in registers while a kernel reduces them."""
+    """Rows up to this length stay in registers while a kernel reduces them."""
 
     inductor: ClassVar[dict[str, Any]] = {}
-    """More options of the compiler, to measure what they are worth."""
+    """More options of Inductor, for measurements."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class JointStep:
         self.sizes = traced.sizes
         self.compiled = compiled
         self.runs = 1
-        """How often it has run, as itself or recorded; the one that it is tried on counts."""
+        """The number of runs, replays included; the trial run counts."""
         self._trained = list(state.trained.values())
         self._others = list(state.others.values())
         device = self._trained[0].device
@@ -108,7 +108,7 @@ class JointStep:
         )
 
     def hold(self, state: State) -> None:
-        """The model's tensors are these now."""
+        """Use these tensors of the model from now on."""
         self._trained = list(state.trained.values())
         self._others = list(state.others.values())
 
@@ -118,7 +118,7 @@ class JointStep:
         return results[: len(self.form.names)], results[len(self.form.names) :]
 
     def addresses(self) -> list[int]:
-        """Where the model's tensors lie; a captured graph holds for these addresses."""
+        """Return the addresses of the model's tensors; a captured graph is valid only for these."""
         return [tensor.data_ptr() for tensor in (*self._trained, *self._others)]
 
     def _arguments(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Any]:
@@ -133,7 +133,7 @@ class Prepared:
     def __init__(self, joint: JointStep, run: Runnable, form: Form) -> None:
         self.joint = joint
         self.form = form
-        """That of this kind: units that are a number of samples differ with the sizes."""
+        """The form for this kind: units that count samples depend on the sizes."""
         self.run = run
         self.captured = run is not joint
         self.addresses = joint.addresses()

@@ -1,4 +1,4 @@
-"""What a graph takes from the window, and what it enters there."""
+"""The seeds that a graph takes from the window, and the sums that it records there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """The seeds of micro-steps before they run, and their sums afterwards; all on the device."""
+    """Provides the seeds of micro-steps and records their sums, all on the device."""
 
     def __init__(self, window: Window, device: torch.device) -> None:
         self._window = window
@@ -24,14 +24,14 @@ class Ledger:
         self._likes: dict[torch.dtype, Tensor] = {}
 
     def seeds(self, form: Form) -> list[Tensor]:
-        """What the backward of each total starts from."""
+        """Return the seed for the backward of each total."""
         return [
             self._window.seed_of(name, self._like(dtype), weight)
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
     def record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
-        """Enter a micro-step whose gradients are in."""
+        """Record a micro-step whose gradients have been added."""
         counted = iter(units)
         self._window.record(
             dict(zip(form.names, totals, strict=True)),

@@ -1,4 +1,4 @@
-"""What a node of a traced graph does."""
+"""Helpers that recognise what a node of a traced graph does."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = [
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-"""What gives a matrix in memory of its own."""
+"""Operations that return a matrix in newly allocated memory."""
 
 
 def cast_to(node: fx.Node) -> torch.dtype | None:
-    """The dtype, if this is a cast and nothing else."""
+    """Return the target dtype if this node is a cast and nothing else."""
     if node.target is not aten._to_copy.default:
         return None
     dtype = node.kwargs.get("dtype")
@@ -33,14 +33,14 @@ def cast_to(node: fx.Node) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Added:
-    """A gradient's end: the node that adds it, and the buffer that it is added into."""
+    """The node that adds a gradient, and the buffer that it is added into."""
 
     addition: fx.Node
     buffer: fx.Node
 
 
 def added_into_buffer(part: fx.Node) -> Added | None:
-    """Where this is added into a buffer, if that is all that is done with it."""
+    """Return where this gradient is added into a buffer, if that is its only use."""
     while len(part.users) == 1:
         [user] = part.users
         if user.target is aten.add_.Tensor and user.args[1:] == (part,):
@@ -55,7 +55,7 @@ def added_into_buffer(part: fx.Node) -> Added | None:
 
 
 def column_sum_into_buffer(node: fx.Node, columns: int) -> Added | None:
-    """Where the sum of its rows goes, which is the gradient of a bias, if into a buffer."""
+    """Return where the sum of its rows (the gradient of a bias) is added into a buffer."""
     for reader in (node, *(user for user in node.users if user.target is aten.view.default)):
         value = reader.meta.get("val")
         is_matrix = value is not None and value.dim() == 2 and value.shape[1] == columns

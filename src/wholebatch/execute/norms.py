@@ -1,10 +1,11 @@
-"""The backward of a layer norm with all that stands around it, as one operation.
+"""The backward of a layer norm and the operations around it, as one operation.
 
-Under autocast a residual network's backward reads the gradient of a layer norm's output in 16 bit,
-the norm's input and the residual's gradient, and makes of them: the gradient of the norm's input,
-that plus the residual's, the same in 16 bit for the products to come, and three sums over
-all rows (of the norm's weight and bias, and of the bias of the layer before). Compiled, these
-are seven kernels, each of which reads most of it again. As one operation all is read once.
+Under autocast, the backward of a residual network reads the gradient of a layer norm's output in 16
+bit, the norm's input and the residual's gradient. From these it computes the gradient of the norm's
+input, its sum with the residual's gradient, a 16-bit copy of that for the next products, and three
+sums over all rows: the gradients of the norm's weight and bias, and of the bias of the layer
+before. Compiled, these are seven kernels, and each reads most of the data again. As one operation,
+everything is read once.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ __all__ = ["can_fuse_norms", "fuse_norms"]
 
 aten = torch.ops.aten
 _LONGEST = 8192
-"""Rows that a program can hold."""
+"""The longest row that one program can hold."""
 
 
 class Read(NamedTuple):
-    """What the operation reads; the norm's input is `x`, plus `addend`."""
+    """The inputs of the operation; the norm's input is `x` plus `addend`."""
 
     gradient: Tensor
     x: Tensor
@@ -51,11 +52,11 @@ class Read(NamedTuple):
 
 @cache
 def _operation() -> Any:
-    """`(*Read, low, sums) -> (gradient, the same in 16 bit, sums)`.
+    """Return the op `(*Read, low, sums) -> (gradient, the same in 16 bit, sums)`.
 
-    The sums over the rows, as far as they are asked for, are those of the weight's gradient, the
-    bias's, and of what is in 16 bit. They are not added into buffers here: buffers are views of one
-    memory, and an operation that changes two of them makes Inductor copy it all.
+    The sums over rows, computed where asked for, are those of the weight's gradient, the bias's
+    gradient, and the 16-bit gradient. They are not added into buffers here: the buffers are views
+    of one allocation, and Inductor copies all of it for an operation that mutates two of them.
     """
 
     @torch.library.custom_op("wholebatch::layer_norm_backward", mutates_args=())
@@ -106,7 +107,7 @@ def _made_by(
 
 
 def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
-    """What the kernel does, written down: for the CPU, and to hold the kernel against."""
+    """Compute the kernel's result with torch operations: for the CPU, and to check the kernel."""
     gradient, x, addend, mean, rstd, weight, residual = read
     columns = x.shape[-1]
     if addend is not None:
@@ -131,7 +132,7 @@ def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[boo
 
 @cache
 def can_fuse_norms(device: torch.device) -> bool:
-    """Whether this device has the kernel, and it computes rightly."""
+    """True if this device has the kernel and it computes correctly."""
     return computes_rightly(device, "norms", _operation, _agrees)
 
 
@@ -156,7 +157,7 @@ def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
 
 @dataclass
 class _Norm:
-    """The nodes of one layer norm's backward, and what is done with its gradient."""
+    """The nodes of one layer norm's backward, and the uses of its gradient."""
 
     node: fx.Node
     gradient: fx.Node
@@ -164,25 +165,26 @@ class _Norm:
     total: fx.Node
     """The gradient of its input, or that plus the residual's."""
     addend: fx.Node | None = None
-    """What the norm's input is besides `x`."""
+    """The part of the norm's input besides `x`."""
     residual: fx.Node | None = None
     low: fx.Node | None = None
     sums: dict[int, Added] = field(default_factory=dict)
-    """Where the sums go: those of the weight (0), the bias (1), and of the layer before (2)."""
+    """The addition of each sum: of the weight (0), the bias (1), and the layer before (2)."""
 
 
 def fuse_norms(graph: fx.Graph) -> int:
-    """Put the operation in the place of every backward that allows it; how many did.
+    """Replace every layer-norm backward that allows it with the fused op; return how many.
 
-    Gradients must have been added into their buffers. What it replaces is left to be eliminated.
+    Gradients must already be added into their buffers. Dead-code elimination removes the replaced
+    nodes.
     """
     nodes = graph.find_nodes(op="call_function", target=aten.native_layer_norm_backward.default)
     inputs: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
-    for node in reversed(nodes):  # in the order of the forward
+    for node in reversed(nodes):  # In the order of the forward.
         norm = _matched(node)
         if norm is not None:
             inputs[node] = _parts(norm.x, {x for x, _ in inputs.values()})
-    for node in nodes:  # what one is replaced by is what the next one reads
+    for node in nodes:  # The next norm reads the replacement of this one.
         norm = _matched(node) if node in inputs else None
         if norm is not None:
             norm.x, norm.addend = inputs[node]
@@ -204,7 +206,8 @@ def _matched(node: fx.Node) -> _Norm | None:
         or columns > _LONGEST
         or value.dtype not in (torch.float32, torch.float64)
         or not value.is_contiguous()
-        or cast_to(x) is not None  # the compiler reads it in 16 bit, and would have to write it
+        # The compiler reads it in 16 bit; fused, it would have to be written in 32.
+        or cast_to(x) is not None
         or 0 not in outs
         or len(outs) != len(node.users)
     ):
@@ -226,9 +229,10 @@ def _matched(node: fx.Node) -> _Norm | None:
 
 
 def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
-    """A norm's input as a sum, where both parts are in memory anyway and it need not be.
+    """Split a norm's input into two addends, if both are in memory anyway.
 
-    Every second one in a residual network: what a layer has added to the input of another norm.
+    Their sum need not be written then. This fits every second norm of a residual network: a layer's
+    output added to another norm's input.
     """
     if x.target is not aten.add.Tensor or x.kwargs:
         return x, None
@@ -271,7 +275,7 @@ def _replace(graph: fx.Graph, norm: _Norm) -> None:
     low = None if norm.low is None else norm.low.meta["val"].dtype
     sums = [place in norm.sums for place in range(3)]
     call = graph.call_function
-    # All that it reads is there where the residual's gradient is added.
+    # All inputs exist where the residual's gradient is added.
     with graph.inserting_before(norm.total if norm.residual else norm.node):
         read = norm.gradient, norm.x, norm.addend, mean, rstd, weight, norm.residual
         made = call(_operation(), (*read, low, sums))

@@ -1,4 +1,4 @@
-"""What a run is told about how its micro-steps execute: once each, with the reason."""
+"""Messages about how micro-steps execute: each is given once, with the reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _LOG = logging.getLogger("wholebatch.execute")
 
 
 class ExecuteWarning(UserWarning):
-    """The chosen way to execute is not possible here; a slower one makes the same update."""
+    """The requested `execute` mode is not possible here; a slower one makes the same update."""
 
 
 class CannotTrace(Exception):
-    """A micro-step that cannot be made into one graph. The message is the reason."""
+    """A micro-step cannot be made into one graph. The message is the reason."""
 
 
 class Notes:
-    """Says everything once: fallbacks that were not asked for as warnings, the rest in the log."""
+    """Gives each message once: fallbacks from a requested mode as warnings, the rest in the log."""
 
     def __init__(self, *, asked: bool) -> None:
         self._asked = asked
@@ -27,7 +27,7 @@ class Notes:
         self.history: list[str] = []
 
     def fell_back(self, from_: str, to: str, reason: str) -> None:
-        """`execute=` named a mode that cannot be had: a warning. Under "auto": only a note."""
+        """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
         text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
         if text in self._said:
             return
@@ -39,7 +39,7 @@ class Notes:
             _LOG.info(text)
 
     def tell(self, text: str) -> None:
-        """A note for the log."""
+        """Log a message."""
         if text not in self._said:
             self._said.add(text)
             self.history.append(text)
@@ -47,6 +47,6 @@ class Notes:
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of an exception's message, short enough to be part of another."""
+    """Return the first line of an exception's message, short enough to quote in another."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return lines[0][:200] if lines else "no message"

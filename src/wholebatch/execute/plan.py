@@ -1,11 +1,11 @@
-"""When to trace, compile and record: what was asked for, or what has paid for itself by now.
+"""The decision when to trace, compile and capture: as asked for, or once it pays.
 
-Nobody knows how many steps are to come. So "auto" spends on preparation what the run has already
-lasted: it traces and records after a few seconds (which makes launches free), traces further kinds
-when as much of the run was training as was preparation, and compiles once the run is as old as the
-compilation would take. It is then never much slower than twice the best choice, however short or
-long the run turns out to be. A kind that has a graph already, because one serves many sizes, needs
-little more than one micro-batch's time, and is not made to wait.
+Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
+already taken. It traces and captures after a few seconds, which makes launches free. It traces
+further kinds once training has taken as long as preparation, and compiles once the run is as old as
+compilation would take. So it is never much slower than twice the best choice, however short or long
+the run turns out to be. A kind served by an existing graph of many sizes costs little more than one
+micro-batch, and does not wait.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
 _TRACE_AFTER = 3.0
 """Seconds of training before "auto" makes its first graph; tracing takes about as long."""
 _COMPILE_PER_OPERATION = 0.012
-"""Seconds that Inductor takes for each operation (33 s for 2,700 of them beside an H200)."""
+"""Seconds that Inductor takes per operation (33 s for 2,700 of them beside an H200)."""
 _KINDS = 16
-"""Kinds of micro-batches that have a graph of their own and are recorded."""
+"""The most kinds of micro-batches that get a graph of their own and are captured."""
 _KINDS_IN_ALL = 32
-"""Kinds that are recorded, those that share a graph included; each holds memory for its inputs."""
+"""The most kinds that are captured, shared graphs included; each holds memory for its inputs."""
 _AT_ONCE = 3
-"""Graphs that are compiled as soon as they come up, where compiling was asked for."""
+"""The most graphs that are compiled at once when compilation was asked for."""
 _COMPILED = 8
-"""Graphs that are compiled at all: the later ones as the run has lasted long enough."""
+"""The most graphs that are compiled; the later ones only once the run is old enough."""
 _CHANGES = 3.0
 _FORGETS = 0.05
-"""A change in more than one of 20 windows is too many for a graph to be made anew each time."""
+"""More than one change in 20 windows is too many: a new graph each time would not pay."""
 
 
 def check_execute(execute: object, device: torch.device) -> Execute:
-    """The option itself, or an OptionError that says what is allowed."""
+    """Return the option, or raise an OptionError that says what is allowed."""
     if execute not in get_args(Execute):
         allowed = ", ".join(repr(mode) for mode in get_args(Execute))
         raise OptionError(f"execute={execute!r}: must be one of {allowed}")
@@ -55,7 +55,7 @@ def check_execute(execute: object, device: torch.device) -> Execute:
 
 @dataclass
 class Plan:
-    """What is possible, and what is worth its time by now."""
+    """The modes that are possible, and the decision which of them pay."""
 
     eager: bool
     compiles: bool
@@ -63,15 +63,15 @@ class Plan:
     auto: bool
     started: float = field(default_factory=time.perf_counter)
     spent: float = 0.0
-    """Seconds of preparation so far."""
+    """Seconds spent on preparation so far."""
     micro_batches: int = 0
-    """How many there have been."""
+    """The number of micro-batches so far."""
     changes: float = 0.0
-    """How often something that a graph was made for has changed of late."""
+    """A decaying count of changes that made graphs invalid."""
 
     @staticmethod
     def of(execute: str, device: torch.device) -> Plan:
-        """The plan for this option; on a CPU, compiling pays only where it is asked for."""
+        """Return the plan for this option; on a CPU, compile only on request."""
         on_cuda = device.type == "cuda"
         if execute == "auto":
             return Plan(eager=not on_cuda, compiles=on_cuda, captures=on_cuda, auto=True)
@@ -83,9 +83,10 @@ class Plan:
         )
 
     def look_at(self, changed: str | None, *, made: int) -> None:
-        """A window begins; `changed` is what is no longer as it was when graphs were `made`.
+        """Count a change that made graphs invalid; raise CannotTrace if there are too many.
 
-        What changes once in a while is worth a new graph; what changes all the time is not.
+        `changed` names it, and `made` is the number of graphs. An occasional change is worth a new
+        graph; a constant one is not.
         """
         self.changes = max(0.0, self.changes - _FORGETS)
         if changed is not None and made:
@@ -96,13 +97,13 @@ class Plan:
                 )
 
     def prepares(self, made: int, seen: int, *, first: bool, shared: int | None = None) -> bool:
-        """Whether to make a graph for a kind of micro-batch that was seen `seen` times.
+        """True if a kind of micro-batch that was seen `seen` times should get a graph now.
 
-        `made` kinds have graphs of their own by now. The first graph is made at the first
-        micro-batch of a window, where eager code's gradients are those of this micro-batch alone
+        `made` is the number of kinds that have graphs of their own. The first graph is made at the
+        first micro-batch of a window: there the eager gradients are those of this micro-batch alone
         and can be compared.
-        `shared`: there is a graph that serves this kind, and so many others by now. Then it has
-        only to be held against eager code, and recorded.
+        `shared` is the number of kinds served by shared graphs, if one of these serves this kind;
+        it then only has to be checked against eager code and captured.
         """
         age = time.perf_counter() - self.started
         if self.auto and (age < _TRACE_AFTER or (shared is None and made and age < 2 * self.spent)):
@@ -110,24 +111,24 @@ class Plan:
         if shared is not None:
             if self.captures:
                 return made + shared < _KINDS_IN_ALL
-            # Sizes that never come again would each be computed twice, for nothing.
+            # Sizes that never come again would each be computed twice for nothing.
             return made + shared < _KINDS_IN_ALL or seen > 1
-        # A short last micro-batch comes again with every window; a size that was seen once may not.
+        # A short last micro-batch comes again in every window; a size seen once may not.
         limit = _KINDS if self.captures else _AT_ONCE
         return first if made == 0 else seen > 1 and made < limit
 
     def compiles_at_once(self, compiled: int, *, shared: bool = False) -> bool:
-        """Whether a new graph is compiled from the start; `compiled` have been so far.
+        """True if a new graph is compiled immediately; `compiled` graphs are compiled already.
 
-        `shared`: one of them serves many sizes. What is left is rare, and waits for its time.
+        `shared`: one of those serves many sizes. The remaining kinds are rare, so they wait.
         """
         limit = _AT_ONCE - 1 if shared else _AT_ONCE
         return self.compiles and not self.auto and compiled < limit
 
     def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
-        """Whether a graph that runs as traced, and has run so often, is worth compiling now.
+        """True if a traced graph that has run `runs` times should be compiled now.
 
-        It is, when the run has spent on its kinds of micro-batches what compiling takes.
+        It should once the run has spent on its kind of micro-batch as long as compilation takes.
         """
         if not self.compiles or compiled >= _COMPILED:
             return False

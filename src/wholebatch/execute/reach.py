@@ -1,10 +1,10 @@
-"""What the Python of a loss function and a model can reach and change: the state around a graph.
+"""The state that the Python of a loss function and a model can read and change.
 
-A graph is traced once; from then on the Python does not run. So what it reads (a weight in a
-dictionary, a setting of an object, a global number) must be what it was at the trace, and what it
-changes (a list that grows, a counter) it would change once only. Both are seen by comparing what
-can be reached: closures, defaults, the globals that the code names, the object that a method is
-bound to, and the containers that modules hold.
+After the trace, that Python does not run again. So the values it reads (a weight in a dictionary, a
+setting of an object, a global number) must stay as they were, and its changes (a list that grows, a
+counter) would happen only once. Both are detected by comparing all reachable state: closures,
+defaults, the globals that the code names, the object that a method is bound to, and the containers
+that modules hold.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.d
 _CONTAINERS = (dict, list, set, deque)
 _DEPTH = 4
 _THINGS = 1000
-"""Where more can be reached, the rest is not looked at."""
+"""The limit on visited objects; any more are ignored."""
 _ITEMS = 1000
-"""Of a longer container only the length is compared."""
+"""Longer containers are compared by length only."""
 _SMALL = 16
-"""Tensors up to this size may be written into the code that a compiler makes: no later change of
-them is seen. Larger ones are read where they are."""
+"""The size up to which compiled code may contain a tensor's values.
+
+Later changes to such a tensor would be missed. Larger ones are read from memory at every run.
+"""
 _KEPT = 2**16
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
 
 
 class Reach:
-    """The state that the code of `loss` and `model` may read or change, as it is now."""
+    """A snapshot of the state that the code of `loss` and `model` may read or change."""
 
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._seen = {id(module) for module in model.modules()}
@@ -56,22 +58,22 @@ class Reach:
                 self._visit(function, function.__qualname__, _DEPTH - 1, mentioned=True)
 
     def changed(self) -> str | None:
-        """What of it is another than it was, by name; None where nothing is."""
+        """Return the name of the first value that has changed, or None."""
         return next((thing.name for thing in self._things if thing.differs()), None)
 
     def written(self) -> str | None:
-        """The same right after a trace, which may also have written into tensors."""
+        """Return the same right after a trace, which may also have written into tensors."""
         return next((t.name for t in self._things if t.differs() or t.is_written()), None)
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore the state of the snapshot."""
         for thing in self._things:
             thing.restore()
 
     # -------------------------------------------------------------------- walk
 
     def _read_code(self, function: Any) -> None:
-        """All names that this code, and what it calls by name, mentions."""
+        """Collect all names mentioned by this code and by the functions it calls by name."""
         codes: set[types.CodeType] = set()
         stack = [function]
         while stack and len(codes) < _THINGS:
@@ -92,10 +94,10 @@ class Reach:
                         stack.append(found)
 
     def _visit(self, value: Any, name: str, depth: int, *, mentioned: bool) -> None:
-        """Look at it and what is in it. `mentioned`: of objects only what the code names.
+        """Record this value and the values inside it.
 
-        A trainer whose method is the loss function counts its steps in many ways that do not
-        matter.
+        With `mentioned`, only attributes that the code names are recorded. For example, a trainer
+        whose method is the loss function has counters that do not matter.
         """
         if id(value) in self._seen or isinstance(value, PLAIN):
             return
@@ -108,9 +110,9 @@ class Reach:
         if isinstance(value, nn.Module):
             self._things.append(_Thing(name, value, _numbers))
             inner = [(f"{name}.{key}", child) for key, child in value.named_children()]
-            depth -= 1  # modules lie deep
+            depth -= 1  # Modules are nested deeply.
         elif isinstance(value, (*_CONTAINERS, tuple)):
-            if not isinstance(value, tuple):  # one that is another has another identity
+            if not isinstance(value, tuple):  # A different tuple has a different identity.
                 self._things.append(_Thing(name, value, _items))
             inner = [(f"{name}[{key!r}]", item) for key, item in _children(value)]
         elif isinstance(value, _FUNCTIONS):
@@ -121,7 +123,8 @@ class Reach:
         elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
             if _is_foreign(type(value)):
                 return
-            # Where none is named, the object answers by other means (`__getattr__`): all of them.
+            # If the code names none of its attributes, the object may use `__getattr__`: record
+            # them all.
             wanted = self._names if mentioned and self._names & vars(value).keys() else None
             self._things.append(_Thing(name, value, functools.partial(_attributes, wanted)))
             inner = [
@@ -136,7 +139,7 @@ class Reach:
 
 
 class _Thing:
-    """One object, and what it was: `look` makes a comparable value of it."""
+    """One object and its earlier state; `look` returns a comparable value for it."""
 
     def __init__(self, name: str, value: Any, look: Callable[[Any], Any]) -> None:
         self.name = name
@@ -184,7 +187,7 @@ def _copied(value: Any) -> Any:
         return value.copy()
     if isinstance(value, _FUNCTIONS):
         return list(_places(value))
-    if isinstance(value, nn.Module):  # the trace itself looks at modules
+    if isinstance(value, nn.Module):  # The trace itself checks modules.
         return None
     return dict(vars(value))
 
@@ -202,7 +205,7 @@ def _attributes(wanted: set[str] | None, value: Any) -> Any:
 
 
 def _numbers(module: nn.Module) -> Any:
-    """Of a module that is not trained (a teacher): its plain attributes."""
+    """Return the plain attributes of a module that is not trained (a teacher)."""
     return [(name, value) for name, value in vars(module).items() if isinstance(value, PLAIN)]
 
 
@@ -224,7 +227,7 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _bare(function: Any) -> Any:
-    """The function of a partial or a method; of a callable object, its `__call__`."""
+    """Return the function behind a partial, a method or a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.MethodType):
@@ -235,7 +238,7 @@ def _bare(function: Any) -> Any:
 
 
 def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Where a function's free names live: (cell or dictionary, name, what is there)."""
+    """Yield where a function's free names live: (cell or dictionary, name, value)."""
     bare = _bare(function)
     code = getattr(bare, "__code__", None)
     if code is None:
@@ -243,7 +246,7 @@ def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
     for name, cell in zip(code.co_freevars, bare.__closure__ or (), strict=False):
         try:
             yield cell, name, cell.cell_contents
-        except ValueError:  # not yet filled
+        except ValueError:  # The cell is still empty.
             continue
     for name in code.co_names:
         if name in bare.__globals__:
@@ -255,7 +258,7 @@ def _bindings(function: Any) -> Any:
 
 
 def _reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function can reach without being given it, by name."""
+    """Yield what a function can reach besides its arguments, by name."""
     while isinstance(function, functools.partial):
         yield from ((f"argument {n}", value) for n, value in enumerate(function.args))
         yield from function.keywords.items()
@@ -272,9 +275,9 @@ def _reached(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _methods(kind: type[Any]) -> list[types.FunctionType]:
-    """The forward of a module that is not torch's own, and the methods that it names."""
+    """Return a module's forward, if it is not torch's own, and the methods that it names."""
     found: list[types.FunctionType] = []
-    stack: list[Any] = [getattr(kind, "forward", None)]  # a scripted module has none
+    stack: list[Any] = [getattr(kind, "forward", None)]  # A scripted module has none.
     while stack:
         function = stack.pop()
         if not isinstance(function, types.FunctionType) or function in found:
@@ -286,6 +289,6 @@ def _methods(kind: type[Any]) -> list[types.FunctionType]:
 
 
 def _is_foreign(thing: Any) -> bool:
-    """Whether it is a library's, whose state is not the user's."""
+    """True if it belongs to a library, whose state is not the user's."""
     module = getattr(thing, "__module__", None) or "builtins"
     return module.partition(".")[0] in _FOREIGN

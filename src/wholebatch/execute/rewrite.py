@@ -1,13 +1,13 @@
-"""From the traced graph to the one that runs: weights cast outside, gradients added in place.
+"""The rewrite of a traced graph for execution: weights cast outside, gradients added in place.
 
-None of these changes changes a number beyond the order of additions:
+None of these rewrites changes a number beyond the order of additions:
 
-- a weight that autocast casts to 16 bit becomes an input that is cast once per window;
-- each gradient is added into its buffer where it is made, so that it lives no longer than that;
-- a weight gradient that is a matrix product, or rows of an embedding, is added by the very
-  operation that makes it, and never exists on its own;
-- a cross-entropy and its gradient become one operation (`entropy`), and so does the backward of a
-  layer norm with what stands around it (`norms`).
+- A weight that autocast casts to 16 bit becomes an input that is cast once per window.
+- Each gradient is added into its buffer as soon as it is computed, so that it is freed early.
+- A weight gradient that is a matrix product, or rows of an embedding, is added by the operation
+  that computes it, and never exists on its own.
+- A cross-entropy and its gradient become one operation (`entropy`). So does the backward of a layer
+  norm with the operations around it (`norms`).
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Options:
-    """What may be fused into its addition; which of it pays depends on who runs the graph."""
+    """The fusions to apply; which of them pay depends on how the graph runs."""
 
     products: bool = False
-    """16-bit products added into fp32 by the matrix product itself (CUDA only)."""
+    """Add 16-bit products into fp32 buffers in the matrix product itself (CUDA only)."""
     products_in_full: bool = False
-    """Products of the buffer's own dtype (`addmm_`): pays where nothing fuses behind it."""
+    """Add products of the buffer's own dtype with `addmm_`; pays if nothing fuses with them."""
     embeddings: bool = True
     entropy: bool = False
-    """A cross-entropy and its gradient as one kernel, in the memory of the logits (CUDA only)."""
+    """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
     norms: bool = False
-    """A layer norm's backward, its sums and the residual's addition as one kernel (CUDA only)."""
+    """Compute a layer norm's backward, its sums and the residual in one kernel (CUDA only)."""
     gelu_sums: bool = False
-    """A GELU's gradient and that of the bias before it as one kernel (CUDA only)."""
+    """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
     gelu: bool = False
-    """GELUs of 16-bit numbers by one exponential (pays where kernels are fused)."""
+    """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
 
 @dataclass(frozen=True)
 class Rewritten:
     """The graph: (trained, others, tensors, seeds, casts, buffers) -> (totals, units).
 
-    Where sizes were left open they come first.
+    Open sizes come before these inputs.
     """
 
     graph: fx.GraphModule
     casts: tuple[tuple[int, torch.dtype], ...]
-    """For each cast input: which trained parameter, and to what."""
+    """The trained parameter and the dtype of each cast input."""
     fused_products: int
     fused_embeddings: int
     fused_losses: int
@@ -72,9 +72,9 @@ class Rewritten:
 def rewrite(
     traced: Traced, trained: int, buffer_dtypes: list[torch.dtype], options: Options
 ) -> Rewritten:
-    """The same micro-step, with gradients added into buffers instead of returned.
+    """Return the same micro-step with gradients added into buffers instead of returned.
 
-    `buffer_dtypes` are those of the buffers of `traced.used`, in that order.
+    `buffer_dtypes` are the dtypes of the buffers of `traced.used`, in that order.
     """
     graph = fx.Graph()
     output = graph.graph_copy(traced.graph.graph, {})
@@ -89,7 +89,7 @@ def rewrite(
     casts: dict[tuple[int, torch.dtype], fx.Node] = {}
     last = inputs[-1]
     for index, parameter in enumerate(inputs[:trained]):
-        for user in list(parameter.users):  # a layer that is used twice is cast twice
+        for user in list(parameter.users):  # A layer that is used twice is cast twice.
             dtype = cast_to(user)
             if dtype is None or dtype not in SIXTEEN_BIT:
                 continue
@@ -117,7 +117,7 @@ def rewrite(
         simplify_gelu(graph)
     graph.eliminate_dead_code()
     graph.lint()
-    module = fx.GraphModule(traced.graph, graph)  # with the constants that the graph names
+    module = fx.GraphModule(traced.graph, graph)  # It keeps the constants that the graph refers to.
     return Rewritten(
         module,
         tuple(casts),
@@ -130,7 +130,7 @@ def rewrite(
 
 
 def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
-    """Nothing is differentiated when the graph runs."""
+    """Remove detach nodes: nothing is differentiated when the graph runs."""
     for node in list(graph.nodes):
         if node.target is aten.detach.default:
             source = node.args[0]
@@ -142,7 +142,7 @@ def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
 
 
 class _Adder:
-    """Adds gradients into buffers, each where it is made."""
+    """Adds each gradient into its buffer right after it is computed."""
 
     def __init__(self, graph: fx.Graph, options: Options) -> None:
         self._graph = graph
@@ -190,7 +190,7 @@ class _Adder:
             return False
         assert isinstance(padding, int)
         with self._graph.inserting_before(part):
-            if padding >= 0:  # the padding row has no gradient
+            if padding >= 0:  # The padding row gets no gradient.
                 at_padding = self._graph.call_function(aten.eq.Scalar, (indices, padding))
                 there = self._graph.call_function(aten.unsqueeze.default, (at_padding, -1))
                 rows = self._graph.call_function(aten.masked_fill.Scalar, (rows, there, 0.0))
@@ -202,7 +202,7 @@ class _Adder:
 def _summands(
     gradient: fx.Node, parent: fx.Node | None, dtype: torch.dtype
 ) -> Iterator[tuple[fx.Node, fx.Node | None]]:
-    """The parts of a sum, each with the only node that uses it (a tied weight has several)."""
+    """Yield the addends of a sum, each with its only user (a tied weight has several addends)."""
     parts = gradient.args
     if (
         gradient.target is aten.add.Tensor
@@ -225,7 +225,7 @@ def _summands(
 
 
 def _product_behind(part: fx.Node, parent: fx.Node | None) -> tuple[fx.Node | None, bool]:
-    """The matrix product that `part` is a cast or transpose of, and whether it is transposed."""
+    """Return the matrix product behind casts and transposes, and True if it is transposed."""
     node, user, transposed = part, parent, False
     while _used_only_by(node, user):
         if node.target is aten.mm.default:

@@ -1,9 +1,9 @@
-"""Kinds of micro-batches that differ in sizes alone, and the one graph that serves them all.
+"""Graphs with open sizes, each shared by kinds of micro-batches that differ in size only.
 
-The first kind has a graph of its own, made for its very shapes: whoever has one shape has what is
-fastest for it. When a second kind comes that differs in sizes, a graph is traced in which those
-sizes are open, and every later kind that it admits runs in it: nothing is traced or compiled again.
-What cannot be left open has graphs of its own.
+The first kind gets a graph for its exact shapes: if every micro-batch has the same shape, you get
+the fastest graph. When a second kind with other sizes comes, a graph is traced with those sizes
+open. Every later kind that it admits runs in it, so nothing is traced or compiled again. Kinds
+whose sizes cannot be left open get graphs of their own.
 """
 
 from __future__ import annotations
@@ -21,40 +21,42 @@ from wholebatch.execute.trace import Form, State, Traced
 __all__ = ["Shapes", "Shared"]
 
 _TRIES = 3
-"""Graphs of open sizes for one pattern: another one where more sizes differ than at first, or one
-for those sizes for which code or compiler decide otherwise."""
+"""The most graphs of open sizes per pattern.
+
+Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
+"""
 
 
 class Shared:
-    """A graph of open sizes, and who runs it: as traced, compiled, or both."""
+    """A graph of open sizes, and its joint steps: as traced, compiled, or both."""
 
     def __init__(self, traced: Traced) -> None:
         assert traced.sizes is not None
         self.traced = traced
         self.joints: dict[bool, JointStep] = {}
-        """By whether they are compiled."""
+        """The joint steps; the key is True for the compiled one."""
         self.proven: set[bool] = set()
-        """Which of them gave the gradients of eager code."""
+        """The keys of the joint steps whose gradients matched eager code."""
         self.usable = True
         self._sizes = traced.sizes
         self._admitted: dict[Key, bool] = {}
 
     @property
     def as_hoped(self) -> bool:
-        """Whether all of its sizes have stayed open, and it gives what eager code gives."""
+        """True if all its sizes stayed open and its results match eager code."""
         return self.usable and self._sizes.all_open
 
     def admits(self, inputs: Inputs) -> bool:
-        """Whether it holds for micro-batches like this one."""
+        """True if it is valid for micro-batches like this one."""
         if inputs.key not in self._admitted:
             self._admitted[inputs.key] = self._sizes.admit(inputs.tensors)
         return self.usable and self._admitted[inputs.key]
 
     def joint(self, make: Callable[..., JointStep], state: State, *, compiled: bool) -> JointStep:
-        """The step itself; `make` makes it where there is none yet."""
+        """Return the joint step; `make` makes it if it does not exist yet."""
         if compiled not in self.joints:
             self.joints[compiled] = make(self.traced, compiled=compiled)
-            self._admitted.clear()  # a compiler asks questions of its own
+            self._admitted.clear()  # Compilation adds guards of its own.
         self.joints[compiled].hold(state)
         return self.joints[compiled]
 
@@ -68,7 +70,7 @@ class Shapes:
         self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], Shared | None]]] = {}
 
     def find(self, inputs: Inputs) -> Shared | None:
-        """The graph that serves this kind, if there is one."""
+        """Return the graph that serves this kind, if there is one."""
         if not self._made:
             return None
         made = self._made.get(pattern(inputs.key), ())
@@ -76,16 +78,16 @@ class Shapes:
 
     @property
     def serve(self) -> bool:
-        """Whether there is any graph of open sizes in use."""
+        """True if a graph of open sizes is in use."""
         return any(shared.usable for made in self._made.values() for shared in made)
 
     def ready(self, inputs: Inputs) -> bool:
-        """Whether there is a compiled graph for this kind, which only has to be recorded."""
+        """True if a compiled graph serves this kind and only has to be captured."""
         found = self.find(inputs)
         return found is not None and True in found.joints
 
     def wants_proof(self, inputs: Inputs, own: Container[Key], *, compiled: bool) -> bool:
-        """Whether this kind will run in a graph whose gradients were never compared.
+        """True if this kind will run in a graph whose gradients were never compared.
 
         `own`: kinds that have a graph of their own.
         """
@@ -102,10 +104,10 @@ class Shapes:
         seen: Iterable[Key],
         trace: Callable[[Sizes], Traced],
     ) -> Shared | None:
-        """The graph that serves this kind, whose loss has this form; made if it is worth it.
+        """Return the graph that serves this kind with a loss of this form; make it if it pays.
 
-        It is, if another kind of the same pattern is prepared. What has failed for the dimensions
-        in which those that were seen differ is not tried again for the same.
+        It pays if another kind of the same pattern is prepared. If tracing failed for a set of
+        differing dimensions, it is not tried again for the same set.
         """
         found = self.find(inputs)
         if found is None:
@@ -138,7 +140,8 @@ class Shapes:
                 raise CannotTrace("its own sizes are not among those it is for")
         except torch.OutOfMemoryError:
             raise
-        except Exception as problem:  # private parts of torch, and any model's code: it may fail
+        # This uses private parts of torch and runs the model's code: anything may be raised.
+        except Exception as problem:
             self._told(problem)
             return None
         tried[-1] = (set(places), shared)
@@ -146,7 +149,7 @@ class Shapes:
         return shared
 
     def give_up(self, shared: Shared, problem: Exception) -> None:
-        """It could not be compiled, or differs from eager code: no further kind uses it."""
+        """Stop using a shared graph that failed to compile or differs from eager code."""
         shared.usable = False
         self._told(problem)
 

@@ -1,9 +1,9 @@
-"""Sizes that a graph leaves open: symbols in the place of numbers, and what they may be.
+"""Open sizes of a graph: symbols instead of numbers, and the guards on them.
 
-A graph of one kind of micro-batch holds for its very shapes. Here some dimensions of the tensors
-are symbols while the model's Python runs, and the graph computes with them. Whatever that Python,
-torch or the compiler asks of a symbol ("is it longer than 512?") is kept with the answer; the graph
-holds for all sizes that give the same answers, and for no others.
+The graph of one kind of micro-batch is valid for its exact shapes only. Here some dimensions of the
+tensors are symbols while the model's Python runs, and the graph computes with them. Every question
+that the code, torch or the compiler asks about a symbol ("is it longer than 512?") is recorded with
+its answer. The graph is valid for all sizes that give the same answers, and for no others.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _LEN = builtins.len
 _ONE_AT_A_TIME = threading.Lock()
 
 Place: TypeAlias = tuple[int, int]
-"""Which tensor of a micro-batch, and which of its dimensions."""
+"""The index of a tensor of a micro-batch, and one of its dimensions."""
 
 
 def pattern(key: Key) -> Key:
-    """The key without sizes and strides: what kinds that may share a graph have in common."""
+    """Return the key without sizes and strides; kinds with one pattern may share a graph."""
     parts: Iterable[Any] = key
     return tuple((p[0], len(p[1]), p[2], p[4]) if _is_tensor(p) else p for p in parts)
 
 
 def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...], ...]:
-    """The dimensions that are to be symbols: those in which kinds of one pattern differ, and rows.
+    """Return the dimensions to make symbols: those that differ between kinds, and the rows.
 
-    Dimensions that were the same number in every kind are one symbol: the rows of texts and labels.
-    The rows are the first dimension of most tensors. They are what a batch is split by: if they
-    have not differed so far, they will in a short last micro-batch.
-    What is 1 or 0 here stays so: a size of 1 is broadcast, and one of 0 is nothing, by other code.
+    Dimensions that were equal in every kind share one symbol: for example the rows of texts and
+    labels.
+    The rows are the first dimension of most tensors. A batch is split by rows: even if they have
+    not differed so far, they will in a short last micro-batch.
+    Sizes of 1 and 0 stay fixed: 1 broadcasts, 0 is empty, and both take other code paths.
     """
     kinds = [_shapes(key) for key in (inputs.key, *others)]
     columns: dict[tuple[int, ...], list[Place]] = {}
@@ -70,7 +71,7 @@ def _is_tensor(part: Any) -> bool:
 
 
 def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether they are the same in every case, asking nothing of a symbol."""
+    """True if the shapes are always equal. It adds no guard on a symbol."""
     return len(one) == len(other) and all(map(_same_size, one, other))
 
 
@@ -84,23 +85,23 @@ def _expression(size: Any) -> Any:
 
 @dataclass
 class Sizes:
-    """Tensors that stand for those of micro-batches, with symbols at these places."""
+    """Fake tensors that stand for those of micro-batches, with symbols at these places."""
 
     places: tuple[tuple[Place, ...], ...]
     tensors: list[Tensor]
     symbols: list[Any]
-    """One for each group of places."""
+    """One symbol for each group of places."""
     _environment: Any
     _mode: Any
     _hints: tuple[int, ...]
     _orders: list[list[int]]
     flat: list[Tensor] = field(default_factory=list)
-    """What the graph was traced with, in the order of its inputs."""
+    """The fake tensors that the graph was traced with, in the order of its inputs."""
 
     @staticmethod
     def of(inputs: Inputs, places: tuple[tuple[Place, ...], ...]) -> Sizes:
-        """Symbols in the `places`, whose numbers are for now those of this micro-batch."""
-        # These modules are slow to import, and only who traces pays for it.
+        """Create symbols at these `places`, with the sizes of this micro-batch as hints."""
+        # These modules are slow to import: paid only when tracing.
         from torch._dynamo.source import ConstantSource
         from torch._functorch import config
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -132,38 +133,38 @@ class Sizes:
         return Sizes(places, tensors, symbols, environment, mode, numbers, orders)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A stand-in for a tensor of the model, whose sizes are numbers."""
+        """Return a fake tensor for a tensor of the model, with fixed sizes."""
         made: Tensor = self._mode.from_tensor(tensor, static_shapes=True)
         return made
 
     def alike(self, tensor: Tensor) -> Tensor:
-        """A stand-in for a tensor that shares memory with others, but no element: for itself."""
+        """Return an independent fake tensor for one that shares its allocation with others."""
         with self._mode:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
 
     def numbers(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """What the symbols are for this micro-batch."""
+        """Return the values of the symbols for this micro-batch."""
         return _numbers(self.places, tensors)
 
     @property
     def any_open(self) -> bool:
-        """Whether a graph of it serves more than one kind.
+        """True if the graph serves more than one kind.
 
-        Not if the code has asked for the numbers themselves, or for one that is made of them, as a
-        loop over the rows of all texts does.
+        It does not if the code asked for the sizes themselves, or for a number computed from them,
+        as a loop over the rows of all texts does.
         """
         still = {symbol.node._expr for symbol in self.symbols if _is_open(symbol)}
         return bool(still) and not any(_pins(g.expr, still) for g in self._environment.guards)
 
     @property
     def all_open(self) -> bool:
-        """Whether no symbol has become a number."""
+        """True if no symbol was specialised to a number."""
         return all(map(_is_open, self.symbols))
 
     def value(self, size: Any, tensors: Sequence[Tensor] | None = None) -> Any:
-        """A number, or the number that something made of symbols is for this micro-batch."""
+        """Return the number, or the value of a symbolic expression for this micro-batch."""
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return size
         numbers = self._hints if tensors is None else self.numbers(tensors)
@@ -171,7 +172,7 @@ class Sizes:
         return int(value) if isinstance(size, torch.SymInt) else float(value)
 
     def admit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph holds for micro-batches like this one, of the same pattern."""
+        """True if the graph is valid for this micro-batch, which has the same pattern."""
         numbers = self.numbers(tensors)
         at = {place: numbers[i] for i, group in enumerate(self.places) for place in group}
         for which, (tensor, fake) in enumerate(zip(tensors, self.tensors, strict=True)):
@@ -197,10 +198,10 @@ class Sizes:
         return dict(zip(symbols, numbers, strict=True))
 
     def as_inputs(self, graph: fx.Graph) -> int:
-        """Make the symbols the first inputs of a graph that reads them off its tensors; how many.
+        """Make the symbols the first inputs of the graph; return how many there are.
 
-        It reads them where they are needed, off whatever tensor has them, which then has to be held
-        for that long; and one that is read by more than its user could not be fused with it.
+        As traced, the graph reads each size from some tensor where it needs it. That tensor would
+        be kept alive until then, and an extra reader would prevent fusing it with its user.
         """
         first = next(iter(graph.nodes))
         known: dict[Any, fx.Node] = {}
@@ -225,7 +226,7 @@ def _numbers(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> tu
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """Its dimensions as they lie in memory, the innermost first."""
+    """Return the dimensions in memory order, the innermost first."""
     return sorted(
         range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim], -dim)
     )
@@ -244,7 +245,7 @@ def _is_open(symbol: Any) -> bool:
 
 
 def _pins(guard: Any, symbols: set[Any]) -> bool:
-    """Whether it says which number a sum or product of these symbols is."""
+    """True if the guard fixes the value of a polynomial of these symbols."""
     if getattr(guard, "rel_op", None) != "==" or not guard.free_symbols & symbols:
         return False
     sides = [side for side in guard.args if not side.is_number]
@@ -254,13 +255,14 @@ def _pins(guard: Any, symbols: set[Any]) -> bool:
 def _holds(guard: Any, binding: Mapping[Any, int]) -> bool:
     try:
         return bool(guard.subs(binding))
-    except (TypeError, ValueError, ArithmeticError):  # of something else than our symbols
+    # The guard is about something else than our symbols.
+    except (TypeError, ValueError, ArithmeticError):
         return False
 
 
 @contextmanager
 def lens_stay_open() -> Iterator[None]:
-    """Within it, `len(tensor)` may be a symbol; Python's own makes it a number, for good."""
+    """Let `len(tensor)` return a symbol within this context; Python's own would specialise it."""
     plain = _LEN
 
     def length(of: Any, /) -> Any:

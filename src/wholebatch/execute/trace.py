@@ -1,11 +1,10 @@
-"""One micro-step as one graph: forward, loss and backward of `loss(model, micro)`.
+"""The trace of one micro-step: forward, loss and backward of `loss(model, micro)` as one graph.
 
-The model's own Python runs once, under fake tensors that compute nothing, and every operation of
-the forward and of autograd's backward is written down. Nothing of the model has to be rewritten or
-understood for that: autocast, checkpointing without randomness, custom autograd functions and tied
-weights are all in the operations. What cannot be written down (a decision by a tensor's value) and
-what must not be (a side effect in Python, a second draw of random numbers in the backward) is a
-`CannotTrace` with the reason.
+The model's Python runs once on fake tensors, which compute nothing, and every operation of the
+forward and of autograd's backward is recorded. The model need not be rewritten or analysed:
+autocast, checkpointing without randomness, custom autograd functions and tied weights all appear as
+operations. `CannotTrace` gives the reason for what cannot be recorded (a branch on a tensor's
+value) and what must not be (a side effect in Python, random numbers drawn again in the backward).
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ __all__ = ["Form", "State", "Traced", "totals_of", "trace"]
 
 @dataclass(frozen=True)
 class Form:
-    """What a loss function returned, without the numbers: one entry for each term."""
+    """The form of a loss without its tensors: one entry for each term."""
 
     names: tuple[str, ...]
     plain: bool
     weights: tuple[float, ...]
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
-    """Units that are numbers; None where they are a tensor, and so an output of the graph."""
+    """Units that are numbers; None for a tensor, which is an output of the graph."""
 
     @staticmethod
     def of(loss: Loss | Terms, single: str) -> Form:
-        """The form of this loss; a plain one is a single term of the name `single`."""
+        """Return the form of this loss; a plain loss is one term with the name `single`."""
         terms = _terms(loss, single)
         return Form(
             names=tuple(terms),
@@ -56,14 +55,14 @@ class Form:
 
 @dataclass(frozen=True)
 class State:
-    """The tensors of a model by name, as they are now; tied ones once."""
+    """The present tensors of a model by name; tied tensors appear once."""
 
     trained: dict[str, nn.Parameter]
     others: dict[str, Tensor]
 
     @staticmethod
     def of(model: nn.Module, inputs: Sequence[nn.Parameter]) -> State:
-        """Those to differentiate by (`inputs`), and the rest with the buffers."""
+        """Split the model's tensors into those to differentiate by (`inputs`) and the rest."""
         wanted = {id(parameter) for parameter in inputs}
         trained, others = {}, {}
         for name, parameter in model.named_parameters():
@@ -86,7 +85,7 @@ class State:
 class Traced:
     """The graph: (trained, others, the micro-batch's tensors, seeds) -> (totals, units, gradients).
 
-    Units are outputs where they are tensors; gradients are those of the parameters in `used`.
+    Units are outputs only if they are tensors. The gradients are those of the parameters in `used`.
     """
 
     graph: fx.GraphModule
@@ -94,12 +93,12 @@ class Traced:
     used: tuple[int, ...]
     random: bool
     sizes: Sizes | None = None
-    """The symbols in it, where it holds for more than one shape."""
+    """The symbols of the graph, if it is valid for more than one shape."""
     units: tuple[Any, ...] = ()
-    """Those of the form, before symbols were made numbers."""
+    """The units of the form, before symbols were replaced with numbers."""
 
     def form_for(self, tensors: Sequence[Tensor]) -> Form:
-        """The form of the loss of a micro-batch with these tensors."""
+        """Return the form of the loss for a micro-batch with these tensors."""
         if self.sizes is None:
             return self.form
         units = tuple(self.sizes.value(number, tensors) for number in self.units)
@@ -107,9 +106,9 @@ class Traced:
 
 
 class _Within(nn.Module):
-    """Calls a function while functional_call has put other tensors into the model.
+    """Calls a function while functional_call has swapped the model's tensors.
 
-    The backward has to run within it too: checkpointing computes the forward again there.
+    The backward must run inside too: checkpointing recomputes the forward there.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -130,9 +129,9 @@ def trace(
     single: str,
     sizes: Sizes | None = None,
 ) -> Traced:
-    """The graph of one micro-step on micro-batches like `inputs`, whose loss has this form.
+    """Return the graph of one micro-step on micro-batches like `inputs`, with a loss of this form.
 
-    With `sizes` it is that of all shapes for which the model's Python does the same.
+    With `sizes` it is valid for all shapes for which the model's Python takes the same path.
     """
     refuse_hooks(model)
     within = _Within(model)
@@ -211,7 +210,7 @@ def _written_down(
     model: nn.Module,
     loss: Callable[[Any, Any], Any],
 ) -> fx.GraphModule:
-    # These modules are slow to import, and only who traces pays for it.
+    # These modules are slow to import: paid only when tracing.
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -220,10 +219,11 @@ def _written_down(
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
-    except Exception as problem:  # whatever a model's own code raises when it meets fake tensors
+    # A model's own code may raise anything when it meets fake tensors.
+    except Exception as problem:
         raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
     finally:
-        torch.clear_autocast_cache()  # it may hold fake casts
+        torch.clear_autocast_cache()  # The cache may hold fake casts.
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target), None)
         if isinstance(constant, Tensor) and constant.requires_grad:
@@ -232,7 +232,7 @@ def _written_down(
 
 
 def totals_of(loss: Loss | Terms) -> list[Tensor]:
-    """The sums of a loss, by term."""
+    """Return the total of each term of a loss."""
     return [term.total for term in _terms(loss, "").values()]
 
 
@@ -251,14 +251,14 @@ def _draws_so_far() -> int:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether this operation takes numbers from a random generator."""
+    """True if this operation draws from a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # attention draws only if it drops
+        if argument.name == "dropout_p":  # Attention draws only with dropout.
             given = node.args[position] if position < len(node.args) else None
             return bool(node.kwargs.get("dropout_p", given if given is not None else 0.0))
     return True

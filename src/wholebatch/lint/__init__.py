@@ -1,14 +1,10 @@
-"""Finds mistakes of gradient accumulation in training scripts, without importing or running them.
+"""Linter for gradient accumulation mistakes in training scripts, which are never imported or run.
 
 ```python
 from wholebatch.lint import lint_paths
 
-for finding in lint_paths(["train.py"]):
-    print(finding.place, finding.code, finding.message)
-```
-
-On the command line: `wholebatch lint PATH...`, or `python -m wholebatch.lint PATH...` where neither
-torch nor the command-line extra is installed.
+On the command line: `wholebatch lint PATH...`, or `python -m wholebatch.lint PATH...` without torch
+and the command-line extra.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ __all__ = [
 def lint_paths(
     paths: Iterable[str], *, settings: Settings | None = None, jobs: int | None = None
 ) -> list[Finding]:
-    """The findings of all scripts and notebooks under the paths."""
+    """Return the findings of all scripts and notebooks under the paths."""
     chosen = settings if settings is not None else load_settings(Path.cwd())
     return lint_files(collect(paths, chosen), chosen, jobs=jobs)
 
@@ -45,5 +41,5 @@ def lint_paths(
 def lint_source(
     text: str, *, path: str = "<source>", settings: Settings | None = None
 ) -> list[Finding]:
-    """The findings of a script given as text."""
+    """Return the findings of a script given as text."""
     return check_source(Source(path, text), settings if settings is not None else Settings())

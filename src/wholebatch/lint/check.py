@@ -1,4 +1,4 @@
-"""One file in, its findings out."""
+"""The check of one file: its source in, its findings out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["SYNTAX", "UNREAD", "check_file", "check_source", "may_matter"]
 SYNTAX = "WB001"
 UNREAD = "WB002"
 
-# A file without a backward, a step function or a Trainer subclass cannot accumulate anything.
+# A file without a backward, a step function or a Trainer subclass cannot accumulate.
 _TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
 _UPDATES = re.compile(
     r"\.\s*step\s*\(|optimizer_step|update_grad|def (training_step|compute_loss)\b|loss_scaler"
@@ -25,18 +25,18 @@ _UPDATES = re.compile(
 
 
 def may_matter(text: str) -> bool:
-    """A look at the text that spares most files the parser."""
+    """True if the text may contain a training loop. This cheap test avoids parsing most files."""
     return bool(_TRAINS.search(text)) and bool(_UPDATES.search(text))
 
 
 def check_file(path: str, settings: Settings) -> list[Finding]:
-    """The findings of one file, in the order of its lines; problems are findings too."""
+    """Return the findings of one file in line order; problems with the file are findings too."""
     source = read_source(path, max_bytes=settings.max_file_bytes)
     return check_source(source, settings)
 
 
 def check_source(source: Source, settings: Settings) -> list[Finding]:
-    """The findings of a text that is already in memory."""
+    """Return the findings of a text that is already in memory."""
     found = [
         Finding(
             source.path,
@@ -93,7 +93,7 @@ def _position(node: ast.AST) -> tuple[int, int, int]:
     line = int(getattr(node, "lineno", 1))
     column = int(getattr(node, "col_offset", 0)) + 1
     end = int(getattr(node, "end_lineno", line) or line)
-    # A loop or a `with` is a place, not its whole body.
+    # Report the first line of a compound statement, not its whole body.
     if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
         end = line
     return line, column, end

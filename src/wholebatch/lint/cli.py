@@ -1,4 +1,4 @@
-"""The command line that needs nothing but Python: `python -m wholebatch.lint PATH...`."""
+"""The command line that needs only Python: `python -m wholebatch.lint PATH...`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLEAN, FOUND, USAGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Options:
-    """What one run was asked to do."""
+    """The options of one run."""
 
     paths: tuple[str, ...] = ()
     form: str = "text"
@@ -38,7 +38,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the arguments and runs; the exit status is 0 clean, 1 findings, 2 usage."""
+    """Parse the arguments and run; return 0 if clean, 1 with findings, 2 on wrong usage."""
     parser = _parser()
     given = parser.parse_args(argv)
     try:
@@ -64,7 +64,7 @@ def _options(given: argparse.Namespace) -> Options:
 
 
 def run(options: Options) -> int:
-    """One run. Findings go to standard output, everything else to standard error."""
+    """Run once. Findings go to standard output, everything else to standard error."""
     if options.explain is not None:
         return _explain(options.explain)
     if options.list_rules:
@@ -96,7 +96,7 @@ def run(options: Options) -> int:
     try:
         _write(render(findings, options.form), options.output)
     except OSError as error:
-        if options.output is None:  # standard output is another's affair
+        if options.output is None:  # A failure of standard output is not about the option.
             raise
         return _usage(f"output={options.output!r}: cannot be written: {error.strerror}")
     _summary(files, findings, repaired, options.form)

@@ -1,4 +1,4 @@
-"""Which files to read, and reading them in parallel."""
+"""Collecting the files to check, and checking them in parallel."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SKIPPED = {
     ".pytest_cache", "node_modules", ".ipynb_checkpoints", "site-packages", ".eggs", "build",
     "dist",
 }  # fmt: skip
-# Starting workers costs about as much as reading this many files.
+# Starting workers takes about as long as checking this many files.
 _ALONE = 64
 _CHUNK = 32
 
 
 def collect(paths: Iterable[str], settings: Settings) -> list[str]:
-    """Every script and notebook under the paths, sorted; a file that is named is always read."""
+    """Return every script and notebook under the paths, sorted; named files are always read."""
     found: dict[str, None] = {}
     for given in paths:
         path = Path(given)
@@ -50,7 +50,7 @@ def collect(paths: Iterable[str], settings: Settings) -> list[str]:
 def lint_files(
     files: Sequence[str], settings: Settings, *, jobs: int | None = None
 ) -> list[Finding]:
-    """The findings of all files, in the order of the files."""
+    """Return the findings of all files, in the order of the files."""
     workers = min(jobs or _cores(), max(1, len(files) // _CHUNK))
     if workers <= 1 or (jobs is None and len(files) < _ALONE):
         return [f for file in files for f in _guarded(file, settings)]
@@ -62,7 +62,7 @@ def lint_files(
 
 
 def _start_method() -> str:
-    """A fork is quickest, but only safe where no other thread can hold a lock (and no torch is)."""
+    """Return the start method of workers: fork is fastest, but unsafe with threads or torch."""
     if sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules:
         return "fork"
     return "spawn" if os.name == "nt" else "forkserver"
@@ -79,7 +79,7 @@ def _chunk(files: Sequence[str], settings: Settings) -> list[Finding]:
 
 
 def _guarded(file: str, settings: Settings) -> list[Finding]:
-    """A file that defeats us is reported, and the rest goes on."""
+    """Check a file; report an internal error as a finding and go on."""
     try:
         return check_file(file, settings)
     except Exception as error:

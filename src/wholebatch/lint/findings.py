@@ -1,4 +1,4 @@
-"""What a rule says about a place in a file."""
+"""Findings: what a rule reports about a place in a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ __all__ = ["Edit", "Finding", "Report"]
 
 @dataclass(frozen=True)
 class Edit:
-    """One rewrite of a fix, at a node of the file.
+    """One edit of a fix, at a node of the file.
 
-    `action` is "delete" (the statement), "before" or "after" (insert a statement beside it),
-    or "replace" (the expression; `kind` is its class in libcst, since nested ones start together).
+    `action` is "delete" (the statement), "before" or "after" (insert a statement beside it), or
+    "replace" (the expression). `kind` is the expression's class in libcst: nested expressions can
+    start at the same place.
     """
 
     action: str
@@ -24,7 +25,7 @@ class Edit:
 
     @staticmethod
     def at(action: str, node: ast.AST, code: str = "") -> Edit:
-        """An edit at the place of a node of the syntax tree."""
+        """Return an edit at the place of a syntax-tree node."""
         line = int(getattr(node, "lineno", 1))
         column = int(getattr(node, "col_offset", 0))
         return Edit(action, line, column, code, _KINDS.get(type(node), ""))
@@ -35,7 +36,7 @@ _KINDS: dict[type[ast.AST], str] = {ast.Name: "Name", ast.BinOp: "BinaryOperatio
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """A rule's own words: the place in the tree, the message, and how to fix it when certain."""
+    """The output of a rule: the node, the message, and a fix if it is certain."""
 
     node: ast.AST
     message: str
@@ -44,7 +45,7 @@ class Report:
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One line of output. `cell` is the notebook's cell, counted from 1, or None in a script."""
+    """One finding. `cell` is the notebook's cell, counted from 1, or None in a script."""
 
     path: str
     line: int
@@ -59,6 +60,6 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """`file:line:col`, or `notebook:cell N:line:col`."""
+        """Return `file:line:col`, or `notebook:cell N:line:col`."""
         cell = f"cell {self.cell}:" if self.cell is not None else ""
         return f"{self.path}:{cell}{self.line}:{self.column}"

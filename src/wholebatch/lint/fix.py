@@ -1,4 +1,4 @@
-"""Applies the certain repairs with libcst, so that everything else in the file stays as it was."""
+"""Certain fixes, applied with libcst so that the rest of the file stays unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROUNDS = 8
 
 
 def fix_files(findings: Sequence[Finding], settings: Settings) -> tuple[int, str]:
-    """(how many were fixed, what is missing to do so). Files are written back in place."""
+    """Fix files in place; return how many findings were fixed, and an error message or ""."""
     try:
         import libcst  # noqa: F401
     except ImportError:
@@ -40,7 +40,7 @@ def fix_files(findings: Sequence[Finding], settings: Settings) -> tuple[int, str
 
 
 def fix_text(text: str, settings: Settings, *, path: str = "<source>") -> tuple[str, int]:
-    """The text with one repair after another, until nothing certain is left; and how many."""
+    """Apply one fix after another until none is left; return the text and how many."""
     count = 0
     for _ in range(_ROUNDS):
         findings = [f for f in check_source(Source(path, text), settings) if f.fix]
@@ -55,7 +55,7 @@ def fix_text(text: str, settings: Settings, *, path: str = "<source>") -> tuple[
 
 
 def _fix_notebook(path: str, settings: Settings) -> int:
-    """Repairs whose edits all lie in one cell of plain Python."""
+    """Apply the fixes whose edits all lie in one cell; return how many."""
     notebook: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     fixed = 0
     for _ in range(_ROUNDS):
@@ -80,7 +80,7 @@ def _fix_notebook(path: str, settings: Settings) -> int:
 
 
 def apply_edits(text: str, edits: Sequence[Edit]) -> str | None:
-    """The text with all edits, or None when one of them does not find its place."""
+    """Return the text with all edits applied, or None if one of them does not find its place."""
     import libcst as cst
     from libcst.metadata import MetadataWrapper
 

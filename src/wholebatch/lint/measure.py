@@ -1,8 +1,8 @@
-"""Measures precision and recall against files that say what should be found in them.
+"""Precision and recall, measured on files with comments that say what should be found.
 
 `python -m wholebatch.lint.measure tests/lint/fixtures` compares every finding with the comments
-`# expect: WB101, WB109` on the lines of the files; `# expect-missed: WB101` marks a mistake that is
-known not to be found and counts against recall.
+`# expect: WB101, WB109` in the files. `# expect-missed: WB101` marks a mistake that is known to be
+missed; it counts against recall.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXPECT = re.compile(r"#\s*expect(?P<missed>-missed)?:\s*(?P<codes>WB\d+(?:\s*,\
 
 @dataclass
 class Score:
-    """Counts per rule: found and right, found and wrong, not found."""
+    """Counts per rule: found correctly, found wrongly, missed."""
 
     right: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
@@ -31,18 +31,18 @@ class Score:
     differences: list[str] = field(default_factory=list)
 
     def precision(self, code: str | None = None) -> float:
-        """The share of what was found that is right; 1 where nothing was found."""
+        """Return the share of findings that are right; 1 if there are none."""
         right, wrong = _count(self.right, code), _count(self.wrong, code)
         return right / (right + wrong) if right + wrong else 1.0
 
     def recall(self, code: str | None = None) -> float:
-        """The share of what is there that was found; 1 where nothing is there."""
+        """Return the share of mistakes that were found; 1 if there are none."""
         right, missed = _count(self.right, code), _count(self.missed, code)
         return right / (right + missed) if right + missed else 1.0
 
     @property
     def codes(self) -> list[str]:
-        """Every code that was found or should have been."""
+        """Return every code that was found or should have been."""
         return sorted({*self.right, *self.wrong, *self.missed})
 
 
@@ -51,7 +51,7 @@ def _count(counter: Counter[str], code: str | None) -> int:
 
 
 def expected(text: str, *, missed: bool | None = None) -> set[tuple[int, str]]:
-    """The (line, code) that a file says should be found; `missed` chooses one sort of comment."""
+    """Return the expected (line, code) pairs of a file; `missed` selects one kind of comment."""
     marks: set[tuple[int, str]] = set()
     for number, line in enumerate(text.split("\n"), start=1):
         for match in _EXPECT.finditer(line):
@@ -61,7 +61,7 @@ def expected(text: str, *, missed: bool | None = None) -> set[tuple[int, str]]:
 
 
 def measure(paths: Iterable[str]) -> Score:
-    """The score over all files under the paths."""
+    """Return the score over all files under the paths."""
     score = Score()
     files = collect(paths, Settings())
     found: dict[str, set[tuple[int, str]]] = {file: set() for file in files}
@@ -83,7 +83,7 @@ def measure(paths: Iterable[str]) -> Score:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table per rule and the differences; 1 below precision 0.9 or recall 0.75."""
+    """Print a table per rule and the differences; return 1 below precision 0.9 or recall 0.75."""
     paths = list(sys.argv[1:] if argv is None else argv)
     if not paths:
         print("error: no paths given: name a folder of marked files", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`# noqa` and `# noqa: WB101, WB103`: lines that a person has looked at."""
+"""Suppression comments: `# noqa` and `# noqa: WB101, WB103`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOQA = re.compile(
 
 
 def is_silenced(lines: list[str], first: int, last: int, code: str) -> bool:
-    """Whether a `noqa` on one of the lines of a statement (counted from 1) is meant for a code."""
+    """True if a `noqa` on one of these lines (counted from 1) suppresses the code."""
     for number in range(first, min(last, len(lines)) + 1):
         line = lines[number - 1]
         if "noqa" not in line.lower():

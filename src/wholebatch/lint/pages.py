@@ -1,7 +1,7 @@
-"""Writes the pages of the rules and the table of the index: `python -m wholebatch.lint.pages`.
+"""Writer of the rule pages and the index table: `python -m wholebatch.lint.pages`.
 
 The page of a rule is the docstring of its module, so that `--explain` works wherever the linter is
-installed; the documentation holds copies that this module writes and a test compares.
+installed. The documentation holds copies: this module writes them and a test compares them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ END = "<!-- measured: end -->"
 
 
 def pages() -> dict[str, str]:
-    """File name to text, for every rule."""
+    """Return the file name and text of every rule's page."""
     return {f"{rule.code}.md": rule.page for rule in RULES}
 
 
 def table(score: Score) -> str:
-    """The rules with what was measured on the fixtures."""
+    """Return the table of rules with their scores on the fixtures."""
     lines = [
         "| rule | finds | level | fix | found / wrong / missed | precision | recall |",
         "|---|---|---|---|---|---|---|",
@@ -46,7 +46,7 @@ def table(score: Score) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`pages DOCS FIXTURES` writes the pages and the table between the marks of README.md."""
+    """`pages DOCS FIXTURES`: write the pages, and the table between the marks of README.md."""
     given = list(sys.argv[1:] if argv is None else argv)
     if len(given) != 2:
         print("error: give the folder of the pages and that of the fixtures", file=sys.stderr)

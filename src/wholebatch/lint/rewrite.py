@@ -15,7 +15,7 @@ _Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
 
 class Rewriter(cst.CSTTransformer):
-    """Applies edits by the line and column that the finding was made at."""
+    """Applies edits by the line and column of the finding."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -27,7 +27,7 @@ class Rewriter(cst.CSTTransformer):
 
     @property
     def complete(self) -> bool:
-        """Whether every edit found its place; a half-applied fix is thrown away."""
+        """True if every edit found its place; a partial fix is discarded."""
         return self._done == set(self._edits)
 
     def _here(self, node: cst.CSTNode, *actions: str) -> list[Edit]:
@@ -41,7 +41,7 @@ class Rewriter(cst.CSTTransformer):
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
     ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]:
-        """Statements are deleted or get neighbours; expressions are replaced."""
+        """Delete statements, insert others beside them, or replace expressions."""
         if isinstance(original_node, cst.BaseExpression):
             return self._expression(original_node, updated_node)
         if isinstance(original_node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
@@ -50,7 +50,7 @@ class Rewriter(cst.CSTTransformer):
 
     def _expression(self, original: cst.BaseExpression, updated: cst.CSTNode) -> cst.CSTNode:
         for edit in self._here(original, "replace"):
-            # Of nested expressions that start at one place, the kind decides which is meant.
+            # Nested expressions can start at the same place: the kind tells them apart.
             if edit in self._done or type(original).__name__ != edit.kind:
                 continue
             self._done.add(edit)

@@ -1,4 +1,4 @@
-"""What to check and where: the command line over `[tool.wholebatch.lint]` of pyproject.toml."""
+"""Settings of the linter: the command line over `[tool.wholebatch.lint]` of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ERROR_CODES = ("WB001", "WB002")
 
 
 class SettingsError(ValueError):
-    """A setting that is not one, with what is allowed instead."""
+    """An invalid setting. The message says what is allowed."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that changes what is reported."""
+    """Everything that changes which findings are reported."""
 
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -31,13 +31,13 @@ class Settings:
     max_file_bytes: int = 2_000_000
 
     def wants(self, code: str) -> bool:
-        """Whether a code is to be reported; a prefix such as `WB1` names many."""
+        """True if a code is to be reported; a prefix such as `WB1` selects many."""
         if any(code.startswith(prefix) for prefix in self.ignore):
             return False
         return not self.select or any(code.startswith(prefix) for prefix in self.select)
 
     def wants_in(self, code: str, path: str) -> bool:
-        """`wants`, and not ignored for this file."""
+        """True if `wants` holds and the code is not ignored for this file."""
         if not self.wants(code):
             return False
         return not any(
@@ -46,7 +46,7 @@ class Settings:
         )
 
     def excludes(self, path: str) -> bool:
-        """Whether a path is left out."""
+        """True if the path is excluded."""
         return any(_matches(path, pattern) for pattern in self.exclude)
 
 
@@ -62,7 +62,7 @@ def load_settings(
     ignore: Iterable[str] = (),
     exclude: Iterable[str] = (),
 ) -> Settings:
-    """The settings of the nearest pyproject.toml above `start`, with the command line over them."""
+    """Return the settings of the nearest pyproject.toml above `start`, plus the command line."""
     settings = _from_file(start)
     chosen = _codes(select, "select")
     if chosen:
@@ -136,7 +136,7 @@ def _strings(table: dict[str, Any], name: str, file: Path) -> Sequence[str]:
 
 
 def _codes(given: Iterable[str], name: str) -> tuple[str, ...]:
-    """Codes and prefixes, split at commas; one that names no rule is refused."""
+    """Split codes and prefixes at commas; refuse one that matches no rule."""
     known = [rule.code for rule in RULES] + list(_ERROR_CODES)
     codes: list[str] = []
     for item in given:

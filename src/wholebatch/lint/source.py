@@ -1,4 +1,4 @@
-"""Reads scripts and notebooks as one text, and knows where each line came from."""
+"""Scripts and notebooks as one text, with the origin of each line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HELP = re.compile(r"^\s*[\w.]+\?{1,2}\s*$")
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a file, or a cell of it, could not be read."""
+    """The reason why a file, or a cell of it, could not be read."""
 
     message: str
     line: int = 1
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass
 class Source:
-    """One file as text; of a notebook, `cells[i]` is where line `i + 1` came from: (cell, line)."""
+    """One file as text. In a notebook, `cells[i]` is the origin of line `i + 1`: (cell, line)."""
 
     path: str
     text: str
@@ -39,7 +39,7 @@ class Source:
     problems: list[Problem] = field(default_factory=list)
 
     def place(self, line: int) -> tuple[int | None, int]:
-        """(cell or None, line in it) for a line of the text."""
+        """Return (cell or None, line within it) for a line of the text."""
         if self.cells is None:
             return None, line
         cell, inside = self.cells[min(max(line, 1), len(self.cells)) - 1]
@@ -47,10 +47,10 @@ class Source:
 
 
 def read_source(path: str, *, max_bytes: int) -> Source:
-    """Reads a file; what cannot be read becomes a problem, never an exception."""
+    """Read a file; report a failure as a problem, never as an exception."""
     try:
         is_notebook = path.endswith(".ipynb")
-        # Most of a notebook is pictures; what counts is its code.
+        # Most of a notebook's size is images; only its code counts.
         size = Path(path).stat().st_size
         if size > (max_bytes * _PICTURES if is_notebook else max_bytes):
             return _too_large(path, size, max_bytes)
@@ -74,7 +74,7 @@ def _decode(data: bytes) -> str:
 
 
 def notebook_source(path: str, data: bytes) -> Source:
-    """A notebook's code cells, one after another, as one text."""
+    """Join the code cells of a notebook into one text."""
     try:
         notebook = json.loads(data.decode("utf-8-sig"))
         cells = notebook["cells"]
@@ -109,7 +109,7 @@ def _joined(body: object) -> str:
 
 
 def _without_magics(body: str) -> str:
-    """The cell with IPython's own syntax replaced by `pass`, line for line."""
+    """Replace IPython's own syntax with `pass`, line by line."""
     if body.lstrip().startswith("%%") and not re.match(r"\s*%%(time|timeit|capture)\b", body):
         return "\n" * body.count("\n")
     if _syntax_error(body) is None:
@@ -126,7 +126,7 @@ def _without_magics(body: str) -> str:
             cleaned.append("pass" if _HELP.match(line) else line)
         continued = (continued or magic is not None) and line.rstrip().endswith("\\")
     joined = "\n".join(cleaned)
-    # IPython takes away an indentation that the whole cell has.
+    # IPython removes an indentation common to the whole cell.
     return joined if _syntax_error(joined) is None else textwrap.dedent(joined)
 
 

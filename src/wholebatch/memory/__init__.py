@@ -1,4 +1,4 @@
-"""Memory: what was used, what will be, what fits, and what to do when it does not."""
+"""Memory: measure it, predict it, choose what fits, and recover when it runs out."""
 
 from wholebatch.memory.batches import resize_batch
 from wholebatch.memory.budget import Memory, parse_memory

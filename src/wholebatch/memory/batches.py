@@ -1,4 +1,4 @@
-"""Batches of another size, made from one that is at hand."""
+"""Batches of another size, made from a given one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["map_tensors", "resize_batch"]
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested batch with every tensor replaced by the function of it."""
+    """Return the same nested batch with `function` applied to every tensor."""
     leaves, structure = flatten(batch)
     return structure.build(
         [function(leaf.value) if isinstance(leaf.value, Tensor) else leaf.value for leaf in leaves]
@@ -24,9 +24,9 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:
-    """A batch of `samples` samples: the first ones of `batch`, repeated as often as needed.
+    """Return a batch of `samples` samples: the first of `batch`, repeated as often as needed.
 
-    Works on real, fake and meta tensors alike; leaves without samples are passed on unchanged.
+    It works on real, fake and meta tensors. Leaves without samples are passed on unchanged.
 
     >>> resize_batch({"x": torch.tensor([1, 2, 3]), "name": "a"}, 5)
     {'x': tensor([1, 2, 3, 1, 2]), 'name': 'a'}
@@ -43,7 +43,7 @@ def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:
         times, rest = divmod(samples, layout.size)
         parts = [value] * times + ([take(value, slice(0, rest))] if rest else [])
         if isinstance(value, Tensor):
-            return torch.cat(parts)  # keeps the memory format, as indexing would not
+            return torch.cat(parts)  # Unlike indexing, this keeps the memory format.
         if isinstance(value, (list, tuple)):
             return type(value)(one for part in parts for one in part)
         return take(value, [row % layout.size for row in range(samples)])

@@ -1,7 +1,7 @@
-"""How much memory a run may use: as a user writes it, in bytes.
+"""The memory budget of a run, parsed from the user's `memory=` into bytes.
 
-`"20GiB"`, `"512 MiB"`, `"80%"` or `0.8` of what the device has, `"free"` for what is free on it
-now, or a number of bytes.
+It is `"20GiB"`, `"512 MiB"`, `"80%"` or `0.8` of the device's memory, `"free"` for its free memory,
+or a number of bytes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def parse_memory(
     held: int = 0,
     processes: int = 1,
 ) -> int:
-    """The bytes that a budget means on a device.
+    """Return the bytes of a memory budget on a device.
 
-    `total` stands for the device's memory where it is not this machine's. `held` is what the run
-    itself holds already (the model): it is in use, so not free, but it is part of the budget.
-    `processes` share what is free, or a fraction: the ranks of one machine share its main memory.
+    `total` replaces the device's memory if the device is not in this machine. `held` is what the
+    run itself already holds (the model): it is not free, but it is part of the budget. `processes`
+    divide free memory, or a fraction: the ranks of one machine share its main memory.
 
     >>> parse_memory("1.5GiB"), parse_memory("50%", total=1000), parse_memory(4096)
     (1610612736, 500, 4096)
@@ -78,7 +78,7 @@ def parse_memory(
 
 
 def is_share(memory: str) -> bool:
-    """Whether this is said of what a device has, and so means nothing without one.
+    """True if this budget is relative to a device's memory.
 
     >>> is_share("80%"), is_share("0.8"), is_share("free"), is_share("24GiB")
     (True, True, True, False)
@@ -94,14 +94,14 @@ def _fraction(part: float, memory: Memory, device: torch.device | str, total: in
 
 
 def sharing_processes(device: torch.device | str, ranks: int) -> int:
-    """How many processes of a run share this device's memory: torchrun's ranks share a CPU's."""
+    """Return the number of processes that share this device's memory (torchrun's, on a CPU)."""
     if ranks == 1 or torch.device(device).type != "cpu":
         return 1
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def device_memory(device: torch.device | str = "cpu") -> int:
-    """All memory of a device; on the CPU what this process may use of the machine's."""
+    """Return the total memory of a device; on the CPU, as much as this process may use."""
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -111,15 +111,15 @@ def device_memory(device: torch.device | str = "cpu") -> int:
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
-    """What a run could take on a device now, with what PyTorch has cached there."""
+    """Return the memory that a run could allocate now, including PyTorch's cache."""
     device = torch.device(device)
     if device.type == "cuda":
-        if device.index is None:  # torch asks for one in some of what follows
+        if device.index is None:  # Some of the calls below need an index.
             device = torch.device("cuda", torch.cuda.current_device())
         free, _ = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_allocated(device)
         found = int(free + torch.cuda.memory_reserved(device) - own)
-        # What torch.cuda.set_per_process_memory_fraction leaves, where torch can tell.
+        # Respect torch.cuda.set_per_process_memory_fraction, if this torch can report it.
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
         return min(found, max(0, int(share * device_memory(device)) - own))
     available = _available()
@@ -135,12 +135,12 @@ def _available() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
-        pass  # not Linux
+        pass  # Not Linux.
     return device_memory("cpu")
 
 
 def _control_group(name: str) -> int | None:
-    """A limit that a container sets; None where there is none."""
+    """Return a memory value of the container's control group, or None if there is none."""
     try:
         text = Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:

@@ -1,10 +1,10 @@
-"""What a prediction cannot know, measured in a small step: workspaces of convolutions, mostly.
+"""A measured correction of predictions, mostly for the workspaces of convolutions.
 
-A kernel's own scratch memory is no tensor, so a prediction misses it: little for transformers,
-a tenth for a small ResNet. It grows with the micro-batch, about in a straight line, so two smaller
-steps say it: within 3% for a ViT and 5% for CNNs on an H200 at up to four times the larger one;
-at eight times one CNN was 19% off. The steps leave nothing behind: buffers, random generators and
-gradients are as they were.
+A kernel's own scratch memory is not a tensor, so a prediction misses it: little for transformers,
+a tenth for a small ResNet. It grows about linearly with the micro-batch, so two smaller steps
+determine it. On an H200, at up to four times the larger step, this was within 3% for a ViT and 5%
+for CNNs; at eight times, one CNN was 19% off. Buffers, random generators and gradients are restored
+after the steps.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["Correction", "calibrate", "choose_on_device", "measure_step"]
 
 @dataclass(frozen=True)
 class Correction:
-    """What was measured beyond the prediction: `constant + per_sample × samples` bytes.
+    """The measured bytes beyond the prediction: `constant + per_sample × samples`.
 
-    Below zero too: a library that keeps smaller workspaces than was assumed.
+    It can be negative, if a library keeps smaller workspaces than assumed.
     """
 
     constant: float
@@ -40,7 +40,7 @@ class Correction:
     """The measured bytes beyond the prediction, by samples."""
 
     def __call__(self, samples: int, peak: int) -> int:
-        """A predicted peak put right."""
+        """Return the corrected peak."""
         return peak + round(self.constant + self.per_sample * samples)
 
 
@@ -53,19 +53,19 @@ def calibrate(
     samples: tuple[int, int] = (1, 2),
     static: Static = (),
 ) -> Correction:
-    """Measure two small steps on the model's device beside their predictions."""
+    """Measure two small steps on the model's device, and compare them with their predictions."""
     beyond: dict[int, int] = {}
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     for size in samples:
-        # Copied: a view would bring all of the batch it is cut from.
+        # Copy it: a view would hold the whole batch.
         micro = map_tensors(resize_batch(batch, size, static=static), torch.clone)
         used = measure_step(model, loss, micro, precision=precision)
         predicted = predict_peak(model, loss, micro, precision=precision).peak - held
-        # Of what is predicted only the libraries' workspaces may be missing.
+        # Of the predicted bytes, only the libraries' workspaces may turn out to be unused.
         beyond[size] = max(used - predicted, -CUDA_WORKSPACES)
     (small, low), (large, high) = sorted(beyond.items())[0], sorted(beyond.items())[-1]
     slope = max(0.0, (high - low) / (large - small)) if large > small else 0.0
-    # What grows faster than the micro-batch itself is a step, and no line.
+    # Growth faster than proportional to the micro-batch is a jump, not a slope.
     slope = min(slope, max(0.0, high) / large) if low > 0 else slope
     return Correction(high - slope * large, slope, beyond)
 
@@ -83,10 +83,10 @@ def choose_on_device(
     gradients: str = "device",
     noise: bool = False,
 ) -> Choice:
-    """`choose_micro_batch`, put right by what two smaller steps take on the model's device.
+    """Run `choose_micro_batch`, corrected by two smaller steps on the model's device.
 
-    The steps are a quarter and half of what was predicted to fit, so they do not run into the
-    wall. On the CPU nothing is measured: there the prediction is exact.
+    The steps are a quarter and half of the size that was predicted to fit, so that they do not run
+    out of memory. On the CPU nothing is measured: there the prediction is exact.
     """
     options: dict[str, Any] = {
         "budget": budget,
@@ -123,10 +123,10 @@ def measure_step(
     limit: int | None = None,
     then: Callable[[], None] | None = None,
 ) -> int:
-    """The bytes that two micro-batches like this one really add to what is there already.
+    """Run micro-batches like this one and return the bytes used beyond those already allocated.
 
-    No update is made; `then` is called where one would be, with the gradients there. On CUDA the
-    allocator says it, elsewhere the meter; there more than `limit` bytes raise
+    No update is made; `then` is called in its place, while the gradients exist. CUDA's allocator
+    gives the number; elsewhere the meter does, and more than `limit` bytes raise
     `torch.OutOfMemoryError`.
     """
     device = next(model.parameters()).device
@@ -141,7 +141,7 @@ def measure_step(
             torch.clear_autocast_cache()
             gc.collect()
             torch.cuda.empty_cache()
-            # cuBLAS keeps its workspaces once it has them; the prediction counts them as used.
+            # cuBLAS keeps its workspaces. Free them, because the prediction counts them as new.
             torch._C._cuda_clearCublasWorkspaces()
             start = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)

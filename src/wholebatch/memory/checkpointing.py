@@ -1,12 +1,12 @@
-"""Activation checkpointing for any model: its repeated blocks are computed again in the backward.
+"""Activation checkpointing for any model: its repeated blocks are recomputed in the backward.
 
 ```python
 blocks = repeated_blocks(model)          # ["blocks.0", "blocks.1", …]
-with_checkpoints(model, blocks)          # from now on each keeps only what goes into it
+with_checkpoints(model, blocks)          # from now on each keeps only its inputs
 ```
 
-The numbers do not change: torch's own checkpoint replays the random generators, and buffers that
-a block changes (BatchNorm's running statistics) are changed once, by the forward.
+The results do not change: torch's checkpoint replays the random generators, and buffers that a
+block changes (BatchNorm's running statistics) are changed once, by the forward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """The names of the blocks that a model is built of: the outermost modules of a repeated class.
+    """Return the names of a model's blocks: the outermost modules of a repeated class.
 
-    A transformer's layers, a ResNet's bottlenecks. A block has parts of its own, is no mere
-    container, and its class occurs at least twice; blocks inside blocks are not named. Two towers,
-    or an encoder and a decoder, that are stacks of blocks themselves do not count as blocks.
+    For example a transformer's layers or a ResNet's bottlenecks. A block has submodules, is not
+    just a container, and its class occurs at least twice. Blocks inside blocks are not named. Two
+    towers, or an encoder and a decoder, that are stacks of blocks themselves are not blocks.
 
     >>> layer = lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True)
     >>> repeated_blocks(nn.Sequential(layer(), layer(), nn.Linear(8, 8)))
@@ -66,7 +66,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether more than two blocks of one class follow each other in it."""
+    """True if the module contains a sequence with more than two blocks of one class."""
     for inside in module.modules():
         if isinstance(inside, nn.ModuleList | nn.Sequential):
             kinds = Counter(_class_of(one) for one in inside if _is_block(one))
@@ -76,10 +76,10 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> list[str]:
-    """Let these blocks (default: all repeated ones) keep only their inputs; returns their names.
+    """Checkpoint these blocks (default: all repeated ones) and return their names.
 
-    Names, parameters and `state_dict` stay as they are; `without_checkpoints` undoes it. A block
-    that is checkpointed already is left alone.
+    Names, parameters and `state_dict` do not change; `without_checkpoints` undoes it. A block that
+    is already checkpointed is left alone.
     """
     names = repeated_blocks(model) if blocks is None else list(blocks)
     if not names:
@@ -94,8 +94,8 @@ def with_checkpoints(model: nn.Module, blocks: Iterable[str] | None = None) -> l
             raise OptionError(f"blocks: {type(model).__name__} has no module named {name!r}")
     for name in names:
         if not is_checkpointed(modules[name]):
-            # A subclass, as FSDP2 makes one: it is copied, moved and saved like the original,
-            # where a replaced `forward` would drag the original along.
+            # Make a subclass, as FSDP2 does. It is copied, moved and saved like the original; a
+            # replaced `forward` would keep a reference to the original.
             modules[name].__class__ = _checkpointed(type(modules[name]))
     return names
 
@@ -109,7 +109,7 @@ def without_checkpoints(model: nn.Module) -> None:
 
 @contextmanager
 def checkpointed(model: nn.Module, blocks: Iterable[str] | None = None) -> Iterator[list[str]]:
-    """`with_checkpoints` for as long as this is entered."""
+    """Apply `with_checkpoints` within this context."""
     before = {id(module) for module in model.modules() if is_checkpointed(module)}
     try:
         yield with_checkpoints(model, blocks)
@@ -120,12 +120,12 @@ def checkpointed(model: nn.Module, blocks: Iterable[str] | None = None) -> Itera
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether `with_checkpoints` is in force for this very module."""
+    """True if `with_checkpoints` has been applied to this module itself."""
     return isinstance(module, _Checkpointed)
 
 
 class _Checkpointed(nn.Module):
-    """What a checkpointed block's class has besides that of the block."""
+    """The mixin that checkpoints the calls of a block."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -159,12 +159,12 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 def _without_caches(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without a cache of keys and values, which a second forward would write again.
+    """Return the arguments without key-value caches, which the recomputation would write again.
 
-    Models of transformers make one in every forward, and training does not read it. One that came
-    with something in it (a learned prefix) is a part of the model.
+    Models of transformers make an empty cache in every forward, and training does not read it. A
+    cache that is not empty (a learned prefix) is part of the model, and is refused.
     """
-    if getattr(module, "_can_checkpoint_with_cache", False):  # it only reads
+    if getattr(module, "_can_checkpoint_with_cache", False):  # It only reads the cache.
         return args, kwargs
     caches = [one for one in (*args, *kwargs.values()) if _is_cache(one)]
     if any(one.get_seq_length() > 0 for one in caches):
@@ -185,14 +185,14 @@ def _is_cache(value: Any) -> bool:
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Let a second forward leave the buffers as the first one did."""
+    """Restore the buffers after a recomputation: the first forward has already changed them."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
         for buffer, value in before:
-            # Through `.data`: the graph has just saved these buffers, and would refuse to use
-            # them if their version moved.
+            # Use `.data`: the graph has just saved these buffers, and autograd would raise if
+            # their version changed.
             buffer.data.copy_(value)
 
 

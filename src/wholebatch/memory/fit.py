@@ -1,7 +1,7 @@
-"""When a micro-batch of one does not fit: what would make it fit, by how much, and doing it.
+"""Ways to make a micro-batch of one sample fit, their predicted peaks, and applying them.
 
-The ladder of the field, cheapest first: compute in 16 bits, compute activations again, shard the
-model over devices. The first two can be applied here; sharding is another way of running.
+The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep gradients
+on the host, shard the model over devices. All but sharding can be applied here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_DEVICES = 1024
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to need less memory, and what one sample would then need."""
+    """One way to save memory, and the peak of one sample with it."""
 
     what: str
     peak: int
@@ -44,19 +44,19 @@ class Rung:
     checkpoints: bool
     devices: int = 1
     gradients: str = "device"
-    """Where the gradients go; only ways that make the same update are tried."""
+    """The place of the gradients; only ways that make the same update are tried."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was applied so that the model fits, and the micro-batch that it then takes."""
+    """The changes that make the model fit, and the micro-batch that then fits."""
 
     choice: Choice
     precision: str
     blocks: list[str]
     """The blocks that are checkpointed from now on; empty if that was not needed."""
     gradients: str = "device"
-    """Where the gradients are to go: "host" if nothing else was enough."""
+    """The place of the gradients: "host" if nothing else was enough."""
 
 
 def fit(
@@ -71,13 +71,11 @@ def fit(
     device: torch.device | str | None = None,
     static: Static = (),
 ) -> Fit:
-    """Make one sample fit, by bf16 autocast, checkpointing and sums on the host, in this order.
+    """Make one sample fit, then choose the micro-batch.
 
-    Then choose the micro-batch.
-
-    Nothing is applied that is not needed. Checkpointing changes the model's blocks (not its
-    numbers); the precision is returned for whoever runs the model. If nothing helps, an
-    OptionError says what each would give.
+    It tries bf16 autocast, checkpointing and gradients on the host, in this order, and applies only
+    what is needed. Checkpointing changes the model's blocks, but not its results. The caller must
+    apply the returned precision. If nothing helps, an OptionError lists the peak of each way.
     """
 
     rungs = ladder(
@@ -120,9 +118,9 @@ def ladder(
     lowers: bool = True,
     sharding: Sharding | None = None,
 ) -> list[Rung]:
-    """What a micro-batch like `sample` needs as things are, and on each rung below.
+    """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
 
-    With `lowers=False` the precision stays as it is. `sharding` is how the model is spread already.
+    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding.
     """
 
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
@@ -141,7 +139,7 @@ def ladder(
         best = predict(lower)
         rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))
     blocks = _blocks_to_checkpoint(model)
-    # Where 16-bit copies of the weights outweigh what is saved, checkpointing alone comes first.
+    # If the 16-bit copies of the weights cost more than they save, try checkpointing alone first.
     alone = [None] if lower is None or best.peak >= as_is.peak else []
     for also in [*alone, *([lower] if lower else [])] if blocks else []:
         with checkpointed(model, blocks):
@@ -152,7 +150,7 @@ def ladder(
         best = min(best, as_is, found, key=lambda one: one.peak)
     if sharding is not None:
         return rungs
-    if target.type == "cuda":  # with all of the above; the host is slower than any of it
+    if target.type == "cuda":  # The host is slower than the other ways, so combine it with them.
         last = rungs[-1]
         around: AbstractContextManager[object] = nullcontext()
         if last.checkpoints:
@@ -171,7 +169,7 @@ def ladder(
 
 
 def refusal(rungs: list[Rung], budget: int) -> str:
-    """One sentence for a budget that one sample does not fit."""
+    """Return the error message for a budget that one sample does not fit."""
     first, *others = rungs
     said = [
         f"{rung.what} {bytes_said(rung.peak)}{' (fits)' if rung.fits else ''}" for rung in others
@@ -186,7 +184,7 @@ def refusal(rungs: list[Rung], budget: int) -> str:
 
 
 def lower_precisions(model: torch.nn.Module, precision: str) -> list[str]:
-    """Precisions that may need less: autocast gains nothing where parameters are 16-bit."""
+    """Return precisions that may need less memory; none if the parameters are 16-bit already."""
     is_wide = any(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     return ["bf16"] if precision in ("full", "fp32") and is_wide else []
 
@@ -197,7 +195,10 @@ def _blocks_to_checkpoint(model: torch.nn.Module) -> list[str]:
 
 
 def _sharded(prediction: Prediction, devices: int) -> int:
-    """Parameters, gradients and optimizer state divided; the gathered layer is not counted."""
+    """Return the peak with parameters, gradients and optimizer state divided over the devices.
+
+    The layer that FSDP gathers is not counted.
+    """
     shared = sum(prediction.by_category[name] for name in _SHARDED)
     return prediction.peak - shared + -(-shared // devices)
 

@@ -1,11 +1,11 @@
-"""The bytes that are alive now and were alive at the peak, by category: one entry per storage.
+"""Live bytes now and at the peak, by category, with one entry per storage.
 
-Memory belongs to storages, not to tensors: views share one, and a storage outlives the tensor it
-was made for as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. The ledger
-therefore counts each storage once, from the moment it is first seen until it dies.
+Memory belongs to storages, not to tensors. Views share a storage, and it outlives its first tensor
+as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. So the ledger counts each
+storage once, from the moment it is first seen until it is freed.
 
-Storages are known by identity and watched by weak reference. Addresses are no identity: an
-allocator hands the same `data_ptr` out again within microseconds.
+Storages are identified by object and tracked by weak reference. Addresses do not identify them: an
+allocator reuses the same `data_ptr` within microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["CATEGORIES", "Ledger", "Record", "storages_of"]
 
 
 class Record:
-    """One storage: how many bytes, what for, and when it was first seen."""
+    """One storage: its bytes, its category, and when it was first seen."""
 
     __slots__ = ("born", "category", "is_given", "nbytes", "ref")
 
@@ -34,7 +34,7 @@ class Record:
 
 
 class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that carries what its callback needs, so that no closure is made for it."""
+    """A weak reference that carries the data of its callback, so that it needs no closure."""
 
     __slots__ = ("key", "record")
     key: int
@@ -42,33 +42,33 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 class Ledger:
-    """Live storages, the peak of their sum, what it was made of, and the largest new storage.
+    """The live storages, the peak of their sum with its records, and the largest new storage.
 
-    A storage's category may become known long after its birth (a tensor turns out to be a saved
-    activation when the backward begins, or a gradient when the backward has ended), so the peak is
-    remembered as the set of records that were alive at it, not as numbers by category.
+    The category of a storage may become known late: a tensor turns out to be a saved activation
+    when the backward begins, or a gradient when it has ended. So the peak is kept as the set of
+    records that were alive then, not as numbers by category.
     """
 
     def __init__(self, *, granule: int = 1) -> None:
         self.current = 0
-        self.given = 0  # of `current`: what was there before, and was first seen as an input
+        self.given = 0  # The part of `current` that was first seen as an input.
         self.peak = 0
         self.largest = 0
         self.clock = 0
         self._granule = granule
-        self.live: dict[int, Record] = {}  # by the storage's own address
+        self.live: dict[int, Record] = {}  # By the address of the storage object.
         self._peak_at = 0
-        # Alive at the peak, dead since: without them the peak could not be told by category.
+        # Alive at the peak and freed since. They are needed to split the peak by category.
         self._dead_since_peak: list[Record] = []
 
     def see(self, storage: torch.UntypedStorage, category: str) -> Record:
-        """The record of a storage, made with this category if the storage is new."""
+        """Return the record of a storage; a new storage gets this category."""
         key = storage._cdata
         record = self.live.get(key)
         if record is not None:
             if record.nbytes == self._rounded(storage.nbytes()):
                 return record
-            category = record.category  # another size: the old one is gone, but may be the peak's
+            category = record.category  # Resized: end the old record, which may be in the peak.
             if record.ref is not None:
                 self._died(record.ref)
         self.clock += 1
@@ -85,22 +85,22 @@ class Ledger:
         return record
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size than before; one that was never seen is not counted."""
+        """Update the size of a storage; ignore one that was never seen."""
         record = self.live.get(storage._cdata)
         if record is not None:
             self.see(storage, record.category)
 
     def reset_peak(self) -> None:
-        """Forget the peak: from now on it is the most that is alive from here on."""
+        """Reset the peak to the bytes that are alive now."""
         self.peak = self.current
         self.largest = 0
         self._peak_at = self.clock
         self._dead_since_peak.clear()
 
     def since(self, born: int) -> Iterator[Record]:
-        """The live records that were first seen after `born`, youngest first."""
-        # A dict keeps the order of insertion, so this touches only what is asked for. The list is
-        # needed because a collection of garbage may end a storage while the caller iterates.
+        """Return the live records that were first seen after `born`, youngest first."""
+        # A dict keeps insertion order, so this visits only the young records. Copy them to a list:
+        # garbage collection may free a storage while the caller iterates.
         young: list[Record] = []
         for record in reversed(self.live.values()):
             if record.born <= born:
@@ -109,11 +109,11 @@ class Ledger:
         return iter(young)
 
     def current_by_category(self) -> dict[str, int]:
-        """Live bytes now, by category; every category is there, also those with nothing in it."""
+        """Return the live bytes now, by category, with 0 for empty ones."""
         return _by_category(list(self.live.values()))
 
     def peak_by_category(self) -> dict[str, int]:
-        """The bytes that were alive at the peak, by category; they add up to `peak`."""
+        """Return the bytes alive at the peak, by category; they add up to `peak`."""
         at_peak = [r for r in list(self.live.values()) if r.born <= self._peak_at]
         return _by_category(at_peak + self._dead_since_peak)
 
@@ -148,7 +148,7 @@ def _by_category(records: list[Record]) -> dict[str, int]:
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages behind a tensor: one for a plain tensor, several for a sparse or wrapped one."""
+    """Return the storages of a tensor: one if it is plain, several if sparse or wrapped."""
     parts = _parts_of(tensor)
     if parts is None:
         return [tensor.untyped_storage()]
@@ -156,12 +156,12 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """The inner tensors of a tensor that owns no storage itself; None for one that does."""
+    """Return the inner tensors of a tensor, or None if it has a storage itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names, _ = flatten()
         parts = (getattr(tensor, name) for name in names)
-        return [part for part in parts if isinstance(part, torch.Tensor)]  # not DTensor's mesh
+        return [part for part in parts if isinstance(part, torch.Tensor)]  # Skip DTensor's mesh.
     layout = tensor.layout
     if layout is torch.strided:
         return None
@@ -171,4 +171,4 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # an opaque layout (MKL-DNN): its bytes are not reachable from Python
+    return []  # An opaque layout (MKL-DNN): Python cannot reach its bytes.

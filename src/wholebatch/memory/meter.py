@@ -1,4 +1,4 @@
-"""What a step really used: live tensor bytes on the CPU, the allocator and the driver on CUDA.
+"""The measured memory of a step: live tensor bytes, and on CUDA the allocator and the driver.
 
 ```python
 with MemoryMeter(model=model, optimizer=optimizer) as meter:
@@ -8,8 +8,8 @@ meter.peak                 # bytes
 meter.peak_by_category     # {"parameters": …, "gradients": …, "activations": …, …}
 ```
 
-The meter watches every operation (a dispatch mode), so it also works under fake tensors, where
-nothing is computed: that is how `memory.predict` predicts.
+The meter is a dispatch mode that sees every operation. It also works with fake tensors, which
+compute nothing: `memory.predict` uses it that way.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ __all__ = [
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of live tensors while it is entered, exactly, by category.
+    """An exact count of the bytes of live tensors, by category, while the context is entered.
 
     - parameters, buffers: of `model`
-    - gradients: what `p.grad` holds after a backward
-    - optimizer state: what `optimizer.state` holds
+    - gradients: held by `p.grad` after a backward
+    - optimizer state: held by `optimizer.state`
     - activations: made by a forward (or by recomputing a checkpointed block) and still alive when
       the backward that needs them begins
-    - temporaries: everything else that was made while the meter was on
-    - inputs: everything that was there before and was used: the batch, constants, other models
-    - communication: what a prediction knows to be a bucket of gradients on its way to other ranks
+    - temporaries: everything else that was made under the meter
+    - inputs: tensors made before and used under the meter: the batch, constants, other models
+    - communication: buckets of gradients for other ranks, in a prediction
 
-    Only tensors on `device` count (default: where the model is). `limit` makes a run under the
-    meter raise `torch.OutOfMemoryError` as soon as more bytes than that are alive, as a device of
-    that size would; inputs do not count towards it, because on a device only the micro-batch is
-    there, and here it is a view of all of the user's batch. `granule` rounds each storage up, as
-    CUDA's allocator does (512).
+    Only tensors on `device` count (default: the model's). With `limit`, a run under the meter
+    raises `torch.OutOfMemoryError` as soon as more bytes than that are alive, as a device of that
+    size would. Inputs do not count towards it: a device holds only the micro-batch, which here is a
+    view of the user's whole batch. `granule` rounds each storage up, as CUDA's allocator does
+    (512).
 
-    What a kernel allocates inside itself and frees before it returns is not seen.
+    Memory that a kernel allocates and frees before it returns is not seen.
     """
 
     def __init__(
@@ -74,46 +74,46 @@ class MemoryMeter(TorchDispatchMode):
         self._forward_began = 0
         self._recompute_began: int | None = None
 
-    # What was used
+    # Results
 
     @property
     def current(self) -> int:
-        """Live bytes now."""
+        """The bytes that are alive now."""
         return self._ledger.current
 
     @property
     def peak(self) -> int:
-        """The most bytes that were alive at one moment."""
+        """The largest number of bytes alive at one moment."""
         return self._ledger.peak
 
     @property
     def largest(self) -> int:
-        """The largest single storage that was made since the start or `reset_peak`."""
+        """The bytes of the largest storage made since the start or `reset_peak`."""
         return self._ledger.largest
 
     @property
     def current_by_category(self) -> dict[str, int]:
-        """Live bytes now, by category."""
+        """The bytes that are alive now, by category."""
         self._mark_known()
         return self._ledger.current_by_category()
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """What the peak was made of; the values add up to `peak`."""
+        """The bytes alive at the peak, by category; they add up to `peak`."""
         self._mark_known()
         return self._ledger.peak_by_category()
 
     def reset_peak(self) -> None:
-        """Let the peak start again from what is alive now."""
+        """Reset the peak to the bytes that are alive now."""
         self._mark_known()
         self._ledger.reset_peak()
 
     def note_largest(self, nbytes: int) -> None:
-        """Count a storage that was made before the peak was reset among the largest."""
+        """Include a storage that was made before `reset_peak` in `largest`."""
         self._ledger.largest = max(self._ledger.largest, nbytes)
 
     def mark(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say what tensors are for that no model or optimizer holds, such as gradient buffers."""
+        """Set the category of tensors outside the model and optimizer, such as gradient buffers."""
         if category not in CATEGORIES:
             raise ValueError(f"category={category!r}: must be one of {', '.join(CATEGORIES)}")
         for tensor in tensors:
@@ -122,7 +122,7 @@ class MemoryMeter(TorchDispatchMode):
                 for storage in storages_of(tensor):
                     self._ledger.see(storage, category).category = category
 
-    # How it watches
+    # Counting
 
     def __enter__(self) -> MemoryMeter:
         if self._model is not None:
@@ -178,7 +178,7 @@ class MemoryMeter(TorchDispatchMode):
     def _see(self, values: Iterable[Any], category: str) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
-                # A fake tensor's `.device` is an operation of its own, and would double the cost.
+                # A fake tensor's `.device` is dispatched as an operation, which is slow.
                 device = getattr(value, "fake_device", None) or value.device
                 if device.type == self._device_type:
                     for storage in storages_of(value):
@@ -187,9 +187,9 @@ class MemoryMeter(TorchDispatchMode):
                 self._see(value, category)
 
     def _follow(self, *, in_backward: bool, recomputing: bool) -> None:
-        """Notice where forward, backward and recomputation begin and end."""
+        """Detect where forward, backward and recomputation begin and end."""
         if in_backward and not self._in_backward:
-            # What the forward made and still lives now lives for the backward.
+            # Tensors of the forward that are still alive are kept for the backward.
             self._mark_known()
             self._mark_activations(since=self._forward_began)
         elif self._in_backward and not in_backward:
@@ -225,13 +225,13 @@ class MemoryMeter(TorchDispatchMode):
 
 
 _LEDGERS: list[Ledger] = []
-"""Those of the meters that are on."""
+"""The ledgers of the active meters."""
 
 
 def _watch_sizes(ledger: Ledger) -> None:
-    """Tell the ledger of storages that get another size, which no operation shows.
+    """Report resized storages to the ledger: a resize is not a dispatched operation.
 
-    So FSDP2 frees its gathered parameters, and a window in lock-step what it sends to the host.
+    FSDP2 frees its gathered parameters this way, and lock-step frees what it sends to the host.
     """
     _LEDGERS.append(ledger)
     torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
@@ -240,7 +240,7 @@ def _watch_sizes(ledger: Ledger) -> None:
 def _unwatch_sizes(ledger: Ledger) -> None:
     _LEDGERS.remove(ledger)
     if not _LEDGERS:
-        del torch.UntypedStorage.resize_  # the base class's own is there again
+        del torch.UntypedStorage.resize_  # This uncovers the method of the base class.
 
 
 def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
@@ -271,21 +271,23 @@ def _device_type(model: torch.nn.Module | None, device: torch.device | str | Non
 
 @dataclass(frozen=True)
 class CudaPeak:
-    """The most that CUDA memory was used for, from three places that see different things."""
+    """The peak of CUDA memory, from three sources that count different things."""
 
     allocated: int
     """Bytes of live tensors at the allocator's peak, rounded to its blocks."""
 
     reserved: int
-    """Bytes the allocator had taken from the driver at its peak: fragmentation included."""
+    """Bytes that the allocator had reserved at its peak, including fragmentation."""
 
     device_used: int
-    """Bytes in use on the whole device now, as the driver says: the CUDA context, libraries'
-    workspaces, graph pools, and other processes as well."""
+    """Bytes in use on the whole device now, by the driver's count.
+
+    This includes the CUDA context, libraries' workspaces, graph pools and other processes.
+    """
 
 
 def cuda_peak(device: torch.device | str | int | None = None) -> CudaPeak:
-    """What CUDA's allocator and driver say about memory since `reset_cuda_peak` (or the start)."""
+    """Return the peak of CUDA memory since `reset_cuda_peak` (or the start)."""
     free, total = torch.cuda.mem_get_info(device)
     return CudaPeak(
         allocated=torch.cuda.max_memory_allocated(device),
@@ -295,10 +297,10 @@ def cuda_peak(device: torch.device | str | int | None = None) -> CudaPeak:
 
 
 def peak_with_recordings(device: torch.device) -> int:
-    """The allocator's peak of live tensors, and what replays of CUDA graphs use beside it.
+    """Return the allocator's peak of live tensors plus the memory that CUDA graph replays use.
 
-    A recording keeps its activations' memory in a pool of its own, where the allocator counts no
-    live tensor when it is replayed.
+    A CUDA graph keeps its activations in a pool of its own. The allocator counts no live tensors
+    there during a replay.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     idle: int = sum(
@@ -310,5 +312,5 @@ def peak_with_recordings(device: torch.device) -> int:
 
 
 def reset_cuda_peak(device: torch.device | str | int | None = None) -> None:
-    """Let CUDA's peaks start again from what is alive now."""
+    """Reset CUDA's peaks to the current values."""
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,6 +1,6 @@
-"""How a model and a batch would fit a device: peaks over sizes, the choice, and what would change.
+"""A plan of how a model and a batch fit a device: peaks by size, the choice, and alternatives.
 
-Everything here is predicted; nothing needs the device, nor the bytes of the model.
+Everything here is predicted. It needs neither the device nor memory for the model.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Plan", "Point", "Variant", "make_plan"]
 
 
 _POINTS = 4
-"""So many sizes show a line and where it bends; each takes a prediction."""
+"""The number of sizes to predict: enough to show a line and its bend."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one micro-batch size needs on every device."""
+    """The memory that one micro-batch size needs on every device."""
 
     micro_batch: int
     peak: int
@@ -40,23 +40,23 @@ class Point:
 
 @dataclass(frozen=True)
 class Variant:
-    """The same model, run in another way: what it needs at one size, and how far it would go."""
+    """Another way to run the model: its peak at one size, and about the largest size that fits."""
 
     precision: str
     checkpointing: bool
     micro_batch: int
     peak: int
     about: int
-    """The micro-batch that would fit, read off a line through two predictions; 0: not even one."""
+    """The micro-batch that would fit, from a line through two predictions; 0 if none does."""
     gradients: str = "device"
-    """Where the gradients go; `"moments"` is the one that makes another update."""
+    """The place of the gradients; only `"moments"` makes a different update."""
     sync: str | None = None
-    """When a sharded model reduces its gradients: "hold" or "every"."""
+    """The time at which a sharded model reduces its gradients: "hold" or "every"."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A batch on devices: micro-batch × steps × ranks = global batch."""
+    """The plan for a batch on devices: micro-batch × steps × ranks = global batch."""
 
     batch_size: int
     ranks: int
@@ -64,19 +64,19 @@ class Plan:
     precision: str
     points: tuple[Point, ...]
     micro_batch: int | None
-    """The recommended one: of all that need this number of steps, the one that makes them even.
-    None: not even one sample fits; `rungs` says what would help."""
+    """The recommended size: among those with this number of steps, the one that makes them even.
+    None if not even one sample fits; `rungs` then lists what would help."""
     largest: int | None
-    """The largest that fits."""
+    """The largest size that fits."""
     steps: int
     variants: tuple[Variant, ...]
     rungs: tuple[Rung, ...]
     seconds: float
     sync: str | None = None
-    """When a sharded model reduces its gradients; None: it is not sharded."""
+    """The time at which a sharded model reduces its gradients; None if it is not sharded."""
 
     def arithmetic(self) -> str:
-        """One line, as it is printed before a training begins."""
+        """Return the arithmetic of the batch as one line, to print before training begins."""
         if self.micro_batch is None:
             return "no micro-batch fits"
         per_rank = -(-self.batch_size // self.ranks)
@@ -92,7 +92,7 @@ class Plan:
 
 
 class _Peaks:
-    """Predictions for one way of running, each made once."""
+    """Cached predictions for one way of running."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ def make_plan(
 ) -> Plan:
     """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each.
 
-    With `sync`, FSDP2 shards the model over them, block by block: `"hold"` keeps whole gradients
-    until the last micro-batch, `"every"` slices of them. Else each device has all of the model.
+    With `sync`, FSDP2 shards the model over them block by block: `"hold"` keeps whole gradients
+    until the last micro-batch, `"every"` keeps slices. Otherwise each device holds the whole model.
     """
     for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
         if value < 1:
@@ -161,19 +161,19 @@ def make_plan(
                 precision=precision,
                 micro_batches=1 if size == most else 2,
                 gradients=gradients,
-                # Data-parallel ranks send buckets of gradients while the last backward runs.
+                # Data-parallel ranks all-reduce buckets of gradients during the last backward.
                 reduction="overlap" if ranks > 1 and sharding is None else None,
                 sharding=sharding,
             )
 
         return _Peaks(predict, target, budget=budget)
 
-    # One group for all predictions, so that they can share copies of the model.
+    # Use one group for all predictions, so that they can share copies of the model.
     with nullcontext() if sharding is None else pretended_ranks(ranks):
         here = peaks(precision)
         chosen = largest_fitting(here.need, budget=budget, most=most)
         fits = here.need(chosen) <= budget
-        # For the picture a few powers of two, up to the first size that is known not to fit.
+        # For the plot, add a few powers of two, up to the first size that does not fit.
         beyond = min((size for size in here.made if here.need(size) > budget), default=most + 1)
         size = 1
         while size < beyond and len(here.made) < _POINTS:
@@ -233,7 +233,7 @@ def make_plan(
 
 
 def _shown(made: dict[int, Prediction], even: int, largest: int) -> list[int]:
-    """Powers of two, the choice, the largest, and what lies just beyond it."""
+    """Return the sizes to show: powers of two, the choice, the largest, and the next above it."""
     beyond = min((size for size in made if size > largest), default=largest)
     return sorted(s for s in made if s & (s - 1) == 0 or s in (even, largest, beyond))
 
@@ -263,7 +263,7 @@ def _variants(
 
 
 def _elsewhere(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """The other ways to keep gradients; two of them need Adam's moments (AdamW is a kind of it)."""
+    """Return the other ways to keep gradients; two need Adam's moments (AdamW is a subclass)."""
     adam = isinstance(optimizer, torch.optim.Adam)
     return ("host", "swap", "release", "moments") if adam else ("host", "release")
 
@@ -278,10 +278,10 @@ def _variant(
     gradients: str = "device",
     like: _Peaks | None = None,
 ) -> Variant:
-    """`like`: a way whose peak grows with the size by as much."""
+    """Build a variant from its peaks. `like` has the same slope and saves a prediction."""
     high = known.need(at)
     low = known.need(1) if like is None else high - like.need(at) + like.need(1)
-    low = known.need(1) if low > budget else low  # nobody is told by a guess that nothing fits
+    low = known.need(1) if low > budget else low  # Never report "nothing fits" from an estimate.
     slope = max(1.0, (high - low) / max(1, at - 1))
     about = 0 if low > budget else min(most, 1 + int((budget - low) / slope))
     return Variant(precision, checkpointing, at, known.at(at).peak, about, gradients)

@@ -6,7 +6,7 @@ prediction.peak, prediction.by_category["activations"]
 ```
 
 A whole window (forward and backward of the micro-batches, the update) runs on fake tensors, which
-have shapes but no bytes, under the same meter that counts a real run. On the CPU the two agree to
+have shapes but no data, under the same meter that counts a real run. On the CPU the two agree to
 the byte.
 """
 
@@ -39,27 +39,29 @@ __all__ = [
 ]
 
 _ENOUGH_IN_LOCK_STEP = 3
-"""Micro-batches in lock-step that are really looked at; from there on each adds the same."""
+"""The number of lock-step micro-batches to simulate; each further one adds the same bytes."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The bytes that a training step will have alive at its peak, and what they are for."""
+    """The predicted peak of a training step in bytes, and its parts by category."""
 
     peak: int
     by_category: dict[str, int]
     seconds: float
-    """How long the prediction took."""
+    """The time that the prediction took."""
     largest: int = 0
-    """The largest single piece that the step asks for. An allocator that cannot move memory needs
-    room for one more of these: what is free is in pieces."""
+    """The largest single allocation of the step.
+
+    Free memory is fragmented, so an allocator needs room for one more of these.
+    """
 
 
 class Predictor:
-    """Predictions for one model, loss and optimizer: the second costs less than the first.
+    """Predictions for one model, loss and optimizer; later ones are faster than the first.
 
-    The optimizer, and the model but for checkpointing of its blocks, must stay as they are.
-    `device` is where the steps would run (default: where the model is).
+    The model and the optimizer must not change, except for checkpointing of the model's blocks.
+    `device` is where the steps would run (default: the model's device).
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Predictor:
         noise: bool = False,
         sharding: Sharding | None = None,
     ) -> Prediction:
-        """What `predict_peak` says for micro-batches like `batch`."""
+        """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s."""
         if micro_batches < 1:
             raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
         check_gradients(gradients)
@@ -101,10 +103,10 @@ class Predictor:
             precision=precision,
             first=first,
             lock_step=lock_step,
-            # What has left the device is reduced a bucket at a time, at the close.
+            # Gradients off the device are reduced one bucket at a time, at the close.
             reduction=reduction if gradients == "device" else None,
             gradients=gradients,
-            noise=noise and gradients == "device",  # else it is not measured
+            noise=noise and gradients == "device",  # Otherwise noise is not measured.
             sharding=sharding,
         )
 
@@ -113,7 +115,7 @@ class Predictor:
                 return self._rehearsal.run(batch, replace(way, micro_batches=count))
 
         if lock_step is None:
-            ran = run(min(micro_batches, 2))  # the third finds what the second did
+            ran = run(min(micro_batches, 2))  # The third starts from the same state as the second.
         elif micro_batches <= _ENOUGH_IN_LOCK_STEP:
             ran = run(micro_batches)
         else:
@@ -144,22 +146,22 @@ def predict_peak(
     noise: bool = False,
     sharding: Sharding | None = None,
 ) -> Prediction:
-    """The peak of a training step with micro-batches like `batch`, as (bytes, by category).
+    """Predict the peak of a training step with micro-batches like `batch`.
 
-    The step is one of a run that goes on: the optimizer's state is there already (`first=True`
-    asks for the first step instead, which makes it). From the second micro-batch on, gradients
-    are there while the next forward and backward run, so two stand for any larger number.
+    The step is one in the middle of a run: the optimizer's state exists already (`first=True` asks
+    for the first step, which creates it). From the second micro-batch on, gradients exist during
+    forward and backward, so two micro-batches stand for any larger number.
 
-    `lock_step` says what is held of micro-batches that meet at every BatchNorm ("graphs",
-    "inputs"); all `micro_batches` then count. `reduction` adds the buckets in which data-parallel
-    ranks sum their gradients: "overlap" in the last backward, or "after" it. `gradients` says where
-    they go, as `WholeBatch` has it ("host" gains nothing where the host is the device). `noise`
-    counts what a window holds in which the gradient noise scale is measured. `sharding` is for one
-    rank of several among which FSDP2 shards the model.
+    `lock_step` is what micro-batches that meet at every BatchNorm hold ("graphs", "inputs"); all
+    `micro_batches` then count. `reduction` adds the buckets in which data-parallel ranks sum their
+    gradients: "overlap" in the last backward, or "after" it. `gradients` is their place, as in
+    `WholeBatch` ("host" saves nothing if the device is the CPU). `noise` adds the memory of a
+    window that measures the gradient noise scale. `sharding` predicts one rank of a model sharded
+    by FSDP2.
 
-    The model may live on any device, also `meta`; it is neither run nor changed. `device` is
-    where the step would run (default: where the model is). For a CUDA device that this machine
-    does not have, the CPU's operations are counted with CUDA's block sizes.
+    The model may be on any device, also `meta`; it is neither run nor changed. `device` is where
+    the step would run (default: the model's device). For a CUDA device that this machine lacks,
+    the CPU's operations are counted with CUDA's block sizes.
     """
     return Predictor(model, loss, optimizer=optimizer, device=device).peak(
         batch,
@@ -175,7 +177,7 @@ def predict_peak(
 
 
 def _continued(before: Ran, last: Ran, more: int) -> Ran:
-    """Each further micro-batch in lock-step adds what the last one added; the step is the same."""
+    """Extrapolate to `more` lock-step micro-batches, each adding as much as the last one."""
     adding = {
         name: size + more * (size - before.adding[name]) for name, size in last.adding.items()
     }
@@ -183,7 +185,7 @@ def _continued(before: Ran, last: Ran, more: int) -> Ran:
 
 
 def target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where the step is to run: as asked, or where the model is; a meta model would be on a CPU."""
+    """Return the device of the step: as given, else the model's; the CPU for a meta model."""
     if device is not None:
         return torch.device(device)
     for tensor in (*model.parameters(), *model.buffers()):

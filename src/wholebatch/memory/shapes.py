@@ -1,11 +1,10 @@
-"""What an operation makes of fake tensors, remembered: a deep model asks the same again and again.
+"""A cache of the results of operations on fake tensors.
 
-A fake tensor has no numbers, so the shapes, strides, dtypes and aliases that come out of an
-operation follow from those that go in and from its other arguments. Asking torch takes a tenth of
-a millisecond or more; a transformer of 16 equal layers has 16 times the same question, for every
-micro-batch and way of running. An answer is used again only where nothing else could matter:
-everything with a value in it (constants), of an unusual layout, or that answers with numbers goes
-to torch every time.
+A fake tensor has no data, so the shapes, strides, dtypes and aliases of an operation's results
+follow from those of its inputs and from its other arguments. Asking torch takes 0.1 ms or more, and
+a transformer of 16 equal layers asks the same question 16 times, for every micro-batch and way of
+running. A result is reused only if nothing else can matter. Tensors with a constant value, unusual
+layouts and operations that return numbers go to torch every time.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 __all__ = ["NOT_LOOKED_AT", "Shapes"]
 
 _MOST = 1 << 14
-"""Answers that are kept; a model asks some hundred different questions for each size."""
+"""The number of cached answers; a model asks some hundred different questions for each size."""
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A new tensor with a storage of its own."""
+    """A new tensor with its own storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -35,7 +34,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor over the storage of an argument."""
+    """A tensor on the storage of an argument."""
 
     of: int
     shape: tuple[int, ...]
@@ -57,18 +56,18 @@ _Part: TypeAlias = _Made | _View | _Same | None
 
 @dataclass(frozen=True)
 class _Answer:
-    """What comes out: one tensor, or a sequence of a type."""
+    """The result of an operation: one tensor, or a sequence of this type."""
 
     parts: tuple[_Part, ...]
     sequence: type | None
 
 
 _ANSWERS: dict[Any, _Answer | None] = {}
-"""None: not to be remembered."""
+"""The cached answers; None marks a question whose answer must not be reused."""
 
 
 class Shapes:
-    """Answers for the tensors of one fake mode."""
+    """Cached results for the tensors of one fake mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -82,15 +81,15 @@ class Shapes:
         ask: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any],
         see: Callable[[Sequence[FakeTensor]], None],
     ) -> Any:
-        """The result of `func`, remembered or from `ask`; NOT_LOOKED_AT where neither can be.
+        """Return the result of `func`, cached or from `ask`, or NOT_LOOKED_AT if it has no key.
 
-        `see` gets the tensors among the arguments first.
+        `see` is called first, with the tensors among the arguments.
         """
         given: list[FakeTensor] = []
         try:
             key = _question(func, args, kwargs, given)
             answer = _ANSWERS.get(key, _UNKNOWN)
-        except TypeError:  # not hashable, or of a kind that is not looked at
+        except TypeError:  # An argument is not hashable, or its value may matter.
             return NOT_LOOKED_AT
         if not given:
             return NOT_LOOKED_AT
@@ -106,7 +105,7 @@ class Shapes:
         result = ask(func, args, kwargs)
         if len(_ANSWERS) >= _MOST:
             _ANSWERS.clear()
-        unchanged = _question(func, args, kwargs, []) == key  # not so for `resize_`, `out=`, …
+        unchanged = _question(func, args, kwargs, []) == key  # False for `resize_`, `out=`, …
         _ANSWERS[key] = _answer(result, given, storages) if unchanged else None
         return result
 
@@ -121,7 +120,7 @@ class Shapes:
             plain = torch.empty(0, dtype=part.dtype, device=_META)
             storage = given[part.of].untyped_storage()
             plain.set_(storage, part.offset, part.shape, part.stride)
-        # As the class's own constructor does it, with the attributes of one that it has made.
+        # Do as FakeTensor's constructor does, and copy the attributes of a tensor it has made.
         made = torch.Tensor._make_subclass(  # type: ignore[attr-defined, unused-ignore]
             FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=part.device
         )
@@ -135,7 +134,7 @@ class Shapes:
 
 
 NOT_LOOKED_AT: Any = object()
-"""A question whose answer is not remembered, because something else than shapes may matter."""
+"""The marker for a call that is not cached, because more than shapes may matter."""
 _UNKNOWN: Any = object()
 _META = torch.device("meta")
 
@@ -150,7 +149,7 @@ def _question(
 
 
 def _key(value: Any, given: list[FakeTensor]) -> Any:
-    """What matters of an argument; tensors are added to `given`."""
+    """Return the part of an argument that matters; append tensors to `given`."""
     if isinstance(value, FakeTensor):
         dtype = value.dtype
         if (
@@ -165,7 +164,7 @@ def _key(value: Any, given: list[FakeTensor]) -> Any:
         return value.shape, value.stride(), dtype, value.fake_device, offset
     kind = type(value)
     if kind is float or kind is int or kind is bool:
-        return kind, value  # 1, 1.0 and True are equal, and lead to different dtypes
+        return kind, value  # 1, 1.0 and True are equal, but give different dtypes.
     if kind is list or kind is tuple:
         return tuple([_key(one, given) for one in value])
     if isinstance(value, torch.Tensor):
@@ -174,7 +173,7 @@ def _key(value: Any, given: list[FakeTensor]) -> Any:
 
 
 def _answer(result: Any, given: list[FakeTensor], storages: list[int]) -> _Answer | None:
-    """How to make this result again; None where it cannot be told."""
+    """Return a description from which to rebuild this result, or None if there is none."""
     is_one = isinstance(result, torch.Tensor)
     if not is_one and type(result) not in (tuple, list):
         return None
@@ -208,7 +207,7 @@ def _answer(result: Any, given: list[FakeTensor], storages: list[int]) -> _Answe
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> int:
-    """The bytes of a tensor that begins its storage and fills it."""
+    """Return the bytes of a tensor that starts at its storage and fills it."""
     if 0 in shape:
         return 0
     return size * (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))

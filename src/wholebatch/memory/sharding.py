@@ -1,7 +1,7 @@
-"""A model as FSDP2 would have it on one of several ranks, without the ranks.
+"""A model sharded by FSDP2 as on one of several ranks, without the other ranks.
 
-`fully_shard` runs on fake tensors like any other code, on a process group of torch's own that sends
-nothing. What one rank holds, gathers and frees is then counted where it happens.
+`fully_shard` runs on fake tensors like any other code, on torch's fake process group, which sends
+nothing. So the memory that one rank holds, gathers and frees is counted where it happens.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sharding:
-    """Each repeated block of the model, and then the rest of it, over so many ranks."""
+    """FSDP2 over this many ranks: each repeated block of the model, then the rest of it."""
 
     ranks: int
     sync: Literal["hold", "every"] = "hold"
-    """"hold" reduces gradients once per window and keeps whole ones until then; "every" reduces
-    them after each micro-batch, and keeps slices."""
+    """The time to reduce gradients: once per window ("hold"), or after "every" micro-batch.
+
+    "hold" keeps whole gradients until then; "every" keeps slices.
+    """
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -46,7 +48,7 @@ class Sharding:
 
 
 def choose_sync(model: nn.Module, *, ranks: int, budget: int) -> Literal["hold", "every"]:
-    """What a run's `sync="auto"` takes: to hold, unless whole gradients fill half of what is free.
+    """Return the choice of `sync="auto"`: "hold", unless whole gradients fill half the free memory.
 
     >>> choose_sync(nn.Linear(100, 100), ranks=4, budget=1 << 20)
     'hold'
@@ -60,7 +62,7 @@ def choose_sync(model: nn.Module, *, ranks: int, budget: int) -> Literal["hold",
 
 @contextmanager
 def pretended_ranks(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks that are not there. Within another, that one stays."""
+    """Create a fake process group of this many ranks, or reuse one that exists."""
     if dist.is_available() and dist.is_initialized():
         if dist.get_backend() != "fake" or dist.get_world_size() != ranks:
             raise UnsupportedError(
@@ -79,7 +81,7 @@ def pretended_ranks(ranks: int) -> Iterator[None]:
 
 
 def group_now() -> object:
-    """The process group that there is; models sharded over another one are of no use."""
+    """Return the current process group: a model sharded over another one cannot be used."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -91,7 +93,7 @@ def shard(
     ranks: int,
     device: torch.device,
 ) -> dict[int, nn.Parameter]:
-    """Shard a model of fake tensors in place; its parameters by the same ids as before."""
+    """Shard a model of fake tensors in place; return its parameters by the same ids as before."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -112,7 +114,7 @@ def shard(
 
 
 def gathered(model: nn.Module) -> list[torch.Tensor]:
-    """The whole parameters of a sharded model that has run; between forwards they hold nothing."""
+    """Return a sharded model's whole parameters after a run; between forwards they are empty."""
     from torch.distributed.fsdp import FSDPModule
 
     found = []
@@ -126,7 +128,7 @@ def gathered(model: nn.Module) -> list[torch.Tensor]:
 
 
 def reduces_next(model: nn.Module, reduces: bool) -> None:
-    """Say whether the next backward of a sharded model reduces its gradients over the ranks."""
+    """Set whether the next backward of a sharded model reduces its gradients over the ranks."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""What a window allocates whose gradients do not stay on the device (see `wholebatch.gradients`).
+"""The allocations of a window whose gradients leave the device (see `wholebatch.gradients`).
 
-A prediction has no bytes to send to a host: what leaves is dropped in the same hooks, and what
-comes back for the optimizer's step is made anew, bucket by bucket.
+A prediction has no data to send to the host. Gradients that leave are dropped in the same hooks,
+and those that come back for the optimizer's step are allocated again, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def check_gradients(gradients: str) -> None:
 
 
 def bucket_bytes_of(gradients: str) -> int:
-    """How many bytes of gradients are together on the device at a time; 0: all of them."""
+    """Return the bytes of gradients that are on the device at a time; 0 means all of them."""
     return _BUCKET_BYTES.get(gradients, 0)
 
 
 def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
-    """Bytes that a way to keep gradients holds on the device all the time."""
+    """Return the bytes that a way to keep gradients holds on the device all the time."""
     if gradients != "host" or device.type != "cuda":
         return 0
     return ring_bytes(sum(4 * p.numel() for p in model.parameters() if p.requires_grad))
 
 
 class Elsewhere:
-    """The hooks and the step of a window whose gradients go elsewhere."""
+    """The hooks and the optimizer step of a window whose gradients leave the device."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Elsewhere:
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """Around one backward; `last`: what it makes is final."""
+        """Install the hooks around one backward; after the `last` one, gradients are final."""
         made = self._release if self._gradients == "release" else _leave
         if self._gradients == "release" and not last:
             yield
@@ -103,13 +103,13 @@ class Elsewhere:
             parameter.grad_dtype = dtype
 
     def step(self) -> None:
-        """The step on all parameters, in buckets whose gradients come and go."""
+        """Step all parameters in buckets, with the gradients of one bucket at a time."""
         if self._optimizer is None or self._gradients == "release":
             return
         for bucket in _buckets(self._parameters, self._most):
             kept = [parameter.grad_dtype for parameter in bucket]
             for parameter in bucket:
-                parameter.grad_dtype = parameter.dtype  # a 16-bit sum reaches the step rounded
+                parameter.grad_dtype = parameter.dtype  # Sums are rounded to it before the step.
                 parameter.grad = torch.empty_like(parameter)
             with only(self._optimizer, bucket):
                 self._optimizer.step()

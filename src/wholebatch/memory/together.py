@@ -1,7 +1,7 @@
-"""Exact BatchNorm: how much of its micro-batches is held, and how large they may be.
+"""The choice of `hold` and of the micro-batch size for exact BatchNorm.
 
-All micro-batches of a batch are alive at once, so their activations are those of the whole batch;
-what is held of them decides, and only then their size (see `runners.lockstep`).
+All micro-batches are alive at once, so their activations are those of the whole batch. The peak
+depends first on what is held of them, and only then on their size (see `runners.lockstep`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ def choose_in_lock_step(
     precision: str = "full",
     static: Static = (),
 ) -> tuple[Choice, Hold]:
-    """The largest micro-batch that fits, with as much held as possible; the whole batch first."""
+    """Return the largest micro-batch that fits, with as much held as possible.
+
+    The whole batch is tried first.
+    """
     samples = batch_size_of(batch, static=static)
     predictor = Predictor(model, loss, optimizer=optimizer)
     target = predictor.device
     found: dict[tuple[Hold | None, int], Prediction] = {}
 
     def at(size: int, hold: Hold | None) -> int:
-        """What one size needs; `host` has one micro-batch on the device, as if there were two."""
+        """Return the bytes that one size needs; for `host`, those of an ordinary window."""
         if (hold, size) not in found:
             in_lock_step = hold is not None and hold != "host"
             found[hold, size] = predictor.peak(

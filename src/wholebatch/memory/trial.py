@@ -1,7 +1,7 @@
-"""One real micro-step at the size that was chosen, whose effects are undone.
+"""A real step at the chosen size, whose effects are undone.
 
-A prediction says what will fit; this shows it, before anything is trained. If it does not fit after
-all, the size is made smaller here, and not in the middle of a run.
+It tests a prediction before training begins. If the size does not fit after all, it is reduced
+here, and not in the middle of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wholebatch.splitting.layout import Static
 __all__ = ["held_bytes", "try_out"]
 
 _SMALLER = 7 / 8
-_MOST_TRIALS = 24  # an eighth less each time: down to a twentieth of what was predicted
+_MOST_TRIALS = 24  # An eighth less each time: down to a twentieth of the predicted size.
 _FULL = 0.97
 _WORTH_IT = 1.03
 
@@ -39,13 +39,12 @@ def try_out(
     static: Static = (),
     most: int | None = None,
 ) -> Choice:
-    """The choice, or a smaller one, that a real step within the budget has gone through with.
+    """Run real steps within the budget, and return the choice, or a smaller one, that fits.
 
-    Two micro-batches run forward and backward (one, where it is the whole batch). Room is kept for
-    what the first update will make: the optimizer's state. Buffers, random generators and
-    gradients are as they were afterwards. `choice.measured` says what it took; None: nothing fits.
-    On CUDA, where a prediction must leave room for memory in pieces, a larger one is tried too if
-    what the allocator really took leaves room for it.
+    Two micro-batches run forward and backward (one, if it is the whole batch). Room is kept for the
+    optimizer's state, which the first update creates. Buffers, random generators and gradients are
+    restored. `choice.measured` is the bytes used, or None if nothing fits. On CUDA a prediction
+    must leave room for fragmentation, so a larger size is tried too if the allocator has room.
     """
     state = choice.prediction.by_category["optimizer state"]
     trial = _Trial(
@@ -54,7 +53,7 @@ def try_out(
         batch,
         precision=precision,
         static=static,
-        # The state that is not there yet: on a device it is taken, on the CPU the limit is lower.
+        # State that does not exist yet: allocate it on CUDA, and lower the limit on the CPU.
         kept=max(0, state - _state_bytes(optimizer)),
         limit=choice.budget - state,
     )
@@ -103,7 +102,7 @@ def try_out(
 
 
 def _first_size(choice: Choice) -> int:
-    """A little less than what was chosen: what it takes says whether all of it will fit."""
+    """Return a slightly smaller size to begin with: its memory shows if the choice will fit."""
     size = choice.micro_batch
     known = [other for other in choice.tried if other < size]
     return size if choice.is_whole_batch or not known else _smaller(size)
@@ -114,9 +113,10 @@ def _smaller(size: int) -> int:
 
 
 def _by_the_slope(size: int, reserved: int, choice: Choice) -> int:
-    """Of what was chosen, as much as there is room for beyond a smaller step that has run.
+    """Return the largest size, up to the choice, that fits by the slope of the predictions.
 
-    An allocator that has filled the budget with what it caches says nothing: then all of it.
+    It starts from a smaller step that has run. If the allocator's cache has filled the budget, its
+    number tells nothing, and the choice itself is returned.
     """
     room = _FULL * choice.budget - reserved
     if room <= 0:
@@ -128,16 +128,19 @@ def _by_the_slope(size: int, reserved: int, choice: Choice) -> int:
 
 
 def _larger(size: int, reserved: int, budget: int, *, most: int) -> int:
-    """What would fill the budget; the part that does not grow only makes this too careful."""
+    """Return the size that would fill the budget, if all memory grew with the size.
+
+    Some of it does not grow, so the estimate is too small rather than too large.
+    """
     return min(most, int(size * _FULL * budget / reserved)) if reserved else size
 
 
 class _Trial:
-    """Steps on a model's device that leave nothing behind.
+    """Steps on a model's device whose effects are undone.
 
-    On CUDA the optimizer's state that is not there yet is taken as a first update takes it: in as
-    many pieces, between what a first backward has left. In one piece it would fit where it does
-    not.
+    On CUDA, optimizer state that does not exist yet is allocated as a first update would: in as
+    many pieces, in the gaps that a first backward leaves. As one piece it could fit where the
+    real state does not.
     """
 
     def __init__(
@@ -162,11 +165,11 @@ class _Trial:
         self.on_cuda = self._device.type == "cuda"
         self.kept = kept
         self.reserved = 0
-        """What CUDA's allocator took from the device at the peak of the last step; else 0."""
+        """The bytes that CUDA's allocator reserved at the peak of the last step; else 0."""
 
     def run(self, size: int, *, micro_batches: int) -> int | None:
-        """The bytes that a step of this size took; None where it ran out of memory."""
-        # Copied: a view would bring all of the batch that it is cut from.
+        """Run a step of this size and return the bytes used, or None if it ran out of memory."""
+        # Copy it: a view would hold the whole batch.
         micro = map_tensors(resize_batch(self._batch, size, static=self._static), torch.clone)
         self.end()
         options: dict[str, Any] = {"precision": self._precision}
@@ -190,7 +193,7 @@ class _Trial:
         return used
 
     def _take_state(self) -> None:
-        """Memory for the state, parameter by parameter."""
+        """Allocate memory for the optimizer's state, parameter by parameter."""
         parameters = list(self._model.parameters())
         share = self.kept / max(1, sum(parameter.nbytes for parameter in parameters))
         for parameter in parameters:
@@ -201,7 +204,7 @@ class _Trial:
                 left -= piece
 
     def end(self) -> None:
-        """Give back what steps have left in caches."""
+        """Free the memory that steps have left in caches."""
         self._state.clear()
         gc.collect()
         if self.on_cuda:
@@ -210,7 +213,7 @@ class _Trial:
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """What a run holds between two updates: parameters, buffers, gradients, optimizer state."""
+    """Return the bytes of parameters, buffers, gradients and optimizer state."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     state = [] if optimizer is None else list(_tensors(optimizer.state.values()))
@@ -229,7 +232,7 @@ def _place(parameters: list[Any]) -> str:
 
 
 def _bytes_of(tensors: Iterable[Tensor], kind: str) -> int:
-    """Each storage once: tied weights and views share one."""
+    """Return the bytes of the tensors, counting each storage once."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in tensors

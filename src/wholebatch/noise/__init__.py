@@ -1,4 +1,4 @@
-"""The gradient noise scale, from micro-batches that are computed anyway."""
+"""The gradient noise scale, measured on micro-batches that are computed anyway."""
 
 from wholebatch.noise.estimate import Estimator, NoiseScale, Observation
 from wholebatch.noise.probe import Noise, Probe, check_noise

@@ -1,27 +1,28 @@
-"""From the norms of a window's growing gradient to the critical batch.
+"""The critical batch, estimated from gradient norms within a window.
 
-A unit's gradient is G + noise, the noise with covariance Σ. After N units the sum A of their
-gradients has, on average,
+The gradient of one unit is G + noise, and the noise has covariance Σ. The sum A of the gradients of
+N units has, on average,
 
     |A|² = N² |G|² + N tr Σ
 
 So norms at different N give both, without bias and without a second gradient buffer. There are two
-kinds. Eager code hands over every micro-batch's own gradient before it is added: e is its |A|²,
-with mean u tr Σ + q |G|², where u is its units and q = u². A graph adds for itself, and shows only
-the growing sum: e is by how much |A|² has grown with the micro-batch, u the units that came, and q
-the growth of N²; the mean is again u tr Σ + q |G|². Either way weighted least squares over the
-micro-batches and the window as a whole, Σ (e − u tr Σ − q |G|²)² / q → min, comes to
+kinds of measurement, each with the mean u tr Σ + q |G|². Eager code shows every micro-batch's own
+gradient before it is added: e is its |A|², u its units, and q = u². A graph adds by itself and
+shows only the growing sum: e is the growth of |A|² with the micro-batch, u its units, and q the
+growth of N². In both cases, weighted least squares over the micro-batches and the whole window, Σ
+(e − u tr Σ − q |G|²)² / q → min, gives
 
     tr Σ = (Σ u e / q − |A|²/N) / (Σ u²/q − 1)        |G|² = |A|²/N² − tr Σ / N
 
-with |A|² and N of the whole window. Of own gradients this is the variance of the micro-batches
-around their mean, which knows nothing of G; of growths it is noisier where the batch is far above
-the critical one. Ranks just add up. The weights depend on the units alone, so both are unbiased for
-any sizes of micro-batches. (Two micro-batches of one size make it McCandlish et al.'s pair of a
-small and a big batch.)
+with |A|² and N of the whole window. For own gradients this is the variance of the micro-batches
+around their mean, which does not depend on G. For growths it is noisier if the batch is far above
+the critical one. The sums of all ranks are added. The weights depend on the units alone, so both
+estimates are unbiased for any sizes of micro-batches. (With two micro-batches of one size, this is
+McCandlish et al.'s pair of a small and a big batch.)
 
 The noise scale tr Σ / |G|² is the batch at which an update has as much noise as signal (McCandlish
-et al. 2018, arXiv:1812.06162): twice the updates and twice the data that each would take at best.
+et al. 2018, arXiv:1812.06162). Training with that batch takes twice the minimal number of updates
+and twice the minimal amount of data.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from typing import Any
 
 __all__ = ["Estimator", "NoiseScale", "Observation"]
 
-_Z = 1.96  # of the 95% interval
-_AGREE = 2.0  # standard deviations: stretches of windows closer to each other tell the same
+_Z = 1.96  # For the 95% interval.
+_AGREE = 2.0  # Stretches of windows that differ by fewer standard deviations agree.
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one window says: unbiased, and very noisy."""
+    """The estimate from one window: unbiased, but very noisy."""
 
     spread: float
-    """Of tr Σ, the variance of one unit's gradient over all parameters."""
+    """An estimate of tr Σ, the variance of one unit's gradient over all parameters."""
     signal: float
-    """Of |G|², the square of the true gradient's norm."""
+    """An estimate of |G|², the square of the true gradient's norm."""
     units: float
-    """Units of the window, over all ranks."""
+    """The units of the window, over all ranks."""
     micro_batches: int
-    """Micro-batches of the window, over all ranks."""
+    """The micro-batches of the window, over all ranks."""
 
     @property
     def square(self) -> float:
-        """|gradient of the window|², which both together make."""
+        """Return |gradient of the window|², the sum of signal and noise."""
         return self.signal + self.spread / self.units
 
     @staticmethod
     def of(sums: Sums, *, norm: float, units: float) -> Observation | None:
-        """From the sums of all ranks and the norm of the whole; None of one micro-batch."""
+        """Estimate from the sums of all ranks and the whole norm; None for one micro-batch."""
         if sums.weight - 1.0 < 1e-9 or not units > 0.0:
             return None
         whole = norm * norm
@@ -71,7 +72,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums over a rank's micro-batches that the estimate needs; ranks just add up."""
+    """The sums over a rank's micro-batches that the estimate needs; ranks add them up."""
 
     moment: float = 0.0  # Σ u e / q
     weight: float = 0.0  # Σ u² / q
@@ -79,19 +80,19 @@ class Sums:
 
     @staticmethod
     def of_own(norms: Sequence[float], units: Sequence[float]) -> Sums:
-        """From |A| of every micro-batch by itself and the units of each."""
+        """Return the sums from each micro-batch's own |A| and units."""
         pairs = [(norm, own) for norm, own in zip(norms, units, strict=True) if own > 0.0]
         moment = math.fsum(norm * norm / own for norm, own in pairs)
         return Sums(moment, float(len(pairs)), len(pairs))
 
     @staticmethod
     def of_growing(norms: Sequence[float], units: Sequence[float]) -> Sums:
-        """From |A| of the sum so far after every micro-batch and the units of each."""
+        """Return the sums from |A| of the running sum after each micro-batch, and the units."""
         moment = weight = 0.0
         done = before = 0.0
         count = 0
         for norm, own in zip(norms, units, strict=True):
-            if own <= 0.0:  # nothing came
+            if own <= 0.0:
                 continue
             grown = (done + own) ** 2 - done**2
             moment += own * (norm * norm - before) / grown
@@ -103,7 +104,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """The critical batch, in units, with what is known of it.
+    """The critical batch in units, with its uncertainty.
 
     >>> noise = NoiseScale(4096.0, 3000.0, 6000.0, spread=8.0, signal=0.002, samples=40,
     ...                    batch=512.0, micro_batches=8)
@@ -114,22 +115,22 @@ class NoiseScale:
     """
 
     critical: float
-    """tr Σ / |G|²: inf where |G|² cannot be told from zero."""
+    """tr Σ / |G|²; inf if |G|² cannot be distinguished from zero."""
     low: float
     high: float
-    """The 95% interval, by Fieller's theorem; `high` is inf where |G|² may be zero."""
+    """The 95% interval, by Fieller's theorem; `high` is inf if |G|² may be zero."""
     spread: float
     signal: float
     samples: int
-    """Windows that it is made from."""
+    """The number of windows in the estimate."""
     batch: float
-    """Units of a window now."""
+    """The present units of a window."""
     micro_batches: int
-    """Micro-batches of a window now, over all ranks."""
+    """The present micro-batches of a window, over all ranks."""
 
     @property
     def verdict(self) -> str:
-        """`enlarge`, `keep` or `stop accumulating`; `keep` where it cannot be told."""
+        """Return `enlarge`, `keep` or `stop accumulating`; `keep` if uncertain."""
         if 2.0 * self.batch < self.low:
             return "enlarge"
         if self.batch > 2.0 * self.high:
@@ -137,7 +138,7 @@ class NoiseScale:
         return "keep"
 
     def advice(self, unit: str = "units") -> str:
-        """The verdict in words, with the numbers it rests on."""
+        """Return the verdict in words, with the numbers behind it."""
         here = f"{_said(self.batch)} {unit} an update"
         interval = self._interval()
         if self.verdict == "enlarge":
@@ -173,18 +174,19 @@ class NoiseScale:
 
 
 class Estimator:
-    """Averages observations, newer ones more, and says how sure the ratio of them is.
+    """Averages observations, newer ones with more weight, and bounds the ratio of the averages.
 
-    Its memory halves in `half_life` windows; in twice as many, and twice again, as long as the
-    windows before those say the same, and not at all where all do: what does not change is known
-    the better the longer it is looked at.
+    The weights halve every `half_life` windows. The half-life doubles, and doubles again, as long
+    as earlier windows agree with the newer ones. If all windows agree, all have equal weight: a
+    value that does not change is known better the longer it is observed.
     """
 
     def __init__(self, *, half_life: float = 32.0, most: int = 1024) -> None:
         self._half_life = half_life
         self._most = most
         self._seen: list[Observation] = []
-        self._told: tuple[Observation, NoiseScale] | None = None  # up to which one, and what
+        # The last observation used, and the estimate.
+        self._told: tuple[Observation, NoiseScale] | None = None
 
     def add(self, observation: Observation) -> None:
         self._seen.append(observation)
@@ -192,11 +194,11 @@ class Estimator:
             del self._seen[: self._most // 4]
 
     def estimate(self) -> NoiseScale | None:
-        """What the windows so far say; None before there are two of them.
+        """Return the estimate from the windows so far; None for fewer than two.
 
-        Of many, it is told anew only with every further 64th of them: it costs a millisecond, and
-        is asked for in every window. Where that is depends on their number alone, so that a run
-        that was resumed says the same.
+        It takes a millisecond and is asked for in every window. So it is recomputed only when the
+        number of windows has grown by about 1/64. That depends on the number alone, so that a
+        resumed run gives the same values.
         """
         number = len(self._seen)
         told = self._seen[: number - number % max(1, number // 64)]
@@ -219,8 +221,8 @@ class Estimator:
             recent.cov,
             z=student(recent.count - 1.0),
         )
-        # The interval is of the newest windows, what it grows by in the meantime included; the
-        # estimate in it may rest on more.
+        # The interval covers the newest windows and their drift; the estimate within it may rest on
+        # more.
         weights = _fading(len(seen), _half_life(spreads, signals, self._half_life))
         found = _averages(spreads, signals, weights)
         if not low <= found.ratio <= high:
@@ -236,7 +238,7 @@ class Estimator:
             spread=found.above * size,
             signal=found.below * size,
             samples=len(seen),
-            # Not of the last alone: that may be the short one at the end of an epoch.
+            # The last window alone may be the short one at the end of an epoch.
             batch=median(one.units for one in seen[-5:]),
             micro_batches=int(median(one.micro_batches for one in seen[-5:])),
         )
@@ -249,11 +251,12 @@ class Estimator:
 
 
 def _half_life(spreads: Sequence[float], signals: Sequence[float], shortest: float) -> float:
-    """The half-life to average with: doubled while the windows before tell the same ratio, endless
-    where the older half of all windows does too.
+    """Return the half-life to average with.
 
-    Two stretches of one length, the newest and the one before it, have the averages s, g and s', g'
-    of tr Σ and |G|². With the same ratio, s g' − s' g is zero but for noise of a known variance.
+    It is doubled while the earlier windows give the same ratio, and infinite if the older half of
+    all windows does too. Two stretches of one length, the newest and the one before it, have the
+    averages s, g and s', g' of tr Σ and |G|². If their ratios are equal, s g' − s' g is zero up to
+    noise of a known variance.
     """
     half_life = shortest
     half = len(spreads) // 2
@@ -272,7 +275,7 @@ def _half_life(spreads: Sequence[float], signals: Sequence[float], shortest: flo
 
 
 def _fading(number: int, half_life: float) -> list[float]:
-    """Weights with the sum 1, the newest last and most."""
+    """Return weights with the sum 1; the newest is last and largest."""
     decay = 0.5 ** (1.0 / half_life)
     raw = [decay**age for age in range(number - 1, -1, -1)]
     total = math.fsum(raw)
@@ -281,8 +284,10 @@ def _fading(number: int, half_life: float) -> list[float]:
 
 @dataclass(frozen=True)
 class _Averages:
-    """Of tr Σ (above) and |G|² (below), with the variances of both averages, their covariance, and
-    the number of equal windows that would know as much."""
+    """Averages of tr Σ (above) and |G|² (below), with their variances and covariance.
+
+    `count` is the number of equally weighted windows with the same information.
+    """
 
     above: float
     below: float
@@ -298,7 +303,7 @@ class _Averages:
         return math.inf if self.above > 0.0 else 0.0
 
     def gap_variance(self, other: _Averages) -> float:
-        """What this stretch adds to the variance of `above × other.below − other.above × below`."""
+        """Return this stretch's share of Var(`above × other.below − other.above × below`)."""
         a, b = other.below, other.above
         return a * a * self.var_above - 2 * a * b * self.cov + b * b * self.var_below
 
@@ -323,11 +328,11 @@ def _averages(
 
 
 def _sizes(squares: Sequence[float]) -> list[float]:
-    """The size of each window's |gradient|², by its neighbours: the measure to divide it by.
+    """Return the size of each window's |gradient|², taken from its neighbours, to divide it by.
 
-    Gradients shrink a hundredfold in the first updates; as they are, averages of them would know
-    of nothing else. A window's own size is correlated with what it says, its neighbours' are not:
-    the ratio of the averages stays without bias.
+    Gradients shrink a hundredfold in the first updates, which would dominate plain averages. A
+    window's own size is correlated with its estimate; its neighbours' sizes are not. So the ratio
+    of the averages stays unbiased.
     """
     logs = [math.log(max(square, 1e-300)) for square in squares]
     last = len(logs) - 1
@@ -341,9 +346,9 @@ def _sizes(squares: Sequence[float]) -> list[float]:
 def fieller(
     above: float, below: float, var_above: float, var_below: float, cov: float, *, z: float
 ) -> tuple[float, float]:
-    """The interval of a ratio above/below ≥ 0 of two averages; endless where below may be 0.
+    """Return the interval of a ratio above/below ≥ 0 of two averages; infinite if below may be 0.
 
-    All ratios r with (above − r below)² ≤ z² Var(above − r below): a quadratic in r.
+    It contains all ratios r with (above − r below)² ≤ z² Var(above − r below): a quadratic in r.
     """
     a = below * below - z * z * var_below
     b = above * below - z * z * cov
@@ -353,12 +358,12 @@ def fieller(
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
     if c <= 0.0 or above <= 0.0:
         return 0.0, math.inf
-    # `below` may be zero, `above` may not: from the one positive root of the quadratic on.
+    # `below` may be zero, `above` may not: start at the one positive root of the quadratic.
     return (max(0.0, (b - root) / a) if a else c / (2.0 * b) if b > 0.0 else 0.0), math.inf
 
 
 def student(freedom: float) -> float:
-    """The two-sided 95% point of Student's t, by its expansion around the normal's."""
+    """Return the two-sided 95% point of Student's t, by its expansion around the normal's."""
     z, v = _Z, max(freedom, 1.0)
     return (
         z

@@ -1,4 +1,4 @@
-"""The norm of one micro-batch's gradient, taken where autograd hands it over."""
+"""The norm of one micro-batch's gradient, measured before autograd adds it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from wholebatch.precision import SIXTEEN_BIT
 __all__ = ["Incoming"]
 
 _HELD_BYTES = 32 * 2**20
-"""Gradients are looked at in groups, as one kernel for many; no more than this waits for it."""
+"""The most bytes of gradients that wait to be measured in one kernel."""
 
 
 class Incoming:
-    """Sees every gradient just before it is added to `.grad`, and keeps only norms.
+    """Observes every gradient just before it is added to `.grad`, and keeps only norms.
 
-    The hooks are on autograd's own accumulating nodes, so they are not among the user's hooks on
-    the parameters, which a window takes off.
+    The hooks are on autograd's accumulation nodes. So they are not among the user's hooks on the
+    parameters, which a window removes.
     """
 
     def __init__(self) -> None:
-        self._nodes: list[Any] = []  # held: a node that nothing holds would be made anew
+        # Keep a reference: autograd would otherwise create the node again.
+        self._nodes: list[Any] = []
         self._handles: list[Any] = []
         self._held: list[tuple[Tensor | None, ...]] = []
         self._bytes = 0
         self._norms: list[Tensor] = []
 
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Look at these parameters' gradients until `detach`."""
+        """Observe the gradients of these parameters until `detach`."""
         self.detach()
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         whole = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        # A hook runs for every parameter of every micro-batch: where little waits, it only waits.
+        # A hook runs for every parameter of every micro-batch: if all gradients fit, it only
+        # appends.
         see: Any = self._held.append if whole <= _HELD_BYTES else self._see
         self._handles = [node.register_prehook(see) for node in self._nodes]
 
@@ -44,7 +46,7 @@ class Incoming:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._nodes = []  # made anew: one that had a hook calls Python for good
+        self._nodes = []  # Drop the nodes: one that ever had a hook keeps calling Python.
         self._held.clear()
         self._norms = []
         self._bytes = 0
@@ -75,7 +77,7 @@ class Incoming:
         self._bytes = 0
 
     def take(self) -> Tensor | None:
-        """The norm over all that came since the last time; None where nothing did."""
+        """Return the norm of all gradients since the last call; None if there were none."""
         self._look()
         norms, self._norms = self._norms, []
         if not norms:

@@ -1,4 +1,4 @@
-"""Watches sampled windows: the norm of every micro-batch's gradient, or of the growing sum."""
+"""The measurement of sampled windows: each micro-batch's gradient norm, or the running sum's."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Noise: TypeAlias = int | Literal["auto"] | None
 
 _log = logging.getLogger("wholebatch")
 _EVERY = 16
-"""With "auto": a window that is measured costs up to a fifth more, one in sixteen about 1%."""
+"""The interval of "auto". A measured window costs up to a fifth more; one in 16 costs about 1%."""
 
 
 def check_noise(noise: object) -> Noise:
-    """The option itself, or an OptionError that says what is allowed."""
+    """Return the option, or raise an OptionError that says what is allowed."""
     if noise is None or noise == "auto":
         return noise
     if isinstance(noise, bool) or not isinstance(noise, int) or noise < 1:
@@ -44,27 +44,27 @@ def check_noise(noise: object) -> Noise:
 
 @dataclass(frozen=True)
 class Look:
-    """What a window has shown on this rank."""
+    """The measurements of a window on this rank."""
 
     sums: Sums = field(default_factory=Sums)
-    norm: float = 0.0  # of the gradient of all its micro-batches
-    is_whole: bool = True  # every micro-batch was seen
+    norm: float = 0.0  # The norm of the sum of all its micro-batches' gradients.
+    is_whole: bool = True  # True if every micro-batch was seen.
 
 
 class Probe:
-    """Measures one window in `every`; all others pass untouched.
+    """Measures one window in `every`; all others are left alone.
 
-    A measured window has its gradients read once more. On several ranks it has one small
-    collective more, and they are reduced at the close, not during the last backward: the norms are
-    those of a rank's own. No bit of the update changes, nothing is copied, and nothing is read from
-    the device before the window's end.
+    In a measured window the gradients are read once more. With several ranks there is one more
+    small collective, and the gradients are reduced at the close instead of during the last
+    backward: the norms must be those of the rank's own gradients. No bit of the update changes,
+    nothing is copied, and nothing is read from the device before the end of the window.
     """
 
     def __init__(self, noise: Noise, window: Window, *, coupled: bool = False) -> None:
         self._window = window
         self._every = _EVERY if noise == "auto" else noise
         self.off = "not asked for" if noise is None else _hindrance(window, coupled)
-        """Why nothing is measured; None where it is."""
+        """The reason why nothing is measured, or None."""
         if self.off is not None and isinstance(noise, int):
             raise UnsupportedError(f"noise={noise}: {self.off}")
         if self.off is not None and noise == "auto":
@@ -72,21 +72,21 @@ class Probe:
         self._estimator = Estimator()
         self._incoming = Incoming()
         self._norms: list[Tensor | float] = []
-        self._own = True  # whether they are of micro-batches by themselves
+        self._own = True  # True if the norms are those of single micro-batches.
         self._has_terms = False
         self._is_whole = True
         self.active = False
 
     def begin(self, *, first: int = 0, together: bool = False, own: bool = False) -> None:
-        """A window begins, or begins again; `first` micro-batches of a resumed one are in it.
+        """Begin a window, or begin it again; a resumed one already has `first` micro-batches.
 
-        `together`: in lock-step, where no micro-batch has a gradient before the last. `own`:
-        autograd adds every gradient itself, so that it can be seen before.
+        `together`: the window runs in lock-step, so no micro-batch has a gradient before the last.
+        `own`: autograd adds every gradient itself, so it can be observed before.
         """
         window = self._window
         self.end()
         if self._every is not None and self.off is None and not together:
-            # Not the first window: it may be of another kind (graphs are made in it).
+            # Skip the first window: it may be atypical (graphs are made in it).
             self.active = (window.updates + window.skipped) % self._every == 1 % self._every
         if not self.active:
             return
@@ -100,11 +100,11 @@ class Probe:
 
     @torch.no_grad()
     def micro_batch_done(self) -> None:
-        """The gradient of another micro-batch is in."""
+        """Record the norm after the gradient of another micro-batch was added."""
         if not self.active:
             return
         norm = self._incoming.take() if self._own else self._whole_norm()
-        self._norms.append(math.nan if norm is None else norm)  # nothing came: it says nothing
+        self._norms.append(math.nan if norm is None else norm)  # No gradient, so no information.
 
     def _whole_norm(self) -> Tensor | float:
         gradients = [g for group in self._window.groups for g in dense_gradients(group)]
@@ -112,7 +112,7 @@ class Probe:
 
     @torch.no_grad()
     def look(self) -> Look | None:
-        """What the window has shown, before its close clears it."""
+        """Return the measurements of the window, before its close clears them."""
         if not self.active:
             return None
         window = self._window
@@ -125,14 +125,14 @@ class Probe:
             scale = window.known[SINGLE] / window.loss_scale
         else:
             scale = 1.0 / (read_scalars([window.seed])[0] * window.loss_scale)
-        count = len(self._norms)  # beyond it, micro-batches that only keep other ranks company
+        count = len(self._norms)  # Ignore later micro-batches: they only keep other ranks in step.
         whole = self._whole_norm() if window.sync.ranks == 1 else 0.0
         *norms, last = (norm * scale for norm in read_scalars([*self._norms, whole]))
         sums = Sums.of_own if self._own else Sums.of_growing
         return Look(sums(norms, read_scalars(units[:count])), last)
 
     def closed(self, look: Look | None, step: Step) -> None:
-        """The window is closed: enter what was seen. All ranks come here, or none."""
+        """Add the measurements of a closed window. All ranks call this, or none."""
         if not self.active:
             return
         self.end()
@@ -146,7 +146,7 @@ class Probe:
             sums = Sums(numbers[0], numbers[1], int(numbers[2]))
             self._has_terms, is_whole = numbers[3] > 0, numbers[4] == 0
             whole = step.grad_norm * step.units
-        if self._has_terms:  # all ranks stop, or none
+        if self._has_terms:  # All ranks stop, or none.
             self.off = "the loss has several terms, each over units of its own"
             _log.warning("the gradient noise scale is not measured: %s", self.off)
         if step.skipped is not None or self.off is not None or not is_whole:
@@ -156,17 +156,17 @@ class Probe:
             self._estimator.add(observation)
 
     def end(self) -> None:
-        """The window is over, whatever became of it."""
+        """Stop measuring: the window is over, whatever its outcome."""
         self.active = False
         self._incoming.detach()
 
     @property
     def estimate(self) -> NoiseScale | None:
-        """The noise scale as far as it is known."""
+        """Return the present estimate of the noise scale, if any."""
         return None if self.off is not None else self._estimator.estimate()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen so far, in the middle of a window too."""
+        """Return everything measured so far, even in the middle of a window."""
         norms = read_scalars(self._norms) if self._window.is_open else []
         return {"seen": self._estimator.state_dict(), "norms": norms, "own": self._own}
 

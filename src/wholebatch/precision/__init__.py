@@ -1,6 +1,6 @@
-"""In which number format a micro-batch computes, and in which its gradients are added.
+"""The number formats of a micro-batch's computation and of its gradient sums.
 
-`Precision` says how the forward runs (plain, or under autocast with the weights cast once per
+`Precision` decides how the forward runs (plain, or under autocast with the weights cast once per
 window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the gradients of 16-bit
 parameters in fp32.
 """

@@ -1,7 +1,7 @@
-"""Gradients of 16-bit parameters, added in fp32.
+"""fp32 accumulation of the gradients of 16-bit parameters.
 
-bf16 keeps 8 bits: after a few dozen additions a micro-batch's gradient falls below half a unit
-in the last place of the sum and is lost (1.1e-1 error after 256 additions; 1e-8 in fp32).
+bf16 keeps 8 bits: after a few dozen additions, a micro-batch's gradient falls below half a unit in
+the last place of the sum and is lost (error 1.1e-1 after 256 additions; 1e-8 in fp32).
 `Parameter.grad_dtype` makes autograd itself add into an fp32 `.grad`.
 """
 
@@ -20,11 +20,11 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class SixteenBit:
-    """fp32 accumulation for those parameters of an optimizer that are 16-bit.
+    """fp32 accumulation for the 16-bit parameters of the optimizers.
 
-    At the close the fp32 gradient goes to the optimizer as it is if the optimizer can take it
-    (SGD, Adagrad, RMSprop, ...); others (the Adam family) get it rounded once to the parameter's
-    dtype, which is what the undivided batch's own gradient would be.
+    At the close, an optimizer that accepts fp32 gradients (SGD, Adagrad, RMSprop, ...) gets them as
+    they are. Others (the Adam family) get them rounded once to the parameter's dtype, as the
+    gradient of the undivided batch would be.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -52,17 +52,17 @@ class SixteenBit:
         return self._parameters
 
     def rounds(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
+        """True if the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
         return any(parameter is one for one in self._rounded)
 
     def begin(self) -> None:
-        """A window opens, and no gradient is there yet: autograd is to add in fp32."""
+        """Make autograd add in fp32. Called when a window opens, before there is a gradient."""
         for parameter in self._parameters:
             if parameter.grad_dtype is not torch.float32:
                 parameter.grad_dtype = torch.float32
 
     def round_once(self) -> None:
-        """Before the step: give the optimizer gradients of the dtype that it can take."""
+        """Round the gradients for optimizers that need the parameter's dtype, before the step."""
         for parameter in self._rounded:
             gradient = parameter.grad
             if gradient is not None:
@@ -71,22 +71,22 @@ class SixteenBit:
                 parameter.grad = gradient.to(parameter.dtype)
 
     def end(self) -> None:
-        """The gradients are cleared: leave the parameters as they were found."""
+        """Restore the parameters' `grad_dtype`, after the gradients are cleared."""
         for parameter in self._parameters:
             parameter.grad_dtype = parameter.dtype
 
 
 def _takes_fp32_gradients(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:
-    """Whether a step of this kind of optimizer works on a 16-bit parameter with fp32 gradient."""
+    """True if this kind of optimizer can step a 16-bit parameter with an fp32 gradient."""
     try:
-        # Real tensors also in a prediction: on fake ones a kernel refuses nothing, and a number
-        # cannot be read.
+        # Use real tensors even in a prediction: with fake ones no kernel refuses its input, and no
+        # number can be read.
         with warnings.catch_warnings(), _disable_current_modes():
             warnings.simplefilter("ignore")
             probe = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
             probe.grad_dtype = torch.float32
             probe.grad = torch.zeros(2, dtype=torch.float32, device=like.device)
             type(optimizer)([probe], **optimizer.defaults).step()
-    except Exception:  # whatever an unknown optimizer raises, the rounded gradient is the safe way
+    except Exception:  # An unknown optimizer may raise anything; rounding is safe.
         return False
     return True

@@ -1,4 +1,4 @@
-"""How the forward of a micro-batch computes: as the parameters are, or under autocast."""
+"""The precision of a micro-batch's forward: the parameters' own dtype, or autocast."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Precision(ABC):
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[object]:
-        """The context in which a micro-batch's forward (and only that) runs."""
+        """Return the context for a micro-batch's forward (and only for that)."""
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in this dtype, without a graph."""
+        """Return the weight in this dtype, outside the autograd graph."""
         return weight.detach().to(dtype)
 
     def let_go(self) -> None:
-        """Drop casts that are kept: who needs one again makes it again."""
+        """Drop cached casts; they are made again when needed."""
         return
 
     @abstractmethod
     def begin(self) -> None:
-        """A window opens: weights cast from here on may be kept until `end`."""
+        """Open a window: casts of weights may be kept from here until `end`."""
 
     @abstractmethod
     def end(self) -> None:
-        """The window is over and the weights are about to change."""
+        """End the window: the weights are about to change."""
 
 
 class Full(Precision):
@@ -57,13 +57,14 @@ class Full(Precision):
 class Autocast(Precision):
     """torch.autocast, with every weight cast once per window instead of once per micro-batch.
 
-    Autocast keeps its casts of leaf parameters until its outermost context is left. Counting the
-    window as one more level of nesting makes that the window's end; the weights do not change in
-    between, so the casts are the same numbers, and their backward is the same cast.
+    Autocast caches its casts of leaf parameters until its outermost context is left. Counting the
+    window as one more level of nesting extends that to the window's end. The weights do not change
+    in between, so the casts hold the same numbers, and their backward is the same cast.
 
-    With `keeps=False` they are kept for one forward only. An engine that frees weights between
-    micro-batches would have their casts left behind; and FSDP2 reduces a block's gradients when
-    the block's backward is over, while a cast that an earlier micro-batch made comes after it.
+    With `keeps=False` casts are kept for one forward only. An engine that frees weights between
+    micro-batches would leave their casts behind. And FSDP2 reduces a block's gradients when the
+    block's backward is over, while the backward of a cast made by an earlier micro-batch comes
+    later.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype, *, keeps: bool = True) -> None:
@@ -81,7 +82,7 @@ class Autocast(Precision):
         if not self._holding or weight.dtype is dtype:
             return super().copy_of(weight, dtype)
         version, copy = self._copies.get((id(weight), dtype), (-1, weight))
-        if version != weight._version:  # none yet, or of a weight that was changed since
+        if version != weight._version:  # Not cast yet, or the weight has changed since.
             copy = super().copy_of(weight, dtype)
             self._copies[id(weight), dtype] = weight._version, copy
         return copy
@@ -104,9 +105,9 @@ class Autocast(Precision):
 
 
 def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision:
-    """The precision of that name, or an OptionError that lists the names.
+    """Return the precision with this name, or raise an OptionError that lists the names.
 
-    `keeps`: whether weights may be cast once per window, instead of once per micro-batch.
+    `keeps`: weights may be cast once per window, instead of once per micro-batch.
     """
     if precision in ("full", "fp32"):
         return Full()

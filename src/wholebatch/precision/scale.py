@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, with torch's own GradScaler deciding the scale."""
+"""Loss scaling for fp16; torch's own GradScaler decides the scale."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """A GradScaler whose unscaling is left to the window's one factor.
+    """A GradScaler whose unscaling is part of the window's single factor.
 
-    The scaler's own `unscale_` and `step` would make a pass of their own over the gradients.
-    What it needs to decide its next scale is only whether any gradient was not finite; it gets
-    that through the gradient of one probe parameter, so that nothing private is touched and the
-    user's own scaler, with its state, can be used.
+    The scaler's own `unscale_` and `step` would make an extra pass over the gradients. To decide
+    its next scale, it only needs to know if any gradient was not finite. It learns that from the
+    gradient of one probe parameter. So no private attribute is touched, and the user's own scaler
+    can be used with its state.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class LossScale:
         return self.scaler.is_enabled()
 
     def scale(self, seed: Tensor) -> Tensor:
-        """`seed` times the scale in force, still on the device."""
+        """Return `seed` times the current scale, still on the device."""
         scaled: Tensor = self.scaler.scale(seed)
         return scaled
 
@@ -37,10 +37,10 @@ class LossScale:
         return float(self.scaler.get_scale())
 
     def update(self, *, finite: bool) -> None:
-        """Tell the scaler how the window went: it grows or backs off by its own rules."""
+        """Tell the scaler if the window was finite; it grows or backs off by its own rules."""
         if not self.enabled:
             return
-        self.scaler.scale(torch.zeros((), device=self._probe.device))  # makes its lazy state
+        self.scaler.scale(torch.zeros((), device=self._probe.device))  # Initialise its lazy state.
         self._probe.grad = torch.full_like(self._probe, 0.0 if finite else float("inf"))
         self.scaler.unscale_(self._probe_optimizer)
         self.scaler.update()

@@ -1,4 +1,4 @@
-"""Recipes: what `wholebatch train` trains. A Python file, or one of those embedded here."""
+"""Recipes for `wholebatch train`: a Python file, or one of those embedded here."""
 
 from wholebatch.recipes.batches import Batches, Nothing, Position, share_of
 from wholebatch.recipes.recipe import EMBEDDED, Recipe, Settings, load_recipe, place_of, source_of

@@ -1,13 +1,13 @@
-"""Whole batches out of a recipe's data, in an order that needs no memory of the past.
+"""Whole batches from a recipe's data, in an order that does not depend on earlier batches.
 
-The order of a dataset in epoch e is a permutation made from (seed, e), and whatever randomness
-its samples draw is seeded by their place. So batch number b of epoch e is always the same batch,
-whatever ran before it and on however many ranks: resuming goes straight there. A stream can only
-be read again from its start, to the same place.
+The order of a dataset in epoch e is a permutation made from (seed, e). Random numbers that a sample
+draws are seeded by its position. So batch b of epoch e is always the same, whatever ran before it
+and on any number of ranks: resuming goes straight there. A stream has to be read again from its
+start to the same position.
 
-Of several ranks, each takes its share of every batch. Samples that torch's own collate puts
-together are read by their rank alone; a recipe's own `collate` is given the whole batch (it may
-pad to the longest sample, or draw), and so is a stream, and each rank takes its slice.
+With several ranks, each takes its share of every batch. With torch's own collate, a rank reads only
+its own samples. A recipe's own `collate` gets the whole batch (it may pad to the longest sample, or
+draw random numbers), and each rank takes its slice of the result. A stream is sliced the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Batches", "Nothing", "Position", "share_of"]
 
 @dataclass(frozen=True)
 class Position:
-    """Which batch: number `batch` of epoch `epoch`, both from 0."""
+    """The position of a batch: number `batch` of epoch `epoch`, both from 0."""
 
     epoch: int = 0
     batch: int = 0
@@ -42,20 +42,19 @@ class Position:
 
 @dataclass(frozen=True)
 class Nothing:
-    """A batch with fewer samples than ranks has none for this one; `like` is one of another's."""
+    """The empty share of a batch with fewer samples than ranks; `like` is a batch of one sample."""
 
     like: Any
 
 
 class Batches:
-    """The batches of a recipe, one `take()` after the other, over as many epochs as are asked for.
+    """The batches of a recipe, one per `take()`, over any number of epochs.
 
     `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
-    DataLoader, whose batches are taken as they are. The last batch of an epoch may be short; it
-    is never left out. With `ranks`, `take()` gives the share of `rank`, or `Nothing`.
+    DataLoader, whose batches are used as they are. The last batch of an epoch may be short; it is
+    never dropped. With `ranks`, `take()` returns the share of `rank`, or `Nothing`.
 
-    After `follow(size_at)`, `size_at(epoch)` is asked for the size of every batch before it is
-    read.
+    After `follow(size_at)`, `size_at(epoch)` is called for the size of every batch.
     """
 
     def __init__(
@@ -84,27 +83,27 @@ class Batches:
             raise RecipeError("the recipe's data() is empty")
         self._order: Tensor | None = None
         self._iterator: Iterator[Any] | None = None
-        self._in_epoch = 0  # batches taken from the iterator
+        self._in_epoch = 0  # Batches taken from the iterator.
         self._peeked: tuple[Any] | None = None
-        self._draws = False  # whether samples were seen to draw random numbers
+        self._draws = False  # True once a sample has drawn random numbers.
 
     @property
     def loader_batch_size(self) -> int | None:
-        """What a DataLoader was made with; None for everything else."""
+        """The batch size of a DataLoader; None for other data."""
         return self._data.batch_size if self.kind == "loader" else None
 
     @property
     def samples(self) -> int:
-        """Samples of this epoch that were taken so far."""
+        """The number of samples of this epoch taken so far."""
         return self._past.samples
 
     def follow(self, size_at: Callable[[int], int]) -> None:
-        """Let the size of every batch be asked for, from the one at `position` on."""
+        """Call `size_at(epoch)` for the size of every batch, from the one at `position` on."""
         self._size_at = size_at
         self._iterator = self._peeked = None
 
     def peek(self) -> Any:
-        """The batch at `position`, which stays; the next `take` gives the same."""
+        """Return the batch at `position` without moving on; the next `take` returns the same."""
         if self._peeked is None:
             if self.kind == "dataset":
                 batch = self._from_dataset()
@@ -114,7 +113,7 @@ class Batches:
         return self._peeked[0]
 
     def take(self) -> Any:
-        """The batch at `position`, which moves on to the next."""
+        """Return the batch at `position`, and move on to the next."""
         batch = self.peek()
         self._peeked = None
         self._past.add(self.batch_size)
@@ -122,7 +121,7 @@ class Batches:
         return batch
 
     def state_dict(self, position: Position) -> dict[str, Any]:
-        """A place in the data, with what tells this data from another."""
+        """Return a position in the data, with the kind and length that identify the data."""
         return {
             "kind": self.kind,
             "length": self.length,
@@ -132,7 +131,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a place that `state_dict` noted."""
+        """Continue from a position that `state_dict` returned."""
         if (state["kind"], state["length"]) != (self.kind, self.length):
             raise StateError(
                 f"the data has changed: the run was on {_described(state['kind'], state['length'])}"
@@ -170,11 +169,11 @@ class Batches:
         return self._read(chosen[mine], start + mine.start)
 
     def _read(self, chosen: list[int], place: int) -> Any:
-        """Samples, put together; `place` is that of the first in the order of the epoch."""
+        """Read and collate samples; `place` is the first one's position in the epoch's order."""
         with self._seeded("batch"):
             samples = None if self._draws else self._read_at_once(chosen)
             if samples is None:
-                # Each by its own seed: a rank that reads only its share draws the same.
+                # Seed each sample: a rank that reads only its share then draws the same.
                 samples = []
                 for offset, index in enumerate(chosen):
                     _reseed(_mixed(self._seed, self.position.epoch, "sample", place + offset))
@@ -183,7 +182,7 @@ class Batches:
             return self._put_together(samples)
 
     def _put_together(self, samples: list[Any]) -> Any:
-        """The samples as a batch; torch's own collate takes only those of one shape."""
+        """Collate the samples into a batch; torch's collate accepts only samples of one shape."""
         if self._collate is not default_collate:
             return self._collate(samples)
         try:
@@ -196,9 +195,9 @@ class Batches:
             ) from error
 
     def _read_at_once(self, chosen: list[int]) -> list[Any] | None:
-        """Samples that draw nothing; None where one drew."""
+        """Read the samples without seeding; return None if one drew random numbers."""
         before = _generators()
-        if callable(getattr(self._data, "__getitems__", None)):  # torch's name for many at once
+        if callable(getattr(self._data, "__getitems__", None)):  # torch's method for many samples.
             samples = list(self._data.__getitems__(chosen))
         else:
             samples = [self._data[index] for index in chosen]
@@ -206,7 +205,7 @@ class Batches:
         return None if self._draws else samples
 
     def _part(self, batch: Any) -> Any:
-        """The share of this rank in a whole batch."""
+        """Return the share of this rank in a whole batch."""
         if self._ranks == 1:
             return batch
         layout = layout_of(batch)
@@ -218,7 +217,7 @@ class Batches:
     def _from_stream(self) -> Any:
         if self._iterator is None:
             self._restart()
-        # Resuming: read up to the place, in the batches that were taken then.
+        # When resuming, read up to the position in batches of the same sizes as before.
         for size in islice(self._past.sizes(), self._in_epoch, None):
             if self._next(size) is None:
                 raise StateError(
@@ -242,7 +241,7 @@ class Batches:
         with self._seeded("epoch"):
             begun = self.position.epoch > 0 or self._in_epoch > 0
             if begun and iter(self._data) is self._data:
-                self._data = self._build()  # a generator: spent after one epoch
+                self._data = self._build()  # A generator is exhausted after one epoch.
             self._iterator = iter(self._data)
         self._in_epoch = 0
 
@@ -262,7 +261,7 @@ class Batches:
 
     @contextmanager
     def _seeded(self, what: str, *, batch: int | None = None) -> Iterator[None]:
-        """Random numbers by place in the data, apart from those that the model draws."""
+        """Seed the random generators by position in the data; restore them for the model after."""
         at = self.position.batch if batch is None else batch
         seed = _mixed(self._seed, self.position.epoch, at if what == "batch" else what)
         before, python, numpy_before = _generators()
@@ -278,11 +277,11 @@ class Batches:
 
 @dataclass
 class _Past:
-    """The sizes of an epoch's batches so far, as runs of [size, how many]."""
+    """The sizes of an epoch's batches so far, as runs of [size, count]."""
 
     epoch: int = 0
     runs: list[list[int]] = field(default_factory=list)
-    before: _Past | None = None  # of the epoch before: a window of it may still be open
+    before: _Past | None = None  # Of the previous epoch, which may still have an open window.
 
     def __post_init__(self) -> None:
         if self.before is not None:
@@ -303,7 +302,7 @@ class _Past:
             yield from repeat(size, count)
 
     def of(self, position: Position) -> list[list[int]]:
-        """The runs up to a place in this epoch or the one before."""
+        """Return the runs up to a position in this epoch or the previous one."""
         if self.before is not None and position.epoch == self.before.epoch:
             return self.before.of(position)
         runs, left = [], position.batch
@@ -329,7 +328,7 @@ def _generators() -> tuple[Tensor, Any, Any]:
 
 
 def _same(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
-    def place(state: Any) -> Any:  # NumPy's: its numbers, and the place in them
+    def place(state: Any) -> Any:  # NumPy's state: its numbers, and the position in them.
         return None if state is None else (state[1].tobytes(), *state[2:])
 
     return (
@@ -369,6 +368,6 @@ def _described(kind: str, length: int | None) -> str:
 
 
 def _mixed(*parts: int | str) -> int:
-    """One seed of 63 bits from several numbers; neighbours give unrelated ones."""
+    """Hash several values into a 63-bit seed; similar values give unrelated seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,7 +1,7 @@
 """A byte-level GPT on the sources of the Python that runs it.
 
-The corpus is on every machine: the standard library's `.py` files. Copy this file to begin a
-recipe of your own: `wholebatch recipes bytes-gpt > mine.py`, then `wholebatch train mine.py`.
+The corpus is on every machine: the standard library's `.py` files. Copy this file to start your
+own recipe: `wholebatch recipes bytes-gpt > mine.py`, then `wholebatch train mine.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CORPUS_BYTES = 8_000_000
 
 
 class Block(nn.Module):
-    """Attention, then a multilayer perceptron, each on normalised input and added to it."""
+    """Attention, then a multilayer perceptron, each with a LayerNorm before and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Embed(nn.Module):
-    """What every byte is, and where it stands."""
+    """The sum of the byte embedding and the position embedding."""
 
     def __init__(self, byte: nn.Embedding, place: nn.Embedding) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Embed(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-byte predictor: embeddings, blocks, and a head over the 256 byte values."""
+    """A next-byte predictor: embeddings, blocks, and a head over the 256 byte values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.3)
-        # Every branch adds to the stream: begin with small additions, and with a flat prediction.
+        # Every branch adds to the residual stream: start with small additions and flat logits.
         for name, weight in self.named_parameters():
             if name.endswith(("mix.weight", "down.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS))
@@ -102,7 +102,7 @@ class GPT(nn.Module):
 
 
 class Corpus:
-    """Sequences of CONTEXT bytes, each with the byte that follows every one of them."""
+    """Sequences of CONTEXT bytes, with the next byte of each position as the target."""
 
     def __init__(self, text: bytearray) -> None:
         self._text = torch.frombuffer(text, dtype=torch.uint8)
@@ -120,16 +120,16 @@ def model() -> nn.Module:
 
 
 def stages(model: GPT) -> list[nn.Module]:
-    """The modules that run one after the other, for `--parallel pipeline`."""
+    """Return the modules in the order they run, for `--parallel pipeline`."""
     return [Embed(model.byte, model.place), *model.blocks, model.norm, model.head]
 
 
 def data() -> Corpus:
-    """The standard library, file by file in the order of names, up to CORPUS_BYTES."""
+    """Return the standard library's sources, file by file in name order, up to CORPUS_BYTES."""
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     text = bytearray()
     for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = sorted(set(folders) - left_out)  # in place: these are not walked
+        folders[:] = sorted(set(folders) - left_out)  # In place: os.walk then skips the others.
         for name in sorted(files):
             if name.endswith(".py") and len(text) < CORPUS_BYTES:
                 text += Path(folder, name).read_bytes() + b"\n"
@@ -155,7 +155,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def scheduler(optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """Ten updates of warm-up, then a cosine down to a tenth."""
+    """Warm up over ten updates, then decay by a cosine to a tenth."""
 
     def factor(update: int) -> float:
         if update < 10:

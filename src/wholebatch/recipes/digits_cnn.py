@@ -1,7 +1,7 @@
 """A small CNN with BatchNorm on scikit-learn's 1,797 handwritten digits.
 
-BatchNorm normalises by the batch, so plain accumulation trains another model. Here its statistics
-are those of the whole batch, although the batch goes through in slices.
+BatchNorm normalises by the batch, so plain accumulation trains a different model. Here its
+statistics are those of the whole batch, although the batch runs in micro-batches.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 def model(): ...                          # an nn.Module
 def data(): ...                           # samples, or a DataLoader that gives whole batches
 def loss(model, micro): ...               # wb.Loss(total, units)
-# and, where the defaults do not do:
+# optional, to replace the defaults:
 def optimizer(model): ...
 def scheduler(optimizer, steps): ...      # or scheduler(optimizer)
 def units(micro): ...                     # counted before the first backward
@@ -12,7 +12,7 @@ def collate(samples): ...                 # a list of samples -> a batch
 def tokens(budget): ...                   # wb.tokens(budget, ...) for --micro-batch "4096 tokens"
 def stages(model): ...                    # its modules in order, for --parallel pipeline
 defaults = {"batch_size": 64, "micro_batch": 8, "steps": 100}
-unit = "tokens"                           # what the units are called in reports
+unit = "tokens"                           # the name of the units in reports
 ```
 """
 
@@ -39,14 +39,14 @@ from wholebatch.errors import RecipeError, WholebatchError
 __all__ = ["EMBEDDED", "Recipe", "Settings", "load_recipe", "place_of", "source_of"]
 
 EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
-"""The names that can stand for a file, the default first."""
+"""The embedded recipes by name, the default first."""
 
 _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
 
 
 class Settings(TypedDict, total=False):
-    """What a recipe may set in `defaults`; the command line wins over it."""
+    """The settings that a recipe may put in `defaults`; the command line overrides them."""
 
     batch_size: int
     micro_batch: int | str
@@ -60,7 +60,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts of a training run, as the file gives them."""
+    """The parts of a training run, as the recipe's file defines them."""
 
     name: str
     path: Path
@@ -75,25 +75,25 @@ class Recipe:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the name alone finds it."""
+        """True if this is one of the embedded recipes."""
         return self.path.parent == Path(__file__).parent
 
     def build_model(self) -> nn.Module:
-        """What `model()` returns."""
+        """Return the result of `model()`."""
         model = self._call("model")
         if not isinstance(model, nn.Module):
             raise RecipeError(f"{self.path}: model() returned {_kind(model)}, not an nn.Module")
         return model
 
     def build_data(self) -> Any:
-        """What `data()` returns."""
+        """Return the result of `data()`."""
         data = self._call("data")
         if data is None:
             raise RecipeError(f"{self.path}: data() returned None; return a dataset or a loader")
         return data
 
     def build_optimizer(self, model: nn.Module, *, lr: float | None) -> torch.optim.Optimizer:
-        """What `optimizer(model)` returns, else AdamW; `lr`, if given, wins over its own."""
+        """Return the result of `optimizer(model)`, or AdamW; `lr`, if given, overrides its rate."""
         if "optimizer" not in self._parts:
             rate = lr if lr is not None else self.defaults.get("lr", 1e-3)
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -118,14 +118,14 @@ class Recipe:
         return optimizer
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
-        """What `scheduler(optimizer)` or `scheduler(optimizer, steps)` returns, or None."""
+        """Return the result of `scheduler(optimizer)` or `scheduler(optimizer, steps)`, or None."""
         if "scheduler" not in self._parts:
             return None
         wants_steps = _takes(self._parts["scheduler"], 2)
         return self._call("scheduler", optimizer, *((steps,) if wants_steps else ()))
 
     def build_tokens(self, budget: int) -> Any:
-        """How to split by a budget of tokens: the recipe's `tokens(budget)`, else the plain one."""
+        """Return the split by a token budget: the recipe's `tokens(budget)`, or the default."""
         if "tokens" in self._parts:
             return self._call("tokens", budget)
         from wholebatch.splitting import tokens
@@ -133,7 +133,7 @@ class Recipe:
         return tokens(budget)
 
     def build_stages(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that run one after the other: `stages(model)`, or those of a Sequential."""
+        """Return the modules in the order they run: `stages(model)`, or those of a Sequential."""
         if "stages" not in self._parts:
             if type(model) is nn.Sequential:
                 return list(model)
@@ -160,7 +160,7 @@ class Recipe:
 
 
 def load_recipe(name: str) -> Recipe:
-    """The recipe of a file, or the embedded one of that name; a RecipeError says what is wrong."""
+    """Load a recipe from a file or by its embedded name; raise RecipeError if it is invalid."""
     path = _find(name)
     source = _read(path)
     module = _run(path)
@@ -180,12 +180,12 @@ def load_recipe(name: str) -> Recipe:
 
 
 def source_of(name: str) -> str:
-    """The text of an embedded recipe: the beginning of one's own."""
+    """Return the source of an embedded recipe, to start a new one from."""
     return _find(name).read_text(encoding="utf-8")
 
 
 def place_of(error: BaseException, path: Path) -> str | None:
-    """`mine.py:12, in loss`: the innermost line of the recipe that the error passed through."""
+    """Return the innermost line of the recipe in the traceback, such as `mine.py:12, in loss`."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if Path(frame.filename) == path]
     if not inside:
@@ -222,7 +222,7 @@ def _read(path: Path) -> bytes:
 
 
 def _run(path: Path) -> ModuleType:
-    """The file as a module. Its neighbours can be imported, as if Python had been given it."""
+    """Run the file as a module. It can import its neighbours, as when Python runs it."""
     module_name = f"wholebatch_recipe_{path.stem}".replace("-", "_").replace(".", "_")
     spec = importlib.util.spec_from_loader(
         module_name, importlib.machinery.SourceFileLoader(module_name, str(path))
@@ -230,7 +230,7 @@ def _run(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Registered, as dataclasses and pickle look a class's module up there.
+    # Register it: dataclasses and pickle look up the module of a class there.
     sys.modules[module_name] = module
     is_embedded = path.parent == Path(__file__).parent
     if not is_embedded and str(path.parent) not in sys.path:
@@ -241,7 +241,7 @@ def _run(path: Path) -> ModuleType:
     except WholebatchError:
         raise
     except SyntaxError as error:
-        if error.filename is None or Path(error.filename) != path:  # of something it imports
+        if error.filename is None or Path(error.filename) != path:  # In a file that it imports.
             raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
         raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
     except Exception as error:
@@ -300,7 +300,7 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
         return False
-    except ValueError:  # a built-in that does not say
+    except ValueError:  # A built-in without a signature.
         return True
     return True
 

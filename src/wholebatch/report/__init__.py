@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: metrics files, TensorBoard events, the terminal."""
+"""The output of a run: metrics files, TensorBoard events, the terminal."""

@@ -1,4 +1,4 @@
-"""`manifest.json`: everything that a run was made from, enough to make it again."""
+"""`manifest.json`: everything that a run was made from, enough to repeat it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def manifest_text(
     ranks: int,
     commit: Mapping[str, Any] | None,
 ) -> str:
-    """The manifest of a run that begins now. `settings` are what `train --from` takes."""
+    """Return the manifest of a run that begins now; `settings` are options of `train --from`."""
     content = {
         "kind": "wholebatch manifest",
         "format": _FORMAT,
@@ -51,7 +51,7 @@ def manifest_text(
 
 
 def versions_here() -> dict[str, str]:
-    """Of what computes: another version may round otherwise."""
+    """Return the versions of the software: another version may round differently."""
     return {
         "wholebatch": __version__,
         "torch": str(torch.__version__),
@@ -60,7 +60,7 @@ def versions_here() -> dict[str, str]:
 
 
 def device_here(device: torch.device) -> dict[str, Any]:
-    """Where the run is; `threads` decide the order of sums on a CPU."""
+    """Describe the device; on a CPU, `threads` decide the order of sums."""
     about: dict[str, Any] = {
         "type": device.type,
         "name": platform.machine(),
@@ -81,8 +81,8 @@ def device_here(device: torch.device) -> dict[str, Any]:
 def arithmetic_of(
     batch_size: int, schedule: str | None, *, micro_batch: int | None, ranks: int
 ) -> Any:
-    """Shares and micro-batches of a full batch: one entry, or one for each size of a schedule."""
-    if micro_batch is None:  # a budget of tokens: every batch is another sum
+    """Return the arithmetic of a full batch: one entry, or one for each size of a schedule."""
+    if micro_batch is None:  # A token budget: every batch splits differently.
         return {"global_batch": batch_size, "ranks": ranks}
     if schedule is None:
         return Arithmetic(batch_size, micro_batch, ranks).as_dict()
@@ -94,9 +94,9 @@ def arithmetic_of(
 
 
 def commit_of(file: Path) -> dict[str, Any] | None:
-    """The git commit that a file is tracked in, and whether tracked files differ from it."""
+    """Return the git commit of a tracked file, and whether tracked files differ from it."""
     if _git(file, "ls-files", "--error-unmatch", file.name) is None:
-        return None  # not in git, or in the ignored corner of somebody's repository
+        return None  # Not in git, or ignored there.
     commit = _git(file, "rev-parse", "HEAD")
     if commit is None:
         return None

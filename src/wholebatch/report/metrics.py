@@ -1,8 +1,8 @@
-"""One line of JSON per window, and its numbers for whoever draws them.
+"""One line of JSON per window, and its numbers for plots.
 
-`metrics.jsonl` has each window exactly once, also after a kill and a resume: what lies beyond the
-checkpoint is cut off before going on, and lines are on the disk before the checkpoint that counts
-them. Fields that two identical runs do not share are in `TIMING`.
+`metrics.jsonl` holds each window exactly once, also after a kill and a resume. Lines beyond the
+checkpoint are cut off before the run goes on, and lines are on disk before the checkpoint that
+counts them. `TIMING` lists the fields in which two identical runs differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wholebatch.step import Step
 __all__ = ["TIMING", "MetricsFile", "Sink", "record_of", "scalars_of"]
 
 TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries", "communication"})
-"""The fields of a record that say when and how, not what: two identical runs do not share them."""
+"""The fields of a record about time and resources: two identical runs differ in them."""
 
 _SCALARS = (
     "loss",
@@ -44,7 +44,7 @@ _SCALARS = (
 
 
 class Sink(Protocol):
-    """Takes the record of every window: a file, or somebody else's."""
+    """Takes the record of every window: a file, or another service."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
     def sync(self) -> None: ...
@@ -60,9 +60,9 @@ def record_of(
     now: float,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is written of one window. `update` counts updates, `window` also those skipped.
+    """Return the record of one window. `update` counts updates, `window` also skipped ones.
 
-    `more`: what the step itself does not say (memory, the noise scale and the like).
+    `more`: values that the step does not hold (memory, the noise scale and the like).
     """
     record: dict[str, Any] = {
         "window": window,
@@ -87,7 +87,7 @@ def record_of(
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record by the names under which they are drawn; none that is not finite."""
+    """Return the finite numbers of a record by the names under which they are plotted."""
     found = {name: record.get(name) for name in _SCALARS}
     rates = record["lr"] if isinstance(record["lr"], list) else [record["lr"]]
     for group, rate in enumerate(rates):
@@ -102,9 +102,9 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MetricsFile:
-    """`metrics.jsonl`, opened to go on after `windows` windows; later lines are cut off.
+    """`metrics.jsonl`, opened to continue after `windows` windows; later lines are cut off.
 
-    A file that is gone, or was moved away, begins anew: `lost` windows are then not in it.
+    A missing file is started again: `lost` is then the number of windows that are not in it.
     """
 
     def __init__(self, path: Path, *, windows: int) -> None:
@@ -123,7 +123,7 @@ class MetricsFile:
         self._file.seek(size)
 
     def _read(self, windows: int) -> tuple[int, int]:
-        """How many of the first windows there are, and where the last of them ends."""
+        """Return how many of the first windows the file holds, and the offset after them."""
         kept = size = 0
         if windows and not (self.path.exists() and self.path.stat().st_size):
             self.lost = kept = windows
@@ -132,7 +132,7 @@ class MetricsFile:
                 for line in file:
                     try:
                         record = json.loads(line)
-                        if not size:  # it may have begun anew before
+                        if not size:  # The file may have been started again before.
                             self.lost = kept = min(max(0, record["window"] - 1), windows)
                         belongs = record["window"] == kept + 1 <= windows
                     except (ValueError, KeyError, TypeError):
@@ -146,14 +146,14 @@ class MetricsFile:
         return kept, size
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add a line; it is with the operating system when this returns."""
+        """Append a line; it has reached the operating system when this returns."""
         self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
         self._file.flush()
         self.first = self.first or dict(record)
         self.last = dict(record)
 
     def sync(self) -> None:
-        """Wait until every line is on the disk: called before a checkpoint counts them."""
+        """Wait until every line is on disk; called before a checkpoint counts them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

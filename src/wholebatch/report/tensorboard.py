@@ -17,10 +17,10 @@ __all__ = ["Events"]
 
 @contextmanager
 def _without_tensorflow() -> Iterator[None]:
-    """Let TensorBoard take its own file system, not TensorFlow's, where that is installed too.
+    """Make TensorBoard use its own file system instead of TensorFlow's, if both are installed.
 
-    TensorFlow takes seconds to import, and draws from NumPy's generator when it is: a run would
-    not be the same with and without it. TensorBoard looks for this module before.
+    TensorFlow takes seconds to import and draws from NumPy's generator on import, so a run would
+    differ with and without it. TensorBoard skips TensorFlow if this module exists.
     """
     name = "tensorboard.compat.notf"
     if name in sys.modules or "tensorflow" in sys.modules:
@@ -34,7 +34,7 @@ def _without_tensorflow() -> Iterator[None]:
 
 
 class Events:
-    """TensorBoard's event files; after a resume, what lies beyond the checkpoint is hidden."""
+    """TensorBoard's event files; after a resume, windows beyond the checkpoint are hidden."""
 
     def __init__(self, folder: Path, *, windows: int) -> None:
         with _without_tensorflow():
@@ -47,7 +47,7 @@ class Events:
             )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """The numbers of a record, by its window."""
+        """Write the numbers of a record, by its window."""
         for name, value in scalars_of(record).items():
             self._writer.add_scalar(name, value, record["window"])
 

@@ -1,4 +1,4 @@
-"""What a run shows: the head, the way, the end. A bar on a terminal, plain lines in a log."""
+"""The terminal output of a run: header, progress, summary. A bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Terminal:
-    """Shows one run on `console`; where that is not a terminal, lines that read well in a log."""
+    """Shows one run on `console`; prints plain lines if that is not a terminal."""
 
     def __init__(self, console: Console, *, name: str, unit: str) -> None:
         self._console = console
@@ -36,7 +36,7 @@ class Terminal:
         self._last_line = float("-inf")
 
     def rows(self, title: str, rows: Sequence[tuple[str, str]], *, boxed: bool = False) -> None:
-        """A title and labelled values, one under the other."""
+        """Print a title and labelled values, one under the other."""
         if not self._live:
             width = max(len(label) for label, _ in rows)
             self._line(title)
@@ -58,7 +58,7 @@ class Terminal:
             self._console.print(table)
 
     def note(self, text: str) -> None:
-        """One line of its own, above the bar if there is one."""
+        """Print one line, above the bar if there is one."""
         if self._live:
             self._console.print(escape(text), highlight=False, soft_wrap=True)
         else:
@@ -66,7 +66,7 @@ class Terminal:
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Something that takes a moment; a log hears of it when it is done."""
+        """Show a status while something takes a moment; a log shows nothing."""
         if not self._live:
             yield
             return
@@ -74,7 +74,7 @@ class Terminal:
             yield
 
     def begin(self, *, done: int, total: int) -> None:
-        """The way begins at `done` of `total` updates."""
+        """Start the progress at `done` of `total` updates."""
         self._total, self._done, self._began_at = total, done, done
         self._began = time.perf_counter()
         if self._live:
@@ -97,12 +97,12 @@ class Terminal:
             self._progress.start()
 
     def micro(self, done: int, of: int) -> None:
-        """`done` of the `of` micro-batches of the next update are made."""
+        """Show that `done` of the `of` micro-batches of the next update are done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=self._done + done / of)
 
     def update(self, *, updates: int, loss: float, units_per_second: float) -> None:
-        """One more window is closed."""
+        """Show that one more window is closed."""
         self._done = updates
         left = self._time_left(updates)
         saying = f"loss {loss:.3f}  {count_said(units_per_second)} {self._unit}/s"
@@ -119,7 +119,7 @@ class Terminal:
             self._line(f"update {updates}/{self._total}  {saying}")
 
     def end(self) -> None:
-        """The way is over; the bar goes away and the cursor comes back."""
+        """Stop the progress: remove the bar and restore the cursor."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -132,11 +132,12 @@ class Terminal:
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()  # a log that is followed shows it now
+        self._console.file.flush()  # Show it at once to a reader who follows the log.
 
 
 def count_said(number: float) -> str:
-    """
+    """Return a number in short form.
+
     >>> count_said(812), count_said(12_345), count_said(4_560_000), count_said(7.3)
     ('812', '12.3k', '4.56M', '7.3')
     """
@@ -147,7 +148,8 @@ def count_said(number: float) -> str:
 
 
 def time_said(seconds: float) -> str:
-    """
+    """Return a duration in short form.
+
     >>> time_said(4.4), time_said(83), time_said(7325), time_said(200_000)
     ('0:04', '1:23', '2:02:05', '2 d 7 h')
     """

@@ -14,10 +14,10 @@ __all__ = ["WandbRun"]
 
 
 class WandbRun:
-    """One run of a project; a run that is resumed goes on under the same id.
+    """One run of a project; a resumed run continues under the same id.
 
     `WANDB_MODE=offline` writes everything to the run's folder, for `wandb sync` later. Curves are
-    over `window`, so windows beyond the checkpoint of a killed run are drawn over, not twice.
+    plotted over `window`, so windows repeated after a resume are drawn over, not twice.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class WandbRun:
                 config=dict(manifest),
                 settings=wandb.Settings(silent=True),
             )
-        except Exception as error:  # of its own kinds: no key, no network, a wrong name
+        except Exception as error:  # Its own exception types: no key, no network, a wrong name.
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise OptionError(
                 f"--wandb {project}: Weights & Biases does not begin a run ({reason}); "
@@ -51,11 +51,11 @@ class WandbRun:
         self._run.define_metric("*", step_metric="window")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """The numbers of a record, over its window."""
+        """Log the numbers of a record, over its window."""
         self._run.log({"window": record["window"], **scalars_of(record)})
 
     def sync(self) -> None:
-        """Nothing to wait for: what a checkpoint counts is in `metrics.jsonl`."""
+        """Do nothing: `metrics.jsonl` holds what a checkpoint counts."""
 
     def close(self) -> None:
         self._run.finish()

@@ -1,1 +1,1 @@
-"""Who feeds a window its micro-batches, and in what order."""
+"""Runners that feed the micro-batches of a window: sequential, lock-step, two-pass, pipeline."""

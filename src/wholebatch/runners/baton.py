@@ -1,9 +1,9 @@
-"""Threads of which exactly one is awake: the one that holds the baton.
+"""Threads that take turns: only the one that holds the baton is awake.
 
-Each party runs ordinary code in a thread of its own until it comes to a meeting. There it leaves a
-value, hands the baton to the next party and sleeps. The last one to arrive merges the values, in
-the order of the parties, and the round begins again. So everything happens in one fixed order,
-nothing is raced, and a party may stop in the middle of a forward or of a backward pass.
+Each party runs ordinary code in its own thread until it reaches a meeting. There it leaves a value,
+passes the baton to the next party and sleeps. The last party to arrive merges the values in the
+order of the parties, and the next round begins. So the order is fixed, there are no races, and a
+party can pause in the middle of a forward or a backward pass.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ M = TypeVar("M")
 
 
 class _Unwind(BaseException):
-    """Ends a sleeping party because another one failed. Never leaves this module."""
+    """Raised in a sleeping party to end it after another one failed. Never leaves this module."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """One meeting: where it is and what the parties brought so far."""
+    """One meeting: its place, and the values brought so far."""
 
     place: str
     values: list[Any] = field(default_factory=list)
@@ -38,14 +38,14 @@ class _Round:
 
 
 class Baton(Generic[R]):
-    """Runs one body per party to the end, one party awake at a time.
+    """A runner of one body per party, with one party awake at a time.
 
-    `enter(k)` is called when party k gets the baton and `leave(k)` when it gives it away: what a
-    party needs to have in place (its random numbers, its memory) is put there by these. While it
-    waits, the thread that called `run` does what parties ask it to by `call`, inside `around()`.
+    `enter(k)` is called when party k receives the baton, and `leave(k)` when it passes it on. They
+    set up what the party needs, such as its random numbers and its memory. While the thread that
+    called `run` waits, it runs the jobs that parties pass to `call`, inside `around()`.
 
-    The first exception ends every party (each unwinds at the meeting where it sleeps, in turn) and
-    is raised by `run` as it is. That holds for a KeyboardInterrupt of the caller too.
+    The first exception ends every party: each unwinds, in turn, at the meeting where it sleeps.
+    `run` then raises that exception unchanged, also for a KeyboardInterrupt of the caller.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Baton(Generic[R]):
 
     @property
     def party(self) -> int | None:
-        """The party whose thread this is; None outside of a run."""
+        """The party that this thread belongs to, or None outside of a run."""
         return getattr(self._here, "party", None)
 
     def run(self, bodies: Sequence[Callable[[], R]]) -> list[R]:
-        """What every body returned, in order. A single body runs on the calling thread."""
+        """Run every body and return their results. A single body runs on the calling thread."""
         results: dict[int, R] = {}
         if self._parties == 1:
             self._turn(0, bodies[0], results)
@@ -87,11 +87,11 @@ class Baton(Generic[R]):
             try:
                 raise failure
             finally:
-                del failure  # its traceback holds this frame: together they would keep every tensor
+                del failure  # Break the cycle with its traceback, which would keep every tensor.
         return [results[party] for party in range(self._parties)]
 
     def meet(self, place: str, value: V, merge: Callable[[list[V]], M]) -> M:
-        """What `merge` makes of the values that all parties bring to `place`, in their order."""
+        """Wait for all parties to reach `place`, and return `merge` of their values in order."""
         party = self.party
         if party is None:
             raise UnsupportedError(
@@ -119,7 +119,7 @@ class Baton(Generic[R]):
         return current.result  # type: ignore[no-any-return]
 
     def call(self, job: Callable[[], V]) -> V:
-        """What `job()` returns, called on the thread that waits in `run`."""
+        """Run `job()` on the thread that waits in `run`, and return its result."""
         party = self.party
         if party is None or self._parties == 1:
             return job()
@@ -161,7 +161,7 @@ class Baton(Generic[R]):
             self._wait(partial(_ended, thread))
 
     def _serve(self) -> bool:
-        """Do the jobs of the parties until all are done; False when there was none for a while."""
+        """Run the parties' jobs; return True once all parties are done, False after a time-out."""
         while self._over.acquire(timeout=0.2):
             if self._job is None:
                 return True
@@ -175,8 +175,8 @@ class Baton(Generic[R]):
         return False
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        # An interrupt of the caller ends the parties; they use the model, so they are waited for.
-        # In short spells: an interrupt may be delivered to a thread that does not wake this one.
+        # An interrupt of the caller ends the parties. They still use the model, so wait for them.
+        # Wait with short time-outs: an interrupt may reach a thread that does not wake this one.
         over = False
         while not over:
             try:

@@ -1,8 +1,8 @@
-"""Blocks that are computed again in the backward pass instead of being kept.
+"""Blocks that are recomputed in the backward pass instead of being kept.
 
-With all micro-batches alive at once, lock-step holds the activations of the whole batch. With
-blocks it needs to hold only what goes into each, and the inside of the one that all are in: on a
-ResNet-50 about a third, for about a third more time, and nothing travels to the host.
+Lock-step has all micro-batches alive at once, so it holds the activations of the whole batch. With
+blocks it holds only their inputs, and the inside of the block that is being computed. A ResNet-50
+needs about a third of the memory and a third more time, and nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["BeginAgain", "Recomputed", "blocks_of"]
 
 _MOST_NORMS = 8
 _SMALL = 0.05
-"""The part of a model's activations that is kept in blocks at its end."""
+"""The fraction of a model's activations that may be kept in blocks at its end."""
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of a model that are worth computing again as a whole, with their names.
+    """Return the parts of a model that are worth recomputing as a whole, with their names.
 
-    These are the largest modules with up to 8 BatchNorms, and not more than half of all, that are
-    not a mere sequence of such: the bottlenecks of a ResNet, the layers of a DenseNet, the stages
-    of a U-Net.
+    These are the largest modules with at most 8 BatchNorms, and at most half of all, that are not
+    just a sequence of such modules: the bottlenecks of a ResNet, the layers of a DenseNet, the
+    stages of a U-Net.
 
     >>> layer = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
     >>> [name for name, _ in blocks_of(nn.Sequential(layer(), layer(), nn.Linear(4, 2)))]
@@ -61,19 +61,19 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class BeginAgain(Exception):
-    """The input of a block was changed in place, and no copy of it had been kept."""
+    """Raised when a block's input was changed in place and no copy of it was kept."""
 
 
 class Recomputed:
-    """While this is entered, the given blocks keep their inputs only.
+    """A context in which the given blocks keep only their inputs.
 
-    All but those that are `kept` whole: `worth_keeping` names some, once all micro-batches went
-    through. `begins` is told where the blocks draw random numbers. With `again`, a context in which
-    a call is computed again, the generators are left alone.
+    Blocks in `kept` keep everything; `worth_keeping` names some after a run. `begins` records where
+    the blocks draw random numbers. With `again`, a context in which a call is recomputed, the
+    generators are left alone.
 
-    A block is given again what it was given, a list as long as it was. Where its input is changed
-    in place, by itself or later, `check` says so by `BeginAgain` and adds its name to `changing`:
-    of these a copy of the input is kept.
+    A block is recomputed with its first arguments, even if a list among them has grown since. If a
+    tensor among them was changed in place, by the block or later, `check` raises `BeginAgain` and
+    adds the block's name to `changing`. For these blocks a copy of the input is kept.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Recomputed:
         self._replaced.restore()
 
     def check(self) -> None:
-        """Before the first backward: are the inputs that it will begin from as they were?"""
+        """Raise `BeginAgain` if a block's input has changed; call before the first backward."""
         watched, self._watched = self._watched or [], None
         found = {name for name, tensor, then in watched if _version(tensor) != then}
         if found:
@@ -112,16 +112,16 @@ class Recomputed:
             raise BeginAgain
 
     def worth_keeping(self, micro_batches: int, sizes: Mapping[str, int]) -> frozenset[str]:
-        """Blocks at the end of the forward that cost little to keep, by the sizes of their layers.
+        """Return the blocks at the end of the forward that are cheap to keep.
 
-        The last one comes first in the backward, when what is inside of it would be there again at
-        once: it costs nothing. Those before it are kept as long as they are small together.
+        The last block runs first in the backward, where it would be recomputed at once: keeping it
+        costs nothing. Those before it are kept as long as the `sizes` of their layers stay small.
         """
         found: set[str] = set()
         left = _SMALL * sum(sizes.values())
         for name in reversed(self._calls):
             if self._calls[name] != micro_batches:
-                break  # called more than once, or not by all
+                break  # Called more than once, or not by every micro-batch.
             inside = sum(size for layer, size in sizes.items() if layer.startswith(f"{name}."))
             left -= inside if found else 0
             if left < 0:
@@ -153,14 +153,14 @@ class Recomputed:
 
 
 class _Given:
-    """A call of a block that can be made again with what it was given."""
+    """A call of a block that can be repeated with the same arguments."""
 
     def __init__(self, block: Callable[..., Any], args: Any, kwargs: Any, *, copies: bool) -> None:
         self._block = block
         self._copies = copies
         leaves, structure = flatten((args, kwargs))
         values = [leaf.value for leaf in leaves]
-        # Around containers of its own: what the caller puts into its own later is not given again.
+        # Rebuild the containers: the caller may change its own later.
         _, self._structure = flatten(structure.build(values))
         self._values = [None if isinstance(value, Tensor) else value for value in values]
         self._places = [at for at, value in enumerate(values) if isinstance(value, Tensor)]
@@ -168,7 +168,7 @@ class _Given:
         self._first: tuple[Any, Any] | None = (args, kwargs)
 
     def to_hold(self) -> list[Tensor]:
-        """The tensors, or copies of them; this call itself holds them no longer."""
+        """Return the tensors, or copies of them, and stop holding them here."""
         tensors, self.tensors = self.tensors, []
         return [self._copied(tensor) for tensor in tensors]
 

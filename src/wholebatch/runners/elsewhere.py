@@ -1,11 +1,11 @@
 """Convolution and linear layers whose kernels run on the caller's thread.
 
-The same as `onethread`, without watching every operation: for the layers that nearly all of the
-kernels with a state per thread come from. What is not such a layer runs on its own thread, with a
-plan of its own: slower, and just as right.
+This does the same as `onethread` without intercepting every operation. It covers the layers that
+launch nearly all kernels with per-thread state. Other layers run on their own thread with their own
+plans: slower, with the same result.
 
-Under autocast the 16-bit copy of a weight is made once for all micro-batches, and their gradients
-of it are summed in one buffer, in the weight's own type, which autograd gets from the last one.
+Under autocast the 16-bit copy of a weight is made once for all micro-batches. Its gradients are
+summed in one buffer of the weight's own dtype, which the last micro-batch passes to autograd.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _TRANSPOSED = (
 
 
 def ignored(tensor: Tensor) -> None:
-    """Where nobody has to know which tensors belong to all micro-batches."""
+    """Do nothing: the default for `keep` and `keep_sum`."""
 
 
 class Elsewhere:
-    """While this is entered, the layers among `modules` have their kernels run by `call`.
+    """A context in which the layers among `modules` run their kernels through `call`.
 
-    `party()` says which of `parties` micro-batches this thread's is; `keep` is told of tensors that
-    belong to all of them, `keep_sum` of those that are their gradients.
+    `party()` returns the index, out of `parties`, of this thread's micro-batch. `keep` is called
+    with tensors that all micro-batches share, `keep_sum` with their summed gradients.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Elsewhere:
     def __enter__(self) -> None:
         for module in self._modules:
             if "forward" in module.__dict__:
-                continue  # somebody else's
+                continue  # Other code has replaced it.
             kind = type(module).forward
             if kind in _CONVOLUTIONS and isinstance(module, _ConvNd):
                 if module.padding_mode == "zeros" and not isinstance(module.padding, str):
@@ -87,7 +87,7 @@ class Elsewhere:
 
         def forward(x: Tensor) -> Tensor:
             if x.dim() != len(zeros) + 2:
-                return found(x)  # a single sample
+                return found(x)  # A single sample without a batch dimension.
             x, weight, bias = self._cast(x, module.weight, module.bias)
             return _convolve(x, weight, bias, (*options, zeros, module.groups), self._call)
 
@@ -120,7 +120,7 @@ class Elsewhere:
     def _cast(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What autocast does to the inputs of such a layer."""
+        """Cast the inputs of a layer as autocast would."""
         kind = x.device.type
         if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
             return x, weight, bias
@@ -130,7 +130,7 @@ class Elsewhere:
         return x.to(dtype), self._kept(weight, dtype), self._kept(bias, dtype)
 
     def _kept(self, parameter: Any, dtype: torch.dtype) -> Any:
-        """One copy of a weight for all micro-batches, as autocast's cache has."""
+        """Return one cast copy of a weight for all micro-batches, like autocast's cache."""
         if parameter is None or parameter.dtype in (dtype, torch.float64):
             return parameter
         key = (id(parameter), dtype, torch.is_grad_enabled())
@@ -141,7 +141,7 @@ class Elsewhere:
 
 
 class _Sums:
-    """Gradients of weights that were cast for all micro-batches, in the weights' own types."""
+    """Summed gradients of weights that were cast for all micro-batches, in the weights' dtypes."""
 
     def __init__(
         self, party: Callable[[], int | None], parties: int, keep: Callable[[Tensor], None]
@@ -152,7 +152,7 @@ class _Sums:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        """The sum so far, if this is the last micro-batch, and else None: there is more to come."""
+        """Add a gradient; return the sum if this is the last micro-batch, else None."""
         if id(parameter) in self._held:
             buffer = self._held.pop(id(parameter))[1].add_(gradient)
         else:
@@ -165,7 +165,7 @@ class _Sums:
 
     @torch.no_grad()
     def add_the_rest(self) -> None:
-        """What the last micro-batch did not use, and others did."""
+        """Add the sums of weights that the last micro-batch did not use to `.grad`."""
         for parameter, buffer in self._held.values():
             parameter.grad = buffer if parameter.grad is None else parameter.grad.add_(buffer)
         self._held.clear()

@@ -1,4 +1,4 @@
-"""A tensor's rows of all ranks, with a gradient that finds its way back to each."""
+"""A differentiable gather of a tensor's rows from all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Gathered"]
 
 
 class Gathered:
-    """Gathers tensors that have their samples as the first dimension, in the order of the ranks.
+    """A differentiable gather along the first dimension (the samples), in the order of the ranks.
 
-    Ranks may have different numbers of samples. The backward adds up what every rank sends to a
-    row, so a loss that all ranks compute alike is to be divided by their number.
+    Ranks may have different numbers of samples. The backward sums the gradients of all ranks for
+    each row, so a loss that every rank computes must be divided by the number of ranks.
     """
 
     def __init__(self, sync: Sync) -> None:
@@ -37,7 +37,7 @@ class Gathered:
 
 
 def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Own rows among zeros, summed over the ranks: each number plus zeros is itself."""
+    """Return the rows of all ranks: place own rows among zeros and sum over ranks, exactly."""
     whole = tensor.new_zeros((rows, *tensor.shape[1:]))
     whole[start : start + len(tensor)] = tensor
     return summed(whole)

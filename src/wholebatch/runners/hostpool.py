@@ -1,8 +1,8 @@
-"""Host memory for what leaves the device, and the copies there and back.
+"""Host memory for offloaded storages, and the copies to and from it.
 
-On CUDA the memory is pinned and taken in large slabs that are kept for the next window: pinning is
-slow, and sizes repeat from one micro-batch to the next. Copies out and copies fetched ahead have a
-stream each, so that both directions of the link work while the device computes.
+On CUDA the memory is pinned and allocated in large slabs that are kept for the next window: pinning
+is slow, and sizes repeat from one micro-batch to the next. Copies out and prefetches have a stream
+each, so that both directions of the link work while the device computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PAGE = 4096
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """A piece of host memory, and when the last copies to and from it are done."""
+    """A piece of host memory, and the events of the last copies to and from it."""
 
     bytes: Tensor
     size: int
@@ -29,7 +29,7 @@ class Span:
 
 
 class HostPool:
-    """Pieces of host memory that are used again; `held` and `used` count bytes."""
+    """A pool of reusable pieces of host memory; `held` and `used` count bytes."""
 
     def __init__(self, *, pinned: bool, slab: int = 1 << 28) -> None:
         self._pinned = pinned
@@ -57,7 +57,7 @@ class HostPool:
             self.held -= span.size
 
     def forget_copies(self) -> None:
-        """All copies to and from free pieces are done: nothing has to wait for them any more."""
+        """Drop the events of free pieces, once all copies to and from them are done."""
         for spans in self._free.values():
             for span in spans:
                 span.written = span.read = None
@@ -75,7 +75,7 @@ class HostPool:
 
 
 class Copies:
-    """Copies between storages and spans, ordered against the stream that computes."""
+    """Copies between storages and spans, ordered against the compute stream."""
 
     def __init__(self, pool: HostPool) -> None:
         self._pool = pool
@@ -85,7 +85,7 @@ class Copies:
         self.bytes_in = 0
 
     def out(self, storages: Sequence[torch.UntypedStorage]) -> list[Span]:
-        """Start to copy to the host; the storages must stay until `gone`."""
+        """Start copies to the host and return their spans; keep the storages until `gone`."""
         with torch._C._DisableTorchDispatch():
             spans = [self._pool.take(storage.nbytes()) for storage in storages]
             for device, indices in _by_device(storages).items():
@@ -103,12 +103,12 @@ class Copies:
         return spans
 
     def gone(self, span: Span) -> None:
-        """What is computed from here on may use the device memory that was copied from."""
+        """Make the compute stream wait for the copy out, so that device memory can be reused."""
         if span.written is not None:
             torch.cuda.current_stream().wait_event(span.written)
 
     def back(self, span: Span, storage: torch.UntypedStorage) -> None:
-        """Copy to the device now, on the stream that computes."""
+        """Copy to the device on the compute stream."""
         self.gone(span)
         with torch._C._DisableTorchDispatch():
             _bytes(storage).copy_(span.bytes, non_blocking=True)
@@ -117,7 +117,7 @@ class Copies:
         self.bytes_in += storage.nbytes()
 
     def ahead(self, spans: Sequence[Span], storages: Sequence[torch.UntypedStorage]) -> None:
-        """Start to copy to the device; what computes with it waits by `arrived`."""
+        """Start copies to the device; call `arrived` before computing with the data."""
         with torch._C._DisableTorchDispatch():
             for device, indices in _by_device(storages).items():
                 stream = self._side(self._in, device)
@@ -141,14 +141,14 @@ class Copies:
         self._pool.give(span)
 
     def join(self) -> None:
-        """What is computed from here on comes after all copies."""
+        """Make the compute stream wait for all copies."""
         for device, stream in (*self._out.items(), *self._in.items()):
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def _side(
         self, streams: dict[torch.device, torch.cuda.Stream], device: torch.device
     ) -> torch.cuda.Stream | None:
-        """A stream beside the one that computes, behind what that has been given so far."""
+        """Return a side stream that waits for the work queued on the compute stream so far."""
         if device.type != "cuda":
             return None
         if device not in streams:

@@ -1,4 +1,4 @@
-"""What a new thread does not have of the thread that starts it, taken along."""
+"""The PyTorch state of a thread, for threads that it starts: they do not inherit it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Autocast:
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """The calling thread's PyTorch state, to run something under it in another thread."""
+    """The calling thread's PyTorch state, under which another thread can run a function."""
 
     context: contextvars.Context
     grad: bool
@@ -35,7 +35,7 @@ class Inherited:
     device: torch.device
     cuda_stream: torch.cuda.Stream | None
     modes: tuple[Any, ...]
-    """What watches the operations of the caller, such as a meter of memory."""
+    """The dispatch modes of the caller, such as a memory meter."""
 
     @classmethod
     def of_this_thread(cls) -> Inherited:
@@ -59,10 +59,10 @@ class Inherited:
         )
 
     def run(self, function: Callable[[], R]) -> R:
-        """What `function()` returns, called under this state.
+        """Run `function()` under this state and return its result.
 
-        Backward runs on the thread that calls it, also on CUDA: only so can a micro-batch stop in
-        the middle of its backward without stopping the others'.
+        Backward runs on the thread that calls it, also on CUDA. Only then can a micro-batch pause
+        in the middle of its backward without blocking the others.
         """
         return self.context.copy().run(self._run, function)
 
@@ -88,7 +88,7 @@ class Inherited:
                     )
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             for mode in self.modes:
-                # Not entered: the mode is in use already, by the thread that waits for this one.
+                # Push the mode without entering it: the waiting thread has entered it already.
                 _push_mode(mode)
                 stack.callback(_pop_mode)
             return function()

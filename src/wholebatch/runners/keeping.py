@@ -1,4 +1,4 @@
-"""How many micro-batches of a two-pass window keep their graphs: as asked, or as memory allows."""
+"""The number of graphs that a two-pass window keeps: as asked, or as many as fit in memory."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _log = logging.getLogger("wholebatch")
 Keep: TypeAlias = int | Literal["auto"]
 
 _MARGIN = 0.8
-"""The part of the room that is used: gaps between blocks of memory take their share too."""
+"""The fraction of the free memory to use; the rest allows for fragmentation."""
 
 
 class Keeping:
-    """The number of graphs that a window keeps from its first pass, so as not to encode again.
+    """The number of graphs that a window keeps from its first pass, to avoid encoding again.
 
-    With "auto" the first window keeps none. What the graph of one of its micro-batches holds is
-    weighed, and `room()` says how many bytes the last window left of the budget (None: not known):
-    from then on a window keeps as many as fit in there.
+    With "auto" the first window keeps none, and measures the bytes that the graph of a micro-batch
+    holds. Later windows keep as many graphs as fit in `room()`: the bytes of the budget that the
+    last window left free, or None if unknown.
     """
 
     def __init__(self, keep: Keep, models: Iterable[nn.Module]) -> None:
         self._auto = keep == "auto"
         self._models = tuple(models)
         self._number = keep if isinstance(keep, int) else 0
-        self._weighed = 0  # bytes of the graph of one micro-batch
-        self._samples = 0  # of the one that was weighed
+        self._weighed = 0  # Bytes of the graph of one micro-batch.
+        self._samples = 0  # Samples of that micro-batch.
         self._gave_up = False
         self.room: Callable[[], int | None] = lambda: None
 
     def number(self) -> int:
-        """Of the window that begins now."""
+        """Return the number of graphs to keep in the window that begins now."""
         room = self.room() if self._auto and self._weighed else None
         if room is not None:
             more = int(_MARGIN * room) // self._weighed
@@ -46,20 +46,20 @@ class Keeping:
         return self._number
 
     def ran_out(self) -> None:
-        """Memory did not suffice: no more of it is taken for this."""
+        """Stop keeping graphs, after running out of memory."""
         if self._number:
             self._gave_up = True
             _log.warning("out of memory: no graphs of the first pass are kept any more")
         self._auto, self._number = False, 0
 
     def relieved(self) -> bool:
-        """Whether graphs were given up since this was asked: the window may begin again uncut."""
+        """True if graphs were given up since the last call: the window can retry as it was."""
         gave_up, self._gave_up = self._gave_up, False
         return gave_up
 
     @contextmanager
     def weighing(self, samples: int) -> Iterator[None]:
-        """Around the encoding of a micro-batch of so many samples with its graph."""
+        """Measure the bytes that autograd saves while a micro-batch is encoded in this context."""
         if not self._auto or samples <= self._samples:
             yield
             return

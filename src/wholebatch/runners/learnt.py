@@ -1,4 +1,4 @@
-"""What windows show of how micro-batches use their memory, for those that follow."""
+"""Memory use of micro-batches, learnt from earlier windows."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from dataclasses import dataclass, field
 __all__ = ["Learnt", "Place"]
 
 Place = tuple[int, int]
-"""Which storage of a micro-batch: the stretch that it was made in, and its number there."""
+"""The identity of a storage: the stretch in which it was created, and its index there."""
 
 
 @dataclass(eq=False)
 class Learnt:
-    """What windows so far have shown: who touches what when, and what one micro-batch takes."""
+    """The pages that each stretch touches, and the memory that one micro-batch needs.
+
+    A stretch is the part of a micro-batch's run between two meetings.
+    """
 
     touched: dict[int, frozenset[Place]] = field(default_factory=dict)
     most: int = 0
-    """The most bytes of pages, on the device or away, that one micro-batch had."""
+    """The peak of one micro-batch's bytes of pages, on the device or on the host."""
     busy: int = 0
-    """The most bytes that were in use, on their way in, or on their way out, at once."""
+    """The peak of bytes in use or being copied, in either direction."""
     largest: int = 0
     """The bytes of the largest page."""
     _uses: dict[Place, list[int]] = field(default_factory=dict)
 
     def learn(self, stretch: int, touched: frozenset[Place]) -> None:
-        """These places were touched in this stretch, and no others."""
+        """Record that this stretch touched exactly these places."""
         before = self.touched.get(stretch, frozenset())
         for place in before - touched:
             self._uses[place].remove(stretch)
@@ -34,7 +37,7 @@ class Learnt:
         self.touched[stretch] = touched
 
     def next_use(self, place: Place, stretch: int) -> int:
-        """The first stretch after this one that touches the place; a far one if none is known."""
+        """Return the first later stretch that touches the place, or `1 << 30` if none is known."""
         uses = self._uses.get(place, ())
         index = bisect_right(uses, stretch)
         return uses[index] if index < len(uses) else 1 << 30

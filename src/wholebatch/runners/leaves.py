@@ -1,4 +1,4 @@
-"""What `encode` returns: tensors in a structure, and those of all micro-batches put together."""
+"""The tensors that `encode` returns: of one micro-batch, and joined over all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Leaves", "Tree"]
 
 @dataclass(frozen=True)
 class Tree:
-    """The tensors of what `encode` returned for one micro-batch, in order, and their structure."""
+    """The tensors that `encode` returned for one micro-batch, in order, and their structure."""
 
     tensors: list[Tensor]
     shape: Any
@@ -48,7 +48,7 @@ class Tree:
         return cls(tensors, shape)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
-        """The same structure around other tensors."""
+        """Return the same structure with other tensors."""
 
         def put(node: Any) -> Any:
             if node is None:
@@ -62,17 +62,17 @@ class Tree:
         return put(self.shape)
 
     def detached(self) -> Tree:
-        """The same tensors, apart from their graph."""
+        """Return the same structure with detached tensors."""
         return Tree([tensor.detach() for tensor in self.tensors], self.shape)
 
     def is_finite(self) -> Tensor:
-        """Whether all numbers are finite, without asking the device."""
+        """Return True as a tensor if all values are finite, without waiting for the device."""
         checks = [tensor.isfinite().all() for tensor in self.tensors if tensor.is_floating_point()]
         return torch.stack([c.to(checks[0].device) for c in checks]).all() if checks else _true()
 
 
 class Leaves:
-    """Every tensor over all micro-batches, apart from any graph; numbers become a vector."""
+    """The tensors joined over all micro-batches, without their graphs; numbers become vectors."""
 
     def __init__(self, tree: Tree, tensors: list[Tensor], rows: list[list[int]]) -> None:
         self.tree = tree
@@ -82,7 +82,7 @@ class Leaves:
 
     @classmethod
     def of(cls, trees: list[Tree]) -> Leaves:
-        """Empties the trees as it goes: representations are held once."""
+        """Join the trees and empty them on the way, so that representations are held once."""
         shape = trees[0].shape
         for tree in trees:
             if tree.shape != shape:
@@ -106,19 +106,19 @@ class Leaves:
         return cls(Tree([], shape), joined, ends)
 
     def rows(self, index: int) -> int:
-        """The number of rows that this micro-batch has in the first tensor."""
+        """Return the number of rows that this micro-batch has in the first tensor."""
         start, stop = self._ends[0][index : index + 2]
         return stop - start
 
     def distances(self, index: int, tree: Tree) -> Iterator[Tensor]:
-        """How far the representations of this micro-batch are from those of the first pass."""
+        """Yield the relative distance of each representation from that of the first pass."""
         self._check(tree)
         for place, tensor in enumerate(tree.tensors):
             if tensor.is_floating_point():
                 yield _distance(_as_rows(tensor.detach()), self._rows(place, index))
 
     def gradients(self, index: int, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors of this micro-batch that lead back, and the gradient of each."""
+        """Return the tensors of this micro-batch that require gradients, and their gradients."""
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
         for place, tensor in enumerate(tree.tensors):
@@ -147,7 +147,7 @@ def _true() -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """The size of the difference relative to that of `b`; infinite if the rows do not match."""
+    """Return `‖a - b‖ / ‖b‖`, or infinity if the shapes differ."""
     if a.shape != b.shape:
         return torch.tensor(float("inf"), dtype=torch.float64)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32

@@ -1,10 +1,10 @@
 """Exact BatchNorm: micro-batches that meet at every BatchNorm.
 
-Every micro-batch runs forward and backward in a thread of its own, one awake at a time. At a
-training-mode BatchNorm it leaves its moments and sleeps until all others have; then each normalises
-with the moments of the whole batch. The backward pass meets at the same layers for its two sums.
-What comes out is the gradient, and the running statistics, of the undivided batch: this is
-SyncBatchNorm with micro-batches for ranks.
+Every micro-batch runs forward and backward in its own thread, one awake at a time. At a
+training-mode BatchNorm it leaves its moments and sleeps until all others have left theirs. Then
+each normalises with the moments of the whole batch. The backward pass meets at the same layers for
+its two sums. The gradient and the running statistics are those of the undivided batch: this is
+SyncBatchNorm with micro-batches in place of ranks.
 
 ```python
 step = LockStep(batchnorms(model))
@@ -52,28 +52,28 @@ _LESS: dict[Hold, Hold] = {"graphs": "inputs", "inputs": "host"}
 
 
 class LockStep:
-    """Runs the micro-batches of one window with the BatchNorms of the undivided batch.
+    """A runner of windows whose BatchNorms use the statistics of the undivided batch.
 
-    `norms` are the layers to make exact, with the names that errors call them by: BatchNorms, and
-    InstanceNorms with running statistics. Which of them use batch statistics is looked at on every
-    call, so layers in evaluation mode are left alone. `reduce` sums a tensor over data-parallel
-    ranks; with it the statistics, and the gradients through them, are those of the global batch.
+    `norms` are the layers to make exact, with their names for errors: BatchNorms, and InstanceNorms
+    with running statistics. Every call checks which of them use batch statistics, so layers in
+    evaluation mode are left alone. `reduce` sums a tensor over data-parallel ranks; with it the
+    statistics, and the gradients through them, are those of the global batch.
 
-    All micro-batches are alive at once. `hold` says what of them is kept on the device:
+    All micro-batches are alive at once. `hold` sets which of their tensors stay on the device:
 
-    - `"graphs"`: everything, as the undivided batch would. The fastest way, if it fits.
-    - `"inputs"`: what goes into each of `blocks` (those that `blocks_of(model)` finds, if none are
-      given), which are computed again in the backward pass. Nothing travels to the host.
-    - `"host"`: what the micro-batch that is awake works with. The rest waits in host memory, so the
-      device needs the same for any number of micro-batches, and the link to the host is busy. All
-      that touches a tensor must be an operation that PyTorch dispatches: a kernel that is launched
-      on a bare pointer finds nothing there.
+    - `"graphs"`: everything, as for the undivided batch. This is the fastest, if it fits.
+    - `"inputs"`: the inputs of each of `blocks` (by default those of `blocks_of(model)`). Blocks
+      are recomputed in the backward pass. Nothing is copied to the host.
+    - `"host"`: the tensors of the micro-batch that is awake. The rest waits in host memory, so the
+      device needs the same memory for any number of micro-batches, and the link to the host is
+      busy. Only operations that PyTorch dispatches may touch a tensor: a kernel launched on a raw
+      pointer would find no data there.
     - `"auto"`: the first of these that fits. If memory runs out, less is held from then on: at once
-      if no backward had begun, else the error is raised and the next run holds less. `holding` says
-      where it got to.
+      if no backward had begun; else the error is raised, and the next run holds less. `holding` is
+      the current choice.
 
-    Give the `model`: on CUDA its convolutions then cost least, and the gradients of its parameters
-    are known to stay on the device.
+    Pass the `model`: on CUDA its convolutions are then fastest, and the gradients of its parameters
+    stay on the device.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class LockStep:
         self._recorded_pools: list[HostPool] = []
         self._learnt = Learnt()
         self.paged: Paged | None = None
-        self._kept_blocks: frozenset[str] = frozenset()  # known after the first run
-        self._changing: set[str] = set()  # blocks that change their input in place
-        self.drawn = frozenset({"cpu"})  # devices whose random numbers the last run drew
-        self.seed = 0  # of the last run's random numbers
+        self._kept_blocks: frozenset[str] = frozenset()  # Known after the first run.
+        self._changing: set[str] = set()  # Blocks whose input is changed in place.
+        self.drawn = frozenset({"cpu"})  # Devices whose random numbers the last run drew.
+        self.seed = 0  # The seed of the last run's random numbers.
         self._begins: dict[Call, int] = {}
-        self.relieve: Callable[[], bool] = lambda: False  # gives memory back, if it can, on need
+        self.relieve: Callable[[], bool] = lambda: False  # Frees memory; True if there was any.
 
     def run(
         self,
@@ -122,16 +122,16 @@ class LockStep:
         backward: Callable[[T], R],
         moved: Callable[[M], M] | None = None,
     ) -> list[R]:
-        """What `backward` returned for every micro-batch, in their order.
+        """Run the micro-batches and return the results of `backward`, in order.
 
         For each micro-batch `backward(forward(moved(micro)))` is called on its thread. The threads
-        have the caller's autocast, gradient mode, devices, streams and context variables, and a
-        stream of random numbers each. Gradients are added in the order of the micro-batches within
-        each stretch between two BatchNorms, the same on every run.
+        have the caller's autocast, gradient mode, devices, streams and context variables. Each has
+        its own stream of random numbers. Between two BatchNorms, gradients are added in the order
+        of the micro-batches, the same on every run.
 
-        If anything fails, all micro-batches end, running statistics and random state are put back
-        and the exception is raised as it is. What was added to `.grad` until then stays: whether to
-        discard it is the caller's decision.
+        If anything fails, all micro-batches end, running statistics and random state are restored,
+        and the exception is raised unchanged. What was already added to `.grad` stays: the caller
+        decides whether to discard it.
         """
         if not micros:
             return []
@@ -149,17 +149,17 @@ class LockStep:
             except torch.OutOfMemoryError:
                 if not (self.relieve() or self._hold_less()) or begun:
                     raise
-            # Out of the handler: the traceback that held every tensor is gone.
+            # Outside of the handler: the traceback, which held every tensor, is gone.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
     def begin_with(self, hold: Hold) -> None:
-        """What "auto" holds from here on; it still holds less if that does not fit."""
+        """Set what "auto" holds from here on; it still holds less if that does not fit."""
         if self._auto:
             self.holding = hold
 
     def _hold_less(self) -> bool:
-        """Go on to the next way of holding, if there is one."""
+        """Switch to the next way of holding; return False if there is none."""
         if not self._auto or self.holding == "host":
             return False
         self.holding = _LESS[self.holding]
@@ -168,7 +168,7 @@ class LockStep:
         return True
 
     def recorded_streams(self, parties: int) -> RecordedStreams | None:
-        """The random numbers of a recording of the last run; None if it drew none."""
+        """Return the random streams for a recording of the last run, or None if it drew none."""
         if not self.drawn:
             return None
         device = next(device for device in self._devices() if device.type == "cuda")
@@ -182,20 +182,20 @@ class LockStep:
         backward: Callable[[T], R],
         streams: RecordedStreams | None,
     ) -> list[R]:
-        """The same as `run`, for a CUDA graph that is being recorded on the current stream.
+        """Do the same as `run` while a CUDA graph is captured on the current stream.
 
-        A run of the same kind must have been just before, so that everything that is made once is
-        made. Random numbers are those of `streams`. Host memory that the copies of `hold="host"` go
-        to is the recording's own from here on.
+        A run of the same kind must come just before, so that everything created once exists. Random
+        numbers come from `streams`. From here on, the host memory of `hold="host"` belongs to the
+        recording.
         """
         pool = self._pool or HostPool(pinned=self._on_cuda())
-        self._pool = None  # a later run takes another
+        self._pool = None  # A later run uses another pool.
         pool.forget_copies()
         self._recorded_pools.append(pool)
         return self._run(micros, forward, backward, None, pool=pool, recorded=streams or True)
 
     def forget_recordings(self) -> None:
-        """Give back the host memory of all recordings: none of them will be replayed again."""
+        """Free the host memory of all recordings, once none of them will be replayed."""
         self._recorded_pools.clear()
 
     def _run(
@@ -254,7 +254,7 @@ class LockStep:
         def threaded(party: int) -> Callable[[], R]:
             return lambda: inherited.run(lambda: body(party))
 
-        # Recording computes nothing, so nothing has to be put back.
+        # A capture computes nothing, so nothing has to be restored.
         buffers = _Buffers(() if recorded else self._norms)
         try:
             with (
@@ -262,7 +262,7 @@ class LockStep:
                 recomputed,
                 Elsewhere(
                     self._model.modules() if by_layers and self._model else (),
-                    # Where operations are watched, those of the layers are, and handed over then.
+                    # A dispatch mode already hands these operations over, if there is one.
                     baton.call if execute is None else _at_once,
                     party=lambda: baton.party,
                     parties=parties,
@@ -291,7 +291,7 @@ class LockStep:
         return results
 
     def _offset(self) -> int:
-        """How far the device's random numbers are."""
+        """Return the offset of the device's random generator."""
         if not self._on_cuda():
             return 0
         return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
@@ -338,7 +338,7 @@ def _at_once(job: Callable[[], T]) -> T:
 
 
 class _Buffers:
-    """The running statistics as they were before a window that may fail."""
+    """A copy of the running statistics, to restore if a window fails."""
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
         self._saved: list[tuple[Tensor, Tensor]] = [

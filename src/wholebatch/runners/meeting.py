@@ -1,4 +1,4 @@
-"""BatchNorms that meet: during a run, their forward asks the whole batch for its moments."""
+"""BatchNorms that meet: during a run, they normalise with the moments of the whole batch."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ __all__ = ["Meetings"]
 
 
 class Meetings:
-    """While this is entered, the given layers normalise with the moments of all parties together.
+    """A context in which the given layers normalise with the merged moments of all parties.
 
-    Their `forward` is replaced on the instance and put back as it was found.
+    Their `forward` is replaced on the instance, and restored on exit.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Meetings:
         self._reduce = reduce
         self._replaced = ReplacedForwards()
         self._open = False
-        # What each party met in each layer, so that a checkpointed block that is computed again in
-        # the backward pass gets the same moments without a meeting.
+        # The merged moments by party and layer. A checkpointed block that is recomputed in the
+        # backward pass takes its moments from here, without a meeting.
         self._met: dict[tuple[int | None, str], list[Merged]] = {}
-        self.sizes: dict[str, int] = {}  # bytes that go into each layer, of the first party
+        self.sizes: dict[str, int] = {}  # The first party's input bytes, by layer.
 
     def __enter__(self) -> Meetings:
         self._open = True
@@ -82,7 +82,7 @@ class Meetings:
         eps: float,
         running: Callable[[Merged], None],
     ) -> Tensor:
-        """`x` normalised with the whole batch; `running` is told its moments once per meeting."""
+        """Normalise `x` with the whole batch's moments; call `running` with them once."""
         whole = self._moments(name, x.detach(), running)
         return _normalise(x, weight, bias, whole, eps, self, name)
 
@@ -111,7 +111,7 @@ class Meetings:
         return whole
 
     def _same(self, name: str, mine: Moments, met: list[Merged]) -> Merged:
-        """Which of a layer's calls is computed again: the one with these moments."""
+        """Return the merged moments of the recomputed call, found by this party's own mean."""
         if not met:
             raise UnsupportedError(
                 f"BatchNorm {name!r} was called in the backward pass and never before, in the "
@@ -128,9 +128,9 @@ class Meetings:
         make: Callable[[Tensor], InputGradient],
         count: int | Tensor,
     ) -> tuple[InputGradient, _OfAll]:
-        """What `make` makes of the whole batch's backward sums of a layer, over its count.
+        """Return `make(means)`, where `means` are the whole batch's backward sums over its count.
 
-        With it the sums of this rank's parties, for the first that asks.
+        Also return the sums over this rank's parties, which only the first taker gets.
         """
         if not self._open:
             raise WindowError(
@@ -148,7 +148,7 @@ class Meetings:
         return self._baton.meet(f"the backward of BatchNorm {name!r}", mine, total)
 
     def weighted(self, name: str, count: int, values: list[Tensor]) -> list[Tensor]:
-        """Means of `values` over all parties' samples."""
+        """Return the means of `values` over the samples of all parties."""
 
         def mean(parts: list[tuple[int, list[Tensor]]]) -> list[Tensor]:
             total: int | Tensor = sum(n for n, _ in parts)
@@ -162,14 +162,14 @@ class Meetings:
 
     @property
     def first(self) -> bool:
-        """Whether this thread is the first party's."""
+        """True if this thread belongs to the first party."""
         return self._baton.party == 0
 
 
 class _OfAll:
-    """The sums of all parties, which are the gradients of weight and bias: added once, not by each.
+    """The sums over all parties, from which the gradients of weight and bias are made.
 
-    They are taken by the first party that asks; the others have nothing to add.
+    The first party that asks takes them, so that they are added once; the others get None.
     """
 
     def __init__(self, sums: Tensor) -> None:
@@ -181,7 +181,7 @@ class _OfAll:
 
 
 class _Normalise(torch.autograd.Function):
-    """y = w (x - mean) · invstd + b with moments of the whole batch, and its gradient."""
+    """`y = w (x - mean) · invstd + b` with the moments of the whole batch, and its gradient."""
 
     @staticmethod
     def forward(
@@ -264,8 +264,8 @@ def _instancenorm(
         buffers = {k: b for k, b in running_buffers(module).items() if b.is_floating_point()}
         if not module.training or not buffers:
             return found(*args, **kwargs)
-        # The running statistics move towards the mean over samples: the mean, weighted by samples,
-        # of where each micro-batch alone would have moved them.
+        # The running statistics move towards the mean over samples. That equals the mean of the
+        # statistics after each micro-batch alone, weighted by samples.
         before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
         try:
             out = found(*args, **kwargs)
@@ -286,7 +286,7 @@ def _instancenorm(
 
 
 class _Inside(InsideNorm):
-    """Turns F.batch_norm, called inside a layer with a forward of its own, into a meeting."""
+    """A context that turns F.batch_norm inside a layer's custom forward into a meeting."""
 
     def __init__(self, meetings: Meetings, name: str, module: nn.Module) -> None:
         super().__init__(self._meet)
@@ -295,8 +295,8 @@ class _Inside(InsideNorm):
         self._name = name
         self._tracked = None
         if recomputing() or not meetings.first:
-            # The layer counts the batch by itself, and may take its momentum from the count. It has
-            # counted this window already: it shall find the count as it was before.
+            # The layer's forward counts the batch itself, and may derive its momentum from the
+            # count. This window is counted already, so lower the count before it counts again.
             self._tracked = running_buffers(module).get("num_batches_tracked")
         if self._tracked is not None:
             self._count = self._tracked.detach().clone()

@@ -1,9 +1,9 @@
-"""Convolutions and matrix products of all micro-batches on one thread: the caller's.
+"""Convolutions and matrix products of all micro-batches, run on the caller's thread.
 
 PyTorch keeps cuDNN's execution plans, and the handles and workspaces of cuBLAS, per thread. Sixteen
-threads would each search a plan for every convolution, in every window anew, and take sixteen
-workspaces. So the threads of the micro-batches hand these operations to the caller's thread, which
-waits for them to end anyhow, and whose plans are there already.
+threads would allocate sixteen workspaces, and each would search a plan for every convolution again
+in every window. So the micro-batches' threads hand these operations to the caller's thread. It is
+waiting for them anyway, and it already has the plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Execute", "OneThread", "below_autograd", "executor"]
 
 Execute = Callable[[Any, Any, Any], Any]
-"""Runs an operation: `execute(func, args, kwargs)`."""
+"""A function that runs an operation: `execute(func, args, kwargs)`."""
 
 _aten = torch.ops.aten
 _PER_THREAD = frozenset(
@@ -36,7 +36,7 @@ _PER_THREAD = frozenset(
 
 
 def executor(call: Callable[[Callable[[], Any]], Any]) -> Execute:
-    """Runs what has a state per thread by `call`, which runs it elsewhere, and the rest here."""
+    """Return an `Execute` that runs operations with per-thread state through `call`."""
 
     def execute(func: Any, args: Any, kwargs: Any) -> Any:
         if func in _PER_THREAD:
@@ -47,7 +47,7 @@ def executor(call: Callable[[Callable[[], Any]], Any]) -> Execute:
 
 
 class OneThread(TorchDispatchMode):
-    """Sees every operation of one micro-batch, forward and backward, and has it executed."""
+    """A dispatch mode that passes every operation of one micro-batch to `execute`."""
 
     def __init__(self, execute: Execute) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class OneThread(TorchDispatchMode):
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
-    """The state that operations from below autograd and autocast are to be executed in."""
+    """Disable autograd and autocast, for operations that were dispatched below them."""
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

@@ -1,4 +1,4 @@
-"""The tensors that an operation is given, and those that it writes to."""
+"""The tensor arguments of an operation, and those that it writes to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["tensors_in", "written_by"]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples and lists."""
+    """Yield the tensors in nested tuples and lists."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -22,7 +22,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 @cache
 def written_by(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operation writes to."""
+    """Return the positions and names of the arguments that an operation writes to."""
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)

@@ -1,4 +1,4 @@
-"""One storage of a micro-batch that may be on the device or on the host, and what a run moved."""
+"""Pages: storages of a micro-batch that may be on the device or on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Page", "Paged"]
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """What one run moved: the most bytes of pages on the device at once, and those copied."""
+    """The bytes of one run: the peak of pages on the device, and the copies out and in."""
 
     peak: int
     bytes_out: int
@@ -23,23 +23,23 @@ class Paged:
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """One storage: where its bytes are."""
+    """One storage, and the location of its bytes."""
 
     weak: int
     nbytes: int
     device: torch.device
     owner: int
     place: Place
-    seen: int  # the stretch in which it was last touched
+    seen: int  # The stretch in which it was last touched.
     span: Span | None = None
     resident: bool = True
-    shared: bool = False  # belongs to several micro-batches: it stays on the device
-    arriving: bool = False  # being fetched ahead
-    waits: bool = False  # its micro-batch sleeps, the host has it: its memory may be given back
-    kept: bool = False  # its micro-batch sleeps, and it is needed too soon to be copied
-    left: int = -1  # the turn in which its micro-batch went to sleep
+    shared: bool = False  # Used by several micro-batches: it stays on the device.
+    arriving: bool = False  # Being prefetched.
+    waits: bool = False  # Its micro-batch sleeps and the host has a copy: it may be freed.
+    kept: bool = False  # Its micro-batch sleeps, but it is needed too soon to be copied.
+    left: int = -1  # The turn in which its micro-batch went to sleep.
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, or None if nobody holds it any more."""
+        """Return the storage, or None if it has been freed."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return found

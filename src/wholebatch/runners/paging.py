@@ -1,15 +1,16 @@
-"""Sleeping micro-batches on the host: the device holds what one micro-batch would.
+"""Paging of sleeping micro-batches to the host: the device holds as much as one would need.
 
-Every storage that a micro-batch creates is a page. When the micro-batch goes to sleep its pages are
-copied to (pinned) host memory; from then on their device memory may be given back, and is as soon
-as it is needed. Whoever touches one later, in the forward or in the backward pass, finds it
-restored. Which stretches between two meetings touch a page is learnt from the micro-batch that went
-through last. So it is known what to fetch ahead for the next one while another computes, whose
-memory to take first (that which is needed last), and what is needed so soon that it is not copied
-at all.
+Every storage that a micro-batch creates is a page. When the micro-batch goes to sleep, its pages
+are copied to (pinned) host memory. Their device memory is freed as soon as it is needed. An
+operation that touches a page later, forward or backward, finds it restored.
 
-All memory is taken and given back in the order of the caller's stream, which waits for the copies
-where it must. So how far the host runs ahead of the device does not change what the device needs.
+A stretch is the part of a pass between two meetings. The pages that each stretch touches are learnt
+from the micro-batch that went through it last. They tell which pages to prefetch for the next
+micro-batch while another computes, which to free first (those needed last), and which are needed
+too soon to be copied at all.
+
+Memory is allocated and freed in the order of the caller's stream, which waits for the copies where
+it must. So the device memory needed does not depend on how far the host runs ahead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from wholebatch.runners.page import Page, Paged
 __all__ = ["Pages"]
 
 _aten = torch.ops.aten
-# What makes a new tensor on the same storage without reading it or checking its bounds.
+# Operations that make a new tensor on the same storage without reading it or checking its bounds.
 _NEEDS_NO_DATA = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
 )
@@ -40,10 +41,10 @@ class Pages:
     """The pages of all micro-batches of one run.
 
     `enter` and `leave` are called when a micro-batch wakes and when it goes to sleep, `finish` when
-    it is done; all that it computes goes through `watch`. Pages are the storages on devices of type
-    `kind`. Those below `least` bytes stay there, as do gradients of `parameters`. All others take
-    as much of the device as those of one micro-batch do, or what the one awake needs. `peak` is the
-    largest number of their bytes that were on the device at once.
+    it is done. All its operations go through `watch`. Pages are the storages on devices of type
+    `kind`. Those below `least` bytes stay there, as do gradients of `parameters`. The others use as
+    much device memory as the pages of one micro-batch, or as the awake one needs. `peak` is the
+    largest number of their bytes on the device at once.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class Pages:
         self._party = 0
         self._turn = 0
         self._learnt = Learnt() if learnt is None else learnt
-        # One page less than there is room for: what is made next is counted when it is there.
+        # Leave room for one page: a new page is counted only after it has been allocated.
         self._room = max(self._learnt.most, self._learnt.busy) - self._learnt.largest
         self._least_room = self._room // 2
         self._may_keep = self._room - self._learnt.busy
         self._kept_bytes = 0
-        self._idle = [0, 0, 0]  # bytes that wait: since this turn, since the last, since before
+        self._idle = [0, 0, 0]  # Bytes that wait since this turn, the last one, or earlier.
         self._waiting: list[tuple[int, int, int, int, Page]] = []
         self._gradients: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
@@ -86,7 +87,7 @@ class Pages:
         self.peak = 0
 
     def watch(self, execute: Execute) -> Execute:
-        """`execute`, with its tensors in place before and those it makes known afterwards."""
+        """Wrap `execute`: restore its inputs before it runs, and register its outputs after."""
 
         def watched(func: Any, args: Any, kwargs: Any) -> Any:
             if func in _NEEDS_NO_DATA:
@@ -121,9 +122,9 @@ class Pages:
             self._fetch_ahead(following, self._stretch[following] + 1)
 
     def leave(self, party: int) -> None:
-        """Send to the host what `party` has on the device, but for what it needs at once again."""
+        """Copy the pages of `party` to the host, except those it needs again at once."""
         stretch = self._stretch[party]
-        # Of the last one that went this way: the first may have made what others find made.
+        # Keep the record of the last party: the first may have created what others only reuse.
         self._learnt.learn(stretch, frozenset(self._used))
         going: list[tuple[Page, torch.UntypedStorage]] = []
         sleeping: list[tuple[int, Page]] = []
@@ -142,7 +143,7 @@ class Pages:
                 if page.span is None:
                     going.append((page, storage))
         self._awake[party].clear()
-        if party == 0:  # the last one also owns what the meetings make
+        if party == 0:  # The last party also owns what the meetings create.
             self._learnt.most = max(self._learnt.most, self._owned[party])
         spans = self._copies.out([storage for _, storage in going])
         for (page, _), span in zip(going, spans, strict=True):
@@ -150,13 +151,13 @@ class Pages:
         for key, page in sleeping:
             page.waits, page.left = True, self._turn
             self._idle[0] += page.nbytes
-            # What is needed last comes first; the key only makes the order total.
+            # Pages needed last come first. The key only breaks ties.
             last = -self._learnt.next_use(page.place, stretch)
             heappush(self._waiting, (last, -party, self._turn, key, page))
         self._make_room(0)
 
     def finish(self, party: int) -> None:
-        """Forget what a micro-batch that is done has left."""
+        """Forget the freed pages of a micro-batch that is done."""
         for key, page in list(self._kept[party].items()):
             self._wake(key, page)
         self._awake[party].clear()
@@ -165,7 +166,7 @@ class Pages:
                 self._forget(key, page)
 
     def close(self) -> Paged:
-        """Bring back what is still held by someone, and let go of everything."""
+        """Restore the pages that are still referenced, and forget all of them."""
         self._waiting.clear()
         for key, page in list(self._pages.items()):
             storage = page.storage()
@@ -175,7 +176,7 @@ class Pages:
         self._copies.join()
         return Paged(self.peak, self._copies.bytes_out, self._copies.bytes_in)
 
-    # What the watch tells.
+    # Called by the watched `execute`.
 
     def touched(self, tensor: Tensor) -> None:
         """Make sure that the bytes of `tensor` are on its device."""
@@ -193,14 +194,14 @@ class Pages:
             self._wake(key, page)
 
     def written(self, tensor: Tensor) -> None:
-        """The host's copy of `tensor` is no longer true."""
+        """Drop the host's copy of `tensor`, which is out of date."""
         page = self._pages.get(tensor.untyped_storage()._cdata)
         if page is not None and page.span is not None:
             self._copies.release(page.span)
             page.span = None
 
     def created(self, tensor: Tensor) -> None:
-        """A new storage of the micro-batch that is awake."""
+        """Register a new storage of the micro-batch that is awake."""
         storage = tensor.untyped_storage()
         key, party = storage._cdata, self._party
         stretch = self._stretch[party]
@@ -218,17 +219,17 @@ class Pages:
         self._make_room(0)
 
     def keep(self, tensor: Tensor) -> None:
-        """`tensor` belongs to all micro-batches: it stays on the device."""
+        """Keep `tensor` on the device, because all micro-batches use it."""
         page = self._pages.get(tensor.untyped_storage()._cdata)
         if page is not None:
             self._share(page)
 
     def keep_sum(self, tensor: Tensor) -> None:
-        """`tensor` is a gradient of all micro-batches: from here on there is less room for pages.
+        """Keep `tensor`, a gradient of all micro-batches, and leave less room for pages.
 
-        Where a pass is nearly over, few micro-batches have few pages left and many fill the room:
-        beside all gradients, which are there by then, the peak would grow with the batch. Half of
-        the room stays: without it, what is needed soon would travel.
+        Near the end of a pass all gradients exist. A few micro-batches have few pages left by then,
+        but many still fill the room, so the peak would grow with the batch. At least half of the
+        room stays, so that pages needed soon are not copied.
         """
         page = self._pages.get(tensor.untyped_storage()._cdata)
         if page is not None:
@@ -237,15 +238,15 @@ class Pages:
     def known(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._pages
 
-    # How pages move.
+    # Moving pages.
 
     def _stays(self, page: Page, stretch: int) -> bool:
-        """Whether a page that the host does not have is needed so soon that it need not."""
+        """True if a page without a host copy should stay: it is needed soon, and there is room."""
         soon = self._learnt.next_use(page.place, stretch) == stretch + 1
         return soon and self._kept_bytes + page.nbytes <= self._may_keep
 
     def _wake(self, key: int, page: Page) -> None:
-        """The page is in use again: nobody may take its memory."""
+        """Mark the page as in use again, so that its memory is not freed."""
         self._rouse(key, page)
         self._awake[page.owner][key] = page
 
@@ -312,7 +313,7 @@ class Pages:
         self._copies.ahead([span for _, span, _ in coming], [storage for _, _, storage in coming])
 
     def _make_room(self, nbytes: int) -> None:
-        """Give back memory of pages that wait, until there is room for so many bytes more."""
+        """Free the device memory of waiting pages until `nbytes` more fit."""
         if self.resident + nbytes > self._room:
             self._bury(self._party)
         aside = []
@@ -320,9 +321,9 @@ class Pages:
             entry = heappop(self._waiting)
             page = entry[-1]
             if not page.waits or page.left != entry[2]:
-                continue  # it has been woken since
+                continue  # It has been woken since.
             if page.left >= self._turn - 1:
-                aside.append(entry)  # still on its way to the host: computing would stop for it
+                aside.append(entry)  # Its copy may still run, and the compute stream would wait.
                 continue
             self._rouse(entry[3], page)
             storage = page.storage()
@@ -333,7 +334,7 @@ class Pages:
 
     def _give_back(self, page: Page, storage: torch.UntypedStorage) -> None:
         assert page.span is not None
-        if page.arriving:  # fetched ahead and not used after all
+        if page.arriving:  # It was prefetched but not used.
             self._copies.arrived(page.span)
             page.arriving = False
         self._copies.gone(page.span)
@@ -342,7 +343,7 @@ class Pages:
         self.resident -= page.nbytes
 
     def _bury(self, party: int) -> None:
-        """Forget what `party` no longer holds."""
+        """Forget the pages of `party` whose storages have been freed."""
         for key, page in list(self._awake[party].items()):
             if page.storage() is None:
                 self._forget(key, page)
@@ -352,7 +353,7 @@ class Pages:
         if page.span is not None:
             self._copies.release(page.span)
             page.span = None
-        self._share(page)  # it counts no more
+        self._share(page)  # Its bytes are no longer counted.
         page.resident = False
         self._pages.pop(key, None)
         self._awake[page.owner].pop(key, None)

@@ -1,4 +1,4 @@
-"""Pipeline: the update of the whole batch from a model that is cut into stages."""
+"""Pipeline: the update of the whole batch from a model that is split into stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """Every rank holds a stage; `step` makes the update of the undivided batch.
+    """A pipeline with a stage on every rank; `step` makes the update of the undivided batch.
 
     ```python
     stage = PipelineStage(my_part, rank, number_of_stages, device)
@@ -40,7 +40,7 @@ class Pipeline:
 
     `step` is called on every rank, with the same batch (ranks in the middle may leave it out).
     `loss(output, target)` runs on the last stage and returns `wb.Loss(total, units)` or a tensor of
-    per-unit losses. A batch that does not divide is filled up, and what fills it up never reaches
+    per-unit losses. A batch that does not divide evenly is padded, and the padding never reaches
     the loss. `schedule` is "gpipe", "1f1b" or "interleaved" (a list of stages for each rank).
     `data_parallel` is the process group of the ranks that hold replicas of the same stages.
     """
@@ -98,18 +98,18 @@ class Pipeline:
 
     @property
     def updates(self) -> int:
-        """Updates made so far."""
+        """The number of updates made so far."""
         return self._window.updates
 
     @property
     def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
+        """The number of windows that made no update (not finite, or without units)."""
         return self._window.skipped
 
     def step(self, *inputs: Any, target: Any = None, **keywords: Any) -> Step:
-        """One update from the whole batch; every rank gets the same report.
+        """Make one update from the whole batch; every rank gets the same report.
 
-        `inputs` go to the first stage, `keywords` to the stages of the rank that gives them. Every
+        `inputs` go to the first stage, `keywords` to the stages of the rank that passes them. Every
         tensor has one entry per sample, in its first dimension.
         """
         window, runner = self._window, self._runner
@@ -121,7 +121,7 @@ class Pipeline:
             for entry in entries:
                 window.record({SINGLE: entry.total}, {SINGLE: entry.units}, {SINGLE: 1.0})
                 window.micro_batch_done()
-            window.micro_batches = runner.micro_batches  # also where no loss was computed
+            window.micro_batches = runner.micro_batches  # Also on ranks that compute no loss.
             self._drop_strangers()
             self.last_step = window.close()
             return self.last_step
@@ -141,7 +141,7 @@ class Pipeline:
                 )
 
     def _drop_strangers(self) -> None:
-        """Backward reached every parameter of the stages, also those that no optimizer steps."""
+        """Clear the gradients of parameters that no optimizer steps: backward reaches them too."""
         own = {id(parameter) for parameter in self._window.inputs}
         for module in self._window.target.models:
             for parameter in module.parameters():
@@ -149,7 +149,7 @@ class Pipeline:
                     parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to resume from, between steps (not the stages and their optimizers)."""
+        """Return the state to resume from between steps, without stages and optimizers."""
         window = self._window
         return {
             "kind": "Pipeline",
@@ -161,7 +161,7 @@ class Pipeline:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; call it after stages and optimizers are loaded."""
+        """Resume from a `state_dict`; call it after the stages and optimizers are loaded."""
         window = self._window
         if not isinstance(saved, dict) or saved.get("kind") != "Pipeline":
             raise StateError("this is not a state dict of wb.Pipeline: it has no kind 'Pipeline'")

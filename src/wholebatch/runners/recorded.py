@@ -1,14 +1,14 @@
-"""A whole lock-step window as one CUDA graph: one launch instead of many thousands.
+"""A whole lock-step window captured as one CUDA graph: one launch instead of thousands.
 
-Lock-step launches small kernels from threads that take turns, and the host is what a window waits
-for. While a window is recorded the threads run once more, and CUDA writes down what they launch
-instead of running it; a replay needs no threads, no meetings and no host.
+Lock-step launches small kernels from threads that take turns, so the device waits for the host. To
+record a window, the threads run once more, and CUDA captures their launches instead of running
+them. A replay needs no threads, no meetings and no host.
 
-A recording holds for windows whose micro-batches have the same shapes. What it was made under (the
-model's plain attributes, where its tensors are) is looked at again at every window, and a recording
-is used only after it gave the gradients that the threads gave, with the same random numbers. Models
-that draw random numbers on the host, decide by the values of tensors, or do anything in Python that
-has to be done again are not recorded: their windows run as before.
+A recording is valid for windows whose micro-batches have the same shapes. The conditions it was
+made under (the model's plain attributes, the addresses of its tensors) are checked again at every
+window. A recording is used only after it has given the same gradients as the threads, with the same
+random numbers. Models that draw random numbers on the host, branch on the values of tensors, or
+have other Python side effects are not recorded: their windows run by threads.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from wholebatch.window import Window
 __all__ = ["MOST_MICRO_BATCHES", "Recorder"]
 
 Micro = tuple[list[Tensor], list[Tensor]]
-"""Totals, and the units that are tensors, of one micro-batch."""
+"""The totals of one micro-batch, and those of its units that are tensors."""
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _EAGER_WINDOWS = 2
-"""Windows of a kind before one is recorded: making the recording takes about as long."""
+"""Windows of a kind that run by threads before one is recorded, which takes about as long."""
 _KINDS = 3
 MOST_MICRO_BATCHES = 128
-"""A graph takes memory for every kernel, and so for every micro-batch; larger ones are not made."""
+"""The most micro-batches in a recorded window: a CUDA graph needs memory for every kernel."""
 
 
 @dataclass
 class _Recording:
-    """A window that can be replayed: where it reads, and where it leaves what it makes."""
+    """A window that can be replayed, with the memory of its inputs and of its results."""
 
     tape: Tape
     inputs: list[list[Tensor]]
@@ -62,7 +62,7 @@ class _Recording:
     done: torch.cuda.Event | None = None
 
     def play(self, seed: int) -> None:
-        """Launch it, with the random numbers that the threads would have with this seed."""
+        """Replay it with the random numbers that the threads would draw with this seed."""
         if self.streams is not None:
             self.streams.seed(seed)
         self.tape.replay()
@@ -71,11 +71,11 @@ class _Recording:
 
 
 class Recorder:
-    """Runs lock-step windows of one WholeBatch: by threads, or by a recording of them.
+    """A runner of the lock-step windows of one WholeBatch: by threads, or by replaying a recording.
 
-    `forward(micro)` gives the loss of a micro-batch that may still be on the host. With
-    `execute="graph"` the second window is a recording, and a warning says where it cannot be; with
-    "auto" the third is, where it can be. `sixteen_bit`: the forward computes in 16 bit.
+    `forward(micro)` returns the loss of a micro-batch that may still be on the host. With
+    `execute="graph"` the second window is a replay, or a warning says why it cannot be. With "auto"
+    the third is, where possible. `sixteen_bit` is True if the forward computes in 16 bit.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class Recorder:
         self.forget()
 
     def _relieve(self) -> bool:
-        """Make room for a window by threads; whether there was anything to let go of."""
+        """Free the memory of all recordings; return True if there were any."""
         held = bool(self._recordings)
         self.forget()
         return held
 
     def forget(self) -> None:
-        """Let go of every recording and its memory."""
+        """Drop every recording and its memory."""
         self._fingerprint: Fingerprint | None = None
         self._parameters: list[nn.Parameter] = []
         self._recordings: dict[Key, _Recording] = {}
@@ -124,7 +124,7 @@ class Recorder:
         self._lock_step.forget_recordings()
 
     def run(self, micros: Sequence[Any], by_threads: Callable[[], object]) -> None:
-        """One window: its gradients are in, and its sums are in the ledger."""
+        """Run one window: add its gradients, and enter its totals and units in the ledger."""
         self.mode = "threads"
         if self._off or not 1 < len(micros) <= MOST_MICRO_BATCHES:
             by_threads()
@@ -143,7 +143,7 @@ class Recorder:
         try:
             by_threads()
         except torch.OutOfMemoryError:
-            self.forget()  # their memory may be what is missing
+            self.forget()  # The recordings may hold the missing memory.
             raise
         if self._fingerprint is None:
             self._look()
@@ -154,14 +154,14 @@ class Recorder:
                 self._recordings[key] = self._make(apart)
             except CannotTrace as reason:
                 self._give_up(str(reason))
-            except torch.OutOfMemoryError:  # the window itself is made, and stays so
+            except torch.OutOfMemoryError:  # The window itself has already succeeded.
                 self._give_up("a recording has memory of its own, and there is not enough")
 
     def _key(self, apart: list[Inputs]) -> Key:
         return (self._lock_step.holding, *(inputs.key for inputs in apart))
 
     def _recording(self, apart: list[Inputs]) -> _Recording | None:
-        """The recording for these micro-batches, if there is one and it still holds."""
+        """Return the recording for these micro-batches if there is one and it is still valid."""
         window = self._window
         if not window.is_open:
             if window.next_seed is None:
@@ -176,12 +176,12 @@ class Recorder:
         key = self._key(apart)
         found = self._recordings.get(key)
         if found is not None and found.addresses != self._addresses():
-            del self._recordings[key]  # a tensor of the model lies elsewhere now
+            del self._recordings[key]  # A tensor of the model has moved.
             return None
         return found
 
     def _look(self) -> None:
-        """Take in what recordings from here on are made under."""
+        """Store the state that new recordings depend on."""
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._parameters = list(self._window.inputs)
 
@@ -193,7 +193,7 @@ class Recorder:
     # ----------------------------------------------------------------- replay
 
     def _replay(self, recording: _Recording, apart: list[Inputs]) -> None:
-        seed = draw()  # as the threads do, so that what is drawn later does not depend on who ran
+        seed = draw()  # As the threads do: later random numbers must not depend on who ran.
         self._fill(recording, apart)
         recording.play(seed)
         for parameter, gradient in recording.gradients:
@@ -213,7 +213,7 @@ class Recorder:
     @torch.no_grad()
     def _fill(self, recording: _Recording, apart: list[Inputs]) -> None:
         if recording.done is not None:
-            recording.done.synchronize()  # the last replay has read what is on the host
+            recording.done.synchronize()  # The last replay may still be reading host memory.
         for statics, inputs in zip(recording.inputs, apart, strict=True):
             for static, tensor in zip(statics, inputs.tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
@@ -225,7 +225,7 @@ class Recorder:
     def _seeds(
         self, dtypes: Mapping[str, torch.dtype], weights: Sequence[float] | None = None
     ) -> dict[str, Tensor]:
-        """What the backward of each term's total starts from in this window."""
+        """Return the seed of each term's backward in this window."""
         device = self._parameters[0].device
         found = [self._window.weights[name] for name in dtypes] if weights is None else weights
         return {
@@ -240,7 +240,7 @@ class Recorder:
     # ------------------------------------------------------------------- make
 
     def _make(self, apart: list[Inputs]) -> _Recording:
-        """Record the window that the threads have just run, and hold the two against each other."""
+        """Record the window that the threads have just run, and compare the two results."""
         window = self._window
         if self._lock_step.drawn - {"cuda"}:
             raise CannotTrace("it draws random numbers on the host, which no replay would do")
@@ -270,9 +270,9 @@ class Recorder:
 
     def _recorded(self, apart: list[Inputs], dtypes: dict[str, torch.dtype]) -> _Recording:
         device = self._parameters[0].device
-        on_host = self._lock_step.holding == "host"  # the device shall not hold the whole batch
+        on_host = self._lock_step.holding == "host"  # The device must not hold the whole batch.
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what stays is not to lie in the gaps of what does not
+            torch.cuda.empty_cache()  # Keep lasting memory out of gaps between temporary memory.
         inputs = [
             [_static(tensor, device, on_host=on_host) for tensor in one.tensors] for one in apart
         ]
@@ -309,7 +309,7 @@ class Recorder:
                 results = tape.record(run, [] if streams is None else streams.generators)
         except (CannotTrace, torch.OutOfMemoryError):
             raise
-        except Exception as problem:  # whatever a model does that cannot be recorded
+        except Exception as problem:  # A model can break a capture in any way.
             raise CannotTrace(f"CUDA cannot record it ({first_line(problem)})") from problem
         done = torch.cuda.Event() if device.type == "cuda" and on_host else None
         gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
@@ -356,7 +356,7 @@ def _dtype(total: Tensor | float) -> torch.dtype:
 
 
 def _static(tensor: Tensor, device: torch.device, *, on_host: bool) -> Tensor:
-    """Memory that stays, for tensors like this one, with the same content."""
+    """Return a copy of this tensor in memory that later inputs are copied into."""
     like = torch.empty_strided(
         tuple(tensor.shape),
         tensor.stride(),

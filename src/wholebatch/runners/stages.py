@@ -1,8 +1,8 @@
 """One batch through torch's pipeline schedules, in micro-batches of one shape.
 
-Schedules want equal shapes, and some want a certain number of micro-batches. So the inputs are
-filled up with copies of the last sample, and the outputs of the copies are cut off before the loss
-sees them: their gradient is zero, exactly, and the loss and its units are those of the batch.
+Schedules need equal shapes, and some need a certain number of micro-batches. So the inputs are
+padded with copies of the last sample. The outputs of the copies are cut off before the loss: their
+gradient is exactly zero, and the loss and its units are those of the batch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SCHEDULES: dict[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What the last stage enters in the window for one micro-batch."""
+    """The total and units of one micro-batch, computed on the last stage."""
 
     total: Tensor
     units: Units
 
 
 class PipelineRunner:
-    """This rank's stages under a schedule that fits the batch at hand."""
+    """The stages of this rank, run under a schedule that fits the current batch."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class PipelineRunner:
         self._entries: dict[int, Entry] = {}
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> int:
-        """Agree on the batch with the other stages; the number of its samples."""
+        """Check the batch together with the other stages, and return its number of samples."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
         self._targets = []
@@ -94,7 +94,7 @@ class PipelineRunner:
             float(self.is_last and target is None),
             float(shapes != self._shapes),
         ]
-        # One small collective: a rank that raised on its own would leave the others waiting.
+        # One small collective, so that all ranks raise: if only one did, the others would hang.
         most, least, no_input, no_target, changed = self._largest(
             torch.tensor(said, dtype=torch.float64)
         ).tolist()
@@ -113,14 +113,14 @@ class PipelineRunner:
         return self._samples
 
     def _fit(self, *, changed: bool) -> None:
-        """A schedule for this number of micro-batches and these shapes."""
+        """Build a schedule for this number of micro-batches and these shapes."""
         places = self._fitting(math.ceil(self._samples / self._size))
         if self._schedule is not None and places == self._places and not changed:
             return
         self._places = places
         for stage in self._stages if changed else ():
             for name in ("inputs_meta", "_outputs_meta"):
-                if hasattr(stage, name):  # torch 2.11 keeps the first shapes that it sees
+                if hasattr(stage, name):  # torch 2.11 keeps the first shapes that it sees.
                     setattr(stage, name, None)
         stages = self._stages if self._kind == "interleaved" else self._stages[0]
         self._schedule = _SCHEDULES[self._kind](
@@ -128,7 +128,7 @@ class PipelineRunner:
         )
 
     def _fitting(self, places: int) -> int:
-        """The next number of micro-batches that the schedule can run; those beyond are empty."""
+        """Return the next number of micro-batches that the schedule can run; the rest are empty."""
         if self._kind == "gpipe":
             return places
         ranks = self._stages[0].group_size
@@ -141,7 +141,7 @@ class PipelineRunner:
 
     @property
     def micro_batches(self) -> int:
-        """Those that hold samples."""
+        """The number of micro-batches that hold samples."""
         return math.ceil(self._samples / self._size)
 
     def run(
@@ -150,7 +150,7 @@ class PipelineRunner:
         kwargs: dict[str, Any],
         seed: Callable[[Tensor], Tensor],
     ) -> list[Entry]:
-        """All forwards and backwards; on the last stage, the sums and units of the micro-batches.
+        """Run all forwards and backwards; on the last stage, return one entry per micro-batch.
 
         The backward of every total starts from `seed(total)`.
         """
@@ -181,8 +181,10 @@ class PipelineRunner:
         return filled
 
     def _scaled_loss(self, output: Any, index: Tensor) -> Tensor:
-        """Torch calls this once more than there are micro-batches, to learn shapes: an entry is
-        kept for each place, and the last one made there is the real one."""
+        """Return the seeded loss of one micro-batch, without the padding, and keep its entry.
+
+        Torch makes one extra call to infer shapes. A later call for the same place replaces it.
+        """
         place = int(index[0])
         real = max(0, min(self._size, self._samples - place * self._size))
         output = pytree.tree_map(

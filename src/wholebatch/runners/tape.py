@@ -1,4 +1,4 @@
-"""A CUDA graph that several threads record together."""
+"""A CUDA graph that several threads capture together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Tape(Protocol):
-    """Records what `run` launches, and launches it again."""
+    """A recording of what `run` launches, which can be replayed."""
 
     def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R: ...
 
@@ -22,7 +22,7 @@ class Tape(Protocol):
 
 
 class CudaTape:
-    """A CUDA graph. What `run` returns keeps its place: every replay writes it anew."""
+    """A CUDA graph. Every replay overwrites the tensors that `run` returned."""
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -31,8 +31,8 @@ class CudaTape:
     def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
         for generator in generators:
             self._graph.register_generator_state(generator)
-        # Other threads launch into the recorded stream; only this one is kept from what would
-        # break a recording.
+        # Other threads launch into the captured stream too. With "thread_local", CUDA refuses
+        # calls that are unsafe during capture on this thread only.
         try:
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 return run()
@@ -45,12 +45,12 @@ class CudaTape:
 
 
 def _after_a_broken_recording(pool: Any) -> None:
-    """A recording that fails leaves the allocator and the generator believing that it goes on."""
+    """Reset the allocator and the generator: a failed capture leaves them in capture mode."""
     device = torch.cuda.current_device()
     with suppress(RuntimeError):
         torch.cuda.synchronize()
     with suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(device, pool)  # refuses if the recording did end
+        torch._C._cuda_endAllocateToPool(device, pool)  # Raises if the capture did end.
         torch._C._cuda_releasePool(device, pool)
     with suppress(RuntimeError):
         blank = torch.cuda.CUDAGraph()

@@ -1,9 +1,9 @@
 """Losses that couple samples, in two passes over the micro-batches.
 
-The first pass encodes every micro-batch without a graph. The loss of the whole batch is computed
-from all representations, and its gradient is taken with respect to them. The second pass encodes
-every micro-batch again, with the same random numbers and now with a graph, and sends its part of
-that gradient through it. By the chain rule this is the gradient of the undivided batch.
+The first pass encodes every micro-batch without an autograd graph. The loss of the whole batch is
+computed from all representations, and differentiated with respect to them. The second pass encodes
+every micro-batch again, with the same random numbers and with a graph, and backpropagates its part
+of that gradient. By the chain rule this gives the gradient of the undivided batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Whole: TypeAlias = Callable[[Loss | Terms, list[Tensor]], None]
 Each: TypeAlias = Callable[
     [Sequence[tuple[int, Any]], Callable[[tuple[int, Any]], Any], Callable[[Any], Any]], list[Any]
 ]
-"""Runs `backward(forward(item))` for every item, in order or together; what it returned."""
+"""A function that runs `backward(forward(item))` for every item and returns the results."""
 
 
 def run_two_pass(
@@ -52,19 +52,22 @@ def run_two_pass(
 ) -> list[Tensor]:
     """Add the gradient of `coupled.loss` over all `micros` into the parameters.
 
-    `whole(loss, leaves)` is called once, with the loss of the whole batch, and runs its backward
-    into the leaves, with the scale it wants. `inject(index, outputs, gradients)` runs the backward
-    of a micro-batch; the scale is in the gradients already. Both passes call `moved(micro)` and
-    encode within `computing()`, as the loss is computed, and within `sampling(micro)`, as the
-    backward is run. `between` is called after the first pass, when `modules` have their buffers
-    back; `before_micro(index)` before each micro-batch of either pass. `gather`, where there are
-    ranks, gives a representation's rows of all ranks with gradient. `each` runs the micro-batches
-    of a pass (one after the other, if not given). The last `keep` micro-batches keep their graphs
-    from the first pass and are not encoded again, unless that would lose what a forward does to
-    buffers. `weighing(samples)` is around the encoding with a graph of one that is not kept.
+    - `whole(loss, leaves)` is called once with the loss of the whole batch. It runs the backward
+      into the leaves, and chooses the scale.
+    - `inject(index, outputs, gradients)` runs the backward of a micro-batch. The gradients already
+      contain the scale.
+    - Both passes call `moved(micro)`, and encode within `computing()` and `sampling(micro)`. The
+      loss also runs within `computing()`, and each backward within `sampling(micro)`.
+    - `between` is called after the first pass, once the buffers of `modules` are restored.
+    - `before_micro(index)` is called before each micro-batch of either pass.
+    - `gather` returns the rows of all ranks, differentiably.
+    - `each` runs the micro-batches of a pass; by default, one after the other.
+    - The last `keep` micro-batches keep their graphs from the first pass and are not encoded again,
+      unless the forward changes buffers.
+    - `weighing(samples)` wraps each encoding of the second pass.
 
-    Buffers of the modules are as after one pass, and so are the random generators. What is returned
-    says of each micro-batch, on the device, whether its representations were finite.
+    Buffers and random generators end as after one pass. Returns, for each micro-batch, a flag on
+    the device: True if its representations were finite.
     """
     numbered = list(enumerate(micros))
     alone = each is None
@@ -79,7 +82,7 @@ def run_two_pass(
         starts[index] = randomness.capture()
         keeps = alone and index >= len(micros) - keep
         if keeps and not kept:
-            torch.clear_autocast_cache()  # what was cast without a graph leads no gradient back
+            torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
         with sampling(micro), computing(), torch.set_grad_enabled(keeps):
             tree = Tree.of(coupled.encode(model, moved(micro)))
         if keeps:
@@ -93,7 +96,7 @@ def run_two_pass(
         whole_batch = Leaves.of(trees)
         del trees
     moves = buffers.put_back()
-    if moves:  # the second pass shall be the one that moves them
+    if moves:  # The second pass must change the buffers, so it encodes every micro-batch.
         kept.clear()
     between()
     try:
@@ -101,7 +104,7 @@ def run_two_pass(
     except torch.OutOfMemoryError as error:
         if kept:
             raise
-        # Not one that smaller micro-batches would help against.
+        # Smaller micro-batches would not help: do not raise an out-of-memory error.
         raise WindowError(
             f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
             f"holds the representations of all {len(whole_batch.tensors[0])} samples and what it "
@@ -116,7 +119,7 @@ def run_two_pass(
         before_micro(index)
         if index in kept:
             return index, kept.pop(index)
-        if alone:  # together, each has a stream of its own, which begins as it did
+        if alone:  # In lock-step, each micro-batch has its own stream, restarted below.
             randomness.restore(starts[index])
         with sampling(micro), computing(), weighing(whole_batch.rows(index)):
             return index, Tree.of(coupled.encode(model, moved(micro)))
@@ -125,18 +128,18 @@ def run_two_pass(
         index, tree = encoded
         farthest.extend(whole_batch.distances(index, tree))
         outputs, gradients = whole_batch.gradients(index, tree)
-        with sampling(micros[index]):  # a checkpointed block draws its masks again
+        with sampling(micros[index]):  # A checkpointed block draws its masks again.
             inject(index, outputs, gradients)
 
     if not alone:
         randomness.restore(start)
-    # From the last to the first. Those that were kept so come first, and the others have their
-    # memory; and what is added is added in one order, to the same bits however many were kept.
+    # Go from the last to the first. The kept graphs then come first and free their memory for the
+    # others, and the order of addition (so every bit) does not depend on how many were kept.
     run(numbered[::-1] if alone and not moves else numbered, again, through)
     randomness.restore(after)
     if farthest:
         worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
-        # Of numbers that are not finite no distance can be told; the close has its say on them.
+        # A NaN distance is expected if a representation was not finite: the close reports that.
         if not math.isnan(worst) or all(finite):
             _check_replay(worst, whole_batch.dtypes, coupled)
     return finite
@@ -158,7 +161,7 @@ def _whole_loss(
     computing: Callable[[], AbstractContextManager[Any]],
     gather: Callable[[Tensor], Tensor] | None,
 ) -> None:
-    """The loss of the whole batch and its backward, after which only gradients are left."""
+    """Compute the loss of the whole batch and run its backward into the representations."""
     leaves = whole_batch.tensors
     with computing():
         given = leaves if gather is None else [gather(leaf) for leaf in leaves]
@@ -167,7 +170,7 @@ def _whole_loss(
 
 
 class _Buffers:
-    """The modules' buffers as they were before the first pass."""
+    """A copy of the modules' buffers, taken before the first pass."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
@@ -178,7 +181,7 @@ class _Buffers:
 
     @torch.no_grad()
     def put_back(self) -> bool:
-        """Whether any had moved."""
+        """Restore the buffers; return True if any had changed."""
         moved = [one for one in self._saved if one[0]._version != one[1]]
         for buffer, _, before in moved:
             buffer.copy_(before)
@@ -188,8 +191,8 @@ class _Buffers:
 def _check_replay(found: float, dtypes: Iterable[torch.dtype], coupled: Coupled) -> None:
     allowed = coupled.tolerance
     if allowed is None:
-        # Some kernels add in another order each time: a few hundred roundings of the type, a few
-        # of a 16-bit one, whose hundreds would be as large as the number itself.
+        # Some kernels add in a different order each time: allow 500 rounding steps of the dtype.
+        # Allow 8 in 16-bit dtypes, where hundreds of steps would be as large as the number itself.
         allowed = max(
             torch.finfo(dtype).eps * (8 if torch.finfo(dtype).bits <= 16 else 500)
             for dtype in dtypes

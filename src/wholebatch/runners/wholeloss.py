@@ -1,4 +1,4 @@
-"""A loss of the whole batch in the ledger of a window: one entry, and a backward in parts."""
+"""A loss of the whole batch in a window: one entry in the ledger, and a backward in parts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class WholeLoss:
-    """Feeds windows by two passes; on several ranks the loss is that of the global batch.
+    """A runner that feeds windows by two passes, with the loss of the global batch.
 
-    Every rank computes the whole loss from all representations, with its share of the scale, so
-    that the sum over the ranks is one loss, for the parameters that only the loss uses too.
+    Every rank computes the whole loss from all representations and scales it by 1 / ranks. So the
+    sum over the ranks is one loss, also for parameters that only the loss uses.
     """
 
     def __init__(self, coupled: Coupled, model: Any, *, window: Window) -> None:
@@ -61,7 +61,7 @@ class WholeLoss:
         before_micro: Callable[[int], None],
         after_micro: Callable[[int, int], None],
     ) -> None:
-        """Both passes; each micro-batch is done when its second is."""
+        """Run both passes; a micro-batch is done after its second pass."""
         window = self._window
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
@@ -98,29 +98,29 @@ class WholeLoss:
             after_micro(len(micros), len(micros))
 
     def _add(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
-        """Backward of the whole loss, into the representations and what else it used."""
+        """Run the backward of the whole loss, into the representations and its own parameters."""
         window = self._window
         terms = _terms(loss)
         units = self._agreed(terms)
         window.begin(known=units)
         if terms.keys() == {SINGLE} and terms[SINGLE].total.dtype in _SIXTEEN_BIT:
-            # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
+            # 1 / units would be rounded to 16 bit. A power of two is exact, and the close rescales.
             window.seed, window.known = power_of_two_near(1.0 / (units[SINGLE] or 1.0)), None
         share = 1.0 / window.sync.ranks
         seeds = [
             window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
         ]
-        own = 1.0 if window.sync.rank == 0 else 0.0  # one of the equal losses is entered
+        own = 1.0 if window.sync.rank == 0 else 0.0  # All losses are equal: count only one.
         window.record(
             {name: term.total.detach() * own for name, term in terms.items()},
             {name: units[name] * own for name in terms},
             {name: term.weight for name, term in terms.items()},
         )
-        window.owners.clear()  # the loss is of no micro-batch
+        window.owners.clear()  # The loss belongs to no single micro-batch.
         window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
     def _agreed(self, terms: Mapping[str, Term]) -> dict[str, float]:
-        """The units of each term; all ranks must have computed the same loss."""
+        """Return the units of each term; raise LossError if the ranks' losses differ."""
         read = read_scalars(
             [
                 *(term.units for term in terms.values()),
@@ -141,7 +141,7 @@ class WholeLoss:
         return dict(zip(terms, read, strict=False))
 
     def find_nonfinite(self) -> tuple[int | None, str]:
-        """The first micro-batch of the last window to blame, and a sentence about it."""
+        """Return the first micro-batch that is not finite, or None, and a sentence about it."""
         finite = [bool(flag) for flag in self._finite]
         if all(finite):
             return None, "The representations are finite: it is the loss, or its way back"

@@ -1,4 +1,4 @@
-"""Batch arithmetic, learning-rate and warm-up rules, schedules of the batch size."""
+"""Batch arithmetic, learning-rate and warm-up rules, and batch-size schedules."""
 
 from wholebatch.scaling.arithmetic import Arithmetic, over_ranks, share_of, solve
 from wholebatch.scaling.follow import Follow

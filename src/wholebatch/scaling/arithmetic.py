@@ -1,4 +1,4 @@
-"""Global batch = micro-batch × steps × ranks, exactly, also where it does not divide."""
+"""Exact batch arithmetic: global batch = micro-batch × steps × ranks, even with a remainder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Arithmetic", "check_count", "over_ranks", "pieces_of", "runs_said", 
 
 
 def share_of(samples: int, *, rank: int, ranks: int) -> slice:
-    """Which samples of a batch are a rank's: neighbours, no rank with two more than another.
+    """Return a rank's samples of a batch: contiguous, and no rank has two more than another.
 
     The first rank, which writes the metrics, always has one.
 
@@ -24,7 +24,7 @@ def share_of(samples: int, *, rank: int, ranks: int) -> slice:
 
 
 def pieces_of(samples: int, micro_batch: int) -> tuple[int, ...]:
-    """The sizes that a rank's share is split into: full ones, then what is left.
+    """Return the micro-batch sizes of a rank's share: full ones, then the rest.
 
     >>> pieces_of(10, 4)
     (4, 4, 2)
@@ -35,7 +35,7 @@ def pieces_of(samples: int, micro_batch: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How one global batch is made: the share of every rank and the size of every micro-batch.
+    """The division of one global batch: each rank's share and each micro-batch's size.
 
     >>> batch = solve(global_batch=100, micro_batch=8, ranks=3)
     >>> batch.steps, batch.shares
@@ -52,31 +52,31 @@ class Arithmetic:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each rank; their sum is the global batch."""
+        """Return the samples of each rank; their sum is the global batch."""
         slices = (share_of(self.global_batch, rank=r, ranks=self.ranks) for r in range(self.ranks))
         return tuple(one.stop - one.start for one in slices)
 
     @property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
-        """Samples of each micro-batch of each rank."""
+        """Return the samples of each micro-batch of each rank."""
         return tuple(pieces_of(share, self.micro_batch) for share in self.shares)
 
     @property
     def steps(self) -> int:
-        """Micro-batches of the rank that has most."""
-        most = -(-self.global_batch // self.ranks)  # the first rank's
+        """Return the most micro-batches of any rank."""
+        most = -(-self.global_batch // self.ranks)  # The share of the first rank.
         return -(-most // self.micro_batch)
 
     @property
     def is_even(self) -> bool:
-        """Whether it divides: every micro-batch of every rank has the same size."""
+        """True if every micro-batch of every rank has the same size."""
         return self.micro_batch * self.steps * self.ranks == self.global_batch
 
     def __str__(self) -> str:
         return runs_said(self.micro_batches)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return all values, for JSON."""
         return {
             "global_batch": self.global_batch,
             "micro_batch": self.micro_batch,
@@ -90,7 +90,7 @@ class Arithmetic:
 
 
 MOST = 10_000_000
-"""Micro-batches of one update. Nobody makes so many; lists of more of them fill the memory."""
+"""The most micro-batches of one update; longer lists would fill the memory."""
 MOST_RANKS = 1_000_000
 _MOST_SAMPLES = 10**18
 
@@ -102,10 +102,10 @@ def solve(
     steps: int | None = None,
     ranks: int | None = None,
 ) -> Arithmetic:
-    """Any of the four from the others; `ranks` is 1 where only two of the others are given.
+    """Compute one of the four from the others; `ranks` is 1 if only two of the others are given.
 
-    What is asked for is the smallest that does it: the fewest steps that fit the global batch, the
-    smallest micro-batch and the fewest ranks that need no more steps.
+    The result is the smallest possible: the fewest steps that cover the global batch, or the
+    smallest micro-batch or the fewest ranks that need no more steps.
 
     >>> solve(micro_batch=8, steps=4, ranks=2).global_batch
     64
@@ -172,7 +172,7 @@ def _within_reason(batch: Arithmetic) -> Arithmetic:
 def over_ranks(
     global_batch: int, *, micro_batch: int, ranks: Iterable[int] = (1, 2, 4, 8)
 ) -> list[Arithmetic]:
-    """The same global batch on different numbers of ranks: fewer steps, the same update.
+    """Return the same global batch on different numbers of ranks: fewer steps, the same update.
 
     >>> [batch.steps for batch in over_ranks(256, micro_batch=8)]
     [32, 16, 8, 4]
@@ -183,12 +183,12 @@ def over_ranks(
 
 
 def runs_said(by_rank: Sequence[Sequence[int]]) -> str:
-    """Sizes by rank as a sum that a person can check.
+    """Return the sizes by rank as a sum that a person can check.
 
     >>> runs_said([(8, 5), (8, 4), (8, 5)])
     '(8 × 1 + 5) × 2 ranks + (8 × 1 + 4) × 1 rank = 38'
     """
-    alike = Counter(map(tuple, by_rank))  # in the order of the first rank of a kind
+    alike = Counter(map(tuple, by_rank))  # In the order of the first rank of each kind.
     terms = []
     for sizes, ranks in alike.items():
         runs = _runs(sizes or (0,))
@@ -203,7 +203,7 @@ def runs_said(by_rank: Sequence[Sequence[int]]) -> str:
 
 
 def _runs(values: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Equal neighbours together, with how many there are."""
+    """Group equal neighbours; return each value with its count."""
     runs: list[tuple[Any, int]] = []
     for value in values:
         if runs and runs[-1][0] == value:
@@ -214,7 +214,7 @@ def _runs(values: Sequence[Any]) -> list[tuple[Any, int]]:
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no number of samples, steps or ranks."""
+    """Refuse a value that is not a number of samples, steps or ranks."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")
     if value > _MOST_SAMPLES:

@@ -1,4 +1,4 @@
-"""The learning rate and Adam's betas following the batch size, beside any scheduler."""
+"""A learning rate and Adam betas that follow the batch size, beside any scheduler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Follow"]
 
 
 class Follow:
-    """Multiplies the learning rate of every update by what the batch asks for.
+    """Scales the learning rate of every update by the rule for its batch size.
 
-    `set(batch)` says how large the next batch is. The optimizer's own numbers are changed only
-    while it steps: schedulers, checkpoints and the reader of `param_groups` see what they would
-    see without, so any scheduler goes with it, and resuming needs nothing but `set`.
+    `set(batch)` announces the size of the next batch. The optimizer's own values change only while
+    it steps. Schedulers, checkpoints and readers of `param_groups` never see the change, so any
+    scheduler works, and resuming needs only `set`.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -50,29 +50,30 @@ class Follow:
         self._optimizer = optimizer
         self._betas = betas
         self.base_batch = base_batch
-        self.first_batch = first_batch  # of a schedule: where a warm-up starts must not jump
+        # The first batch of a schedule: the start of a warm-up must not jump.
+        self.first_batch = first_batch
         self.batch = base_batch
         self.warmth = 1.0
         self._found: list[dict[str, Any]] | None = None
         self._hooked = False
 
     def set(self, batch: int, *, warmth: float = 1.0) -> None:
-        """The next batch has so many samples; `warmth` is how far a warm-up is, from 0 to 1."""
+        """Set the size of the next batch; `warmth` is the progress of a warm-up, from 0 to 1."""
         self.batch = batch
         self.warmth = warmth
         changes = self.factor != 1.0 or (self._betas != "keep" and batch != self.base_batch)
         if changes and not self._hooked:
-            # Not before there is something to do: hooks keep a close from running ahead.
+            # Register hooks only when needed: they keep a close from running ahead.
             self._hooked = True
             self._optimizer.register_step_pre_hook(self._before)
             self._optimizer.register_step_post_hook(self._after)
 
     @property
     def factor(self) -> float:
-        """What the learning rate is multiplied by now.
+        """Return the present factor of the learning rate.
 
-        A warm-up goes from the rate of the base batch to that of this one (Goyal et al. 2017), or
-        from zero where this one (of a schedule: its first) has no higher rate.
+        A warm-up goes from the rate of the base batch to that of this batch (Goyal et al. 2017). It
+        starts from zero if this batch (of a schedule: the first one) has no higher rate.
         """
         full = self._full(self.batch)
         start = 1.0 if self._full(self.first_batch or self.batch) > 1.0 else 0.0
@@ -82,11 +83,11 @@ class Follow:
         return lr_factor(base_batch=self.base_batch, batch=batch, rule=self._rule)
 
     def rates(self) -> list[float]:
-        """The learning rates that the next update is made with, by parameter group."""
+        """Return the learning rates of the next update, by parameter group."""
         return [float(group["lr"]) * self.factor for group in self._optimizer.param_groups]
 
     def _before(self, *_: Any) -> None:
-        if self._found is not None:  # a step that failed did not come to `_after`
+        if self._found is not None:  # A step that failed never reached `_after`.
             self._after()
         self._found = []
         for group in self._optimizer.param_groups:

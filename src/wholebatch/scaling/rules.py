@@ -1,6 +1,6 @@
-"""What else changes when the batch does: learning rate, warm-up, Adam's betas.
+"""Rules for a changed batch size: learning rate, warm-up, Adam's betas.
 
-Rules of thumb with a source, not laws: docs/scaling.md has the tables that they were tested on.
+These are rules of thumb with a source, not laws: docs/scaling.md has the tables of their tests.
 
 - linear: Goyal et al. 2017 (arXiv:1706.02677), SGD with momentum.
 - sqrt: Krizhevsky 2014 (arXiv:1404.5997); for Adam Malladi et al. 2022 (arXiv:2205.10287), together
@@ -33,7 +33,7 @@ Rule: TypeAlias = Literal["linear", "sqrt", "none"]
 
 
 def check_rule(rule: object, label: str = "rule=") -> Rule:
-    """The rule itself, or an OptionError that names those there are."""
+    """Return the rule, or raise an OptionError that lists the rules."""
     if rule not in get_args(Rule):
         allowed = ", ".join(get_args(Rule))
         raise OptionError(f"{label}{rule}: must be one of {allowed}")
@@ -41,7 +41,7 @@ def check_rule(rule: object, label: str = "rule=") -> Rule:
 
 
 def lr_factor(*, base_batch: float, batch: float, rule: str) -> float:
-    """What the learning rate is multiplied by when the batch goes from `base_batch` to `batch`.
+    """Return the factor of the learning rate when the batch goes from `base_batch` to `batch`.
 
     >>> lr_factor(base_batch=256, batch=1024, rule="linear")
     4.0
@@ -55,7 +55,7 @@ def lr_factor(*, base_batch: float, batch: float, rule: str) -> float:
 
 
 def scale_lr(lr: float, *, base_batch: float, batch: float, rule: str) -> float:
-    """The learning rate for `batch`, where `lr` was good for `base_batch`.
+    """Return the learning rate for `batch`, given a good `lr` for `base_batch`.
 
     >>> scale_lr(0.1, base_batch=256, batch=8192, rule="linear")       # Goyal et al. 2017
     3.2
@@ -65,11 +65,11 @@ def scale_lr(lr: float, *, base_batch: float, batch: float, rule: str) -> float:
 
 
 def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str = "samples") -> int:
-    """Updates of warm-up for `batch`, where `updates` were good for `base_batch`.
+    """Return the warm-up updates for `batch`, given a good number for `base_batch`.
 
-    `keep="samples"` warms up over the same data (Goyal et al.: five epochs, whatever the batch);
-    `keep="updates"` over the same number of updates, so over epochs in proportion to the batch
-    (You et al.). Rounded up: never shorter than asked.
+    `keep="samples"` warms up over the same data (Goyal et al.: five epochs, whatever the batch).
+    `keep="updates"` warms up over the same number of updates, so over epochs in proportion to the
+    batch (You et al.). The result is rounded up: never shorter than asked.
 
     >>> scale_warmup(25024, base_batch=256, batch=8192)
     782
@@ -86,7 +86,7 @@ def scale_warmup(updates: float, *, base_batch: float, batch: float, keep: str =
 
 
 def epochs_in_updates(epochs: float, *, samples: int, batch: int) -> int:
-    """How many updates some epochs are, rounded up to whole ones.
+    """Convert epochs to updates, rounded up.
 
     >>> epochs_in_updates(5, samples=1_281_167, batch=8192)
     782
@@ -99,7 +99,7 @@ def epochs_in_updates(epochs: float, *, samples: int, batch: int) -> int:
 
 
 def half_life(beta: float, *, tokens: float = 1.0) -> float:
-    """After how many tokens (at `tokens` an update) a moving average has forgotten half.
+    """Return after how many tokens a moving average has forgotten half, at `tokens` per update.
 
     >>> round(half_life(0.95, tokens=512 * 1024))
     7084917
@@ -114,10 +114,10 @@ def half_life(beta: float, *, tokens: float = 1.0) -> float:
 def adam_betas(
     betas: tuple[float, float], *, base_batch: float, batch: float, first: bool = False
 ) -> tuple[float, float]:
-    """Adam's betas with the half-life in tokens that they had at `base_batch`.
+    """Return Adam's betas with the half-life in tokens that they had at `base_batch`.
 
-    An average over updates forgets by `beta` an update, so over `batch / base_batch` times as many
-    tokens an update by that power of it. Only β2 unless `first=True` asks for β1 too.
+    A moving average decays by `beta` per update. An update of `batch / base_batch` times as many
+    tokens must decay by that power of it. Only β2 changes, unless `first=True` asks for β1 too.
 
     >>> adam_betas((0.9, 0.95), base_batch=512, batch=1)               # Marek et al. 2025
     (0.9, 0.9998998228024699)
@@ -134,7 +134,7 @@ def adam_betas(
 
 def _rounded_up(number: float, times: float, over: float) -> int:
     if isinstance(number, int) and isinstance(times, int) and isinstance(over, int):
-        return -(-number * times // over)  # a float has 53 bits
+        return -(-number * times // over)  # Exact: a float has only 53 bits.
     return math.ceil(number * times / over)
 
 

@@ -1,7 +1,8 @@
-"""A batch size that changes on the way: `64@0,128@1000,256@4000`.
+"""Batch sizes that change during a run: `64@0,128@1000,256@4000`.
 
-Each part is SIZE@PLACE. A plain place counts updates; `ep` counts epochs, `tok` counts units (what
-the recipe's loss is a mean over: tokens, or whatever it calls them), with k, M, B or T before it.
+Each part is SIZE@PLACE. A plain place counts updates. The suffix `ep` counts epochs. The suffix
+`tok` counts units (tokens, or whatever the recipe's loss is a mean over), with k, M, B or T before
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SUFFIX = {"updates": "", "epochs": "ep", "tokens": "tok"}
 
 @dataclass(frozen=True)
 class Amount:
-    """So many updates, epochs or tokens.
+    """A number of updates, epochs or tokens.
 
     >>> parse_amount("5ep"), parse_amount("2Mtok"), parse_amount("500")
     (Amount(number=5, by='epochs'), Amount(number=2000000, by='tokens'), Amount(number=500, by='updates'))
@@ -41,14 +42,15 @@ class Amount:
 
 
 def parse_amount(text: str, label: str = "") -> Amount:
-    """What `1000`, `5ep` or `2Mtok` says; an OptionError where it says nothing."""
+    """Parse `1000`, `5ep` or `2Mtok`; raise an OptionError for anything else."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
         raise OptionError(
             f"{label or text}: {text.strip()!r} must be a number of updates (1000), epochs (2ep) "
             "or tokens (2Mtok; k, M, B, T)"
         )
-    number = Decimal(match[1]) * _THOUSANDS[match[2]]  # not a float: 8.2 million is a whole number
+    # Not a float: 8.2 million must stay a whole number.
+    number = Decimal(match[1]) * _THOUSANDS[match[2]]
     kind = match[3] or ""
     by: By = "epochs" if kind.startswith("ep") else "tokens" if kind else "updates"
     if number > _MOST:
@@ -60,7 +62,7 @@ def parse_amount(text: str, label: str = "") -> Amount:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """`changes[i] = (place, size)`: that batch size from that place on, until the next.
+    """`changes[i] = (place, size)`: this batch size from that place on, until the next.
 
     >>> schedule = BatchSchedule.parse("64@0,128@1k,256@4k")
     >>> [schedule.at(update=update) for update in (0, 999, 1000, 5000)]
@@ -82,7 +84,7 @@ class BatchSchedule:
 
     @staticmethod
     def parse(text: str, label: str = "--batch-size") -> BatchSchedule:
-        """From what a user writes; an OptionError says which part is wrong, and how."""
+        """Parse the text of an option; an OptionError says which part is wrong, and how."""
         said = f"{label} {text}"
         changes: list[tuple[int, int]] = []
         kinds: dict[By, str] = {}
@@ -99,7 +101,7 @@ class BatchSchedule:
                     f"{said}: the size {size_text!r} must be a whole number of samples above 0"
                 )
             place = parse_amount(place_text, said)
-            if place.number:  # 0 is 0 of anything
+            if place.number:  # 0 needs no unit.
                 kinds.setdefault(place.by, part.strip())
             changes.append((place.number, int(size_text)))
         if len(kinds) > 1:
@@ -117,7 +119,7 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All batch sizes, in order."""
+        """Return all batch sizes, in order."""
         return tuple(size for _, size in self.changes)
 
     @property
@@ -129,14 +131,14 @@ class BatchSchedule:
         return max(self.sizes)
 
     def at(self, *, update: int = 0, epoch: int = 0, tokens: float = 0.0) -> int:
-        """The size of the batch that is taken after `update` updates and `tokens`, in `epoch`."""
+        """Return the size of the next batch after `update` updates and `tokens`, in `epoch`."""
         now = {"updates": update, "epochs": epoch, "tokens": tokens}[self.by]
         if not now >= 0:
             raise OptionError(f"{self.by}: {now!r} must be at least 0")
         return next(size for place, size in reversed(self.changes) if place <= now)
 
     def steps(self, *, micro_batch: int, ranks: int = 1) -> dict[int, int]:
-        """The same as `steps=` of an Accumulator (by epoch: `wb.by_epoch(...)` of it).
+        """Return the schedule as `steps=` of an Accumulator; by epoch, wrap it in `wb.by_epoch`.
 
         >>> BatchSchedule.parse("64@0,128@1000").steps(micro_batch=8, ranks=2)
         {0: 4, 1000: 8}

@@ -1,4 +1,4 @@
-"""Any nested batch into micro-batches, by samples or by tokens: nothing lost, nothing repeated."""
+"""Splitting of any nested batch into micro-batches, by samples or by tokens."""
 
 from wholebatch.splitting.budget import Tokens, tokens
 from wholebatch.splitting.device import to_device

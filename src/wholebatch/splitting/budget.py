@@ -1,7 +1,6 @@
-"""Micro-batches by a budget of tokens: what `split` and `WholeBatch` are given to say so.
+"""The token budget of micro-batches: `tokens(...)`, accepted by `split` and `WholeBatch`.
 
-The budget is of *padded* tokens, samples × the longest of them, because that is what memory is
-spent on.
+The budget counts *padded* tokens, samples × the longest of them, because memory depends on those.
 """
 
 from __future__ import annotations
@@ -74,26 +73,27 @@ def tokens(
     sort: bool = True,
     multiple: int = 1,
 ) -> Tokens:
-    """Micro-batches of at most `budget` padded tokens, for `split` and `WholeBatch`.
+    """Return a micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
 
-    How long a sample is, is said by one of
+    Give the length of each sample by one of
 
-    - `mask`: the name of a `[samples, tokens]` leaf that is nonzero where a token is real;
+    - `mask`: the name of a `[samples, tokens]` leaf that is nonzero for real tokens;
     - `pad`: the padding value of each leaf that decides, `{"input_ids": 0, "labels": -100}`: a
-      token is padding where all of them have their value;
+      token is padding if all of them have their padding value;
     - `lengths`: the name of a leaf with one length per sample.
 
-    If none is given and the batch has an "attention_mask", that is the mask. Otherwise nothing is
-    trimmed, and every sample counts as many tokens as the batch is wide. A sample is never cut
-    shorter than its last label (in a leaf called "labels") that is not -100, unless `pad` or
-    `trim` speaks of the labels: those count in the loss even where the mask is zero.
+    If none is given, an "attention_mask" in the batch is the mask. Without one, nothing is trimmed,
+    and every sample counts as many tokens as the batch is wide. A sample is never cut shorter than
+    its last label (in a leaf called "labels") that is not -100: such labels count in the loss even
+    where the mask is zero. `pad` or `trim` can override this for the labels.
 
-    Trimmed are the leaves `[samples, tokens, ...]`. Where the width is found in another dimension
+    Leaves of shape `[samples, tokens, ...]` are trimmed. If the width appears in another dimension
     (an attention mask `[samples, 1, tokens, tokens]`), `trim={"name": (2, 3)}` says which
-    dimensions to trim, and `trim={"name": ()}` that none is. `sort=False` keeps the order.
+    dimensions to trim, and `trim={"name": ()}` says none. `sort=False` keeps the order of the
+    samples.
 
-    `multiple=64` trims to multiples of 64 tokens, so that few shapes of micro-batches come up:
-    each gets a graph of its own where micro-steps are compiled or recorded (`execute=`).
+    `multiple=64` trims to multiples of 64 tokens, so that micro-batches have few different shapes.
+    Each shape gets its own graph if micro-steps are compiled or captured (`execute=`).
 
     >>> import torch
     >>> batch = {
@@ -110,7 +110,7 @@ def tokens(
 
 
 def check_micro_batch(micro_batch: Any) -> int | Tokens | Literal["auto"]:
-    """The micro-batch; refused is what is neither a number of samples, nor "auto", nor a budget."""
+    """Return the option; refuse it unless it is a number of samples, "auto" or a token budget."""
     if isinstance(micro_batch, Tokens):
         return micro_batch
     if isinstance(micro_batch, str) and micro_batch == "auto":

@@ -1,4 +1,4 @@
-"""Moves a micro-batch to the device, so that the whole batch never has to be there."""
+"""Moving a micro-batch to the device, so that the whole batch never has to be there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["to_device"]
 
 
 def to_device(micro: Any, device: torch.device | str | int) -> Any:
-    """`micro` with every tensor on `device`; what is already there is the same object.
+    """Return `micro` with every tensor on `device`; return it unchanged if it is already there.
 
-    To a CUDA device the copies go through pinned memory and do not block the host, so they overlap
-    with the work that the device still has to do. Everything that is not a tensor is untouched.
+    Copies to a CUDA device go through pinned memory and do not block the host, so they overlap with
+    work queued on the device. Everything that is not a tensor stays as it is.
     """
     target = torch.device(device)
     leaves, structure = flatten(micro)
@@ -29,14 +29,14 @@ def to_device(micro: Any, device: torch.device | str | int) -> Any:
 
 def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, PackedSequence):
-        packed: Any = value  # its annotation has only one of the signatures of Tensor.to
+        packed: Any = value  # Its annotation has only one of the signatures of Tensor.to.
         return packed.to(device)
     if not isinstance(value, Tensor):
         return value
     if device.type != "cuda" or value.device.type != "cpu":
         return value.to(device)
     if value.layout == torch.strided and not value.is_nested and not value.is_pinned():
-        # A copy from ordinary memory blocks the host whatever is asked for. The pinned block is
-        # given back only after the copy: PyTorch's host allocator marks it with an event.
+        # A copy from pageable memory always blocks the host. The pinned block is released only
+        # after the copy: PyTorch's host allocator marks it with an event.
         value = value.pin_memory()
     return value.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Divides a batch: `split` into micro-batches, `drop_samples` down to its first samples."""
+"""Division of a batch: `split` into micro-batches, `drop_samples` to keep its first samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def split(
     batch_size: BatchSize = None,
     static: Static = (),
 ) -> list[Any]:
-    """The micro-batches of `batch`, each of the same structure: nothing lost, nothing repeated.
+    """Split `batch` into micro-batches of the same structure: nothing lost, nothing repeated.
 
-    With a number of samples they are views in the order of the batch, the last one smaller where
-    it does not divide; with `tokens(...)` they hold a budget of tokens, sorted and trimmed.
+    With a number of samples, the micro-batches are views in the order of the batch, and the last
+    one may be smaller. With `tokens(...)` each fits a token budget, and the samples are sorted and
+    trimmed.
 
     >>> import torch
     >>> batch = {"x": torch.arange(10).view(5, 2), "names": list("abcde"), "temperature": 0.5}
@@ -32,11 +33,11 @@ def split(
     >>> split(batch, 2)[2]
     {'x': tensor([[8, 9]]), 'names': ['e'], 'temperature': 0.5}
 
-    Tensors, numpy arrays and lists of samples are split; mappings, dataclasses, named tuples,
-    tuples and lists around them keep their type; everything else is passed on unchanged. The
-    number of samples is the one that fits most leaves. Where two fit equally well, `batch_size`
-    says it (a number, or a function of the batch); `static` names the leaves to pass on unchanged
-    although their first dimension is the number of samples: `static=("aux.class_weights",)`.
+    Tensors, NumPy arrays and lists of samples are split. Mappings, dataclasses, named tuples,
+    tuples and lists around them keep their type. Everything else is passed on unchanged. The number
+    of samples is the one that fits most leaves. If two numbers fit equally well, give `batch_size`
+    (a number, or a function of the batch). `static` names leaves to pass on unchanged although
+    their first dimension is the number of samples: `static=("aux.class_weights",)`.
     """
     return [micro for micro, _ in split_numbered(batch, micro_batch, batch_size, static)]
 
@@ -44,7 +45,7 @@ def split(
 def split_numbered(
     batch: Any, micro_batch: int | Tokens, batch_size: BatchSize = None, static: Static = ()
 ) -> list[tuple[Any, Sequence[int]]]:
-    """The micro-batches, each with the places that its samples had in the batch."""
+    """Return the micro-batches, each with the indices of its samples in the batch."""
     if not isinstance(micro_batch, Tokens) and not is_positive(micro_batch):
         raise OptionError(
             f"micro_batch={micro_batch!r}: must be a positive number of samples or "
@@ -63,7 +64,7 @@ def split_numbered(
 def drop_samples(
     batch: Any, keep: int, *, batch_size: BatchSize = None, static: Static = ()
 ) -> Any:
-    """The first `keep` samples of `batch`, as views in the same structure.
+    """Return the first `keep` samples of `batch`, as views in the same structure.
 
     >>> drop_samples({"x": [1, 2, 3, 4]}, 3)
     {'x': [1, 2, 3]}

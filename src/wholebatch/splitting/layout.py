@@ -1,15 +1,15 @@
-"""Finds the samples in a batch: how many there are, and which leaves hold them.
+"""The samples of a batch: how many there are, and which leaves hold them.
 
-Every array votes for its first dimension, and every list or tuple that could be a list of samples
-for its length; what lies inside such a list has one vote in all, since the list is one leaf of the
-batch. The number with the most votes is the number of samples, and a tie is an error: a wrong
-guess would train on nonsense without a word.
+Every array votes for its first dimension. Every list or tuple that could be a list of samples votes
+for its length. The items inside such a list have one vote together, since the list is one leaf. The
+number with the most votes is the number of samples. A tie is an error: a wrong guess would silently
+train on nonsense.
 
 A list can be read in two ways: `[x, y]` are parts of the batch, `[image, image, image]` are
-samples. It is read as samples where its length is the number of samples and its items are of one
-kind, unless they have a batch dimension themselves. Where both readings fit, a tuple is parts, a
-list of dicts is samples, and a list of tensors is refused. The batch itself, where it is a list or
-tuple as `DataLoader` makes it, is parts, unless its items are strings or look like samples.
+samples. It is read as samples if its length is the number of samples and its items are of one kind,
+unless they have a batch dimension themselves. If both readings fit, a tuple is parts, a list of
+dicts is samples, and a list of tensors is refused. A batch that is itself a list or tuple, as
+`DataLoader` makes it, is parts, unless its items are strings or look like samples.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = [
     "take",
 ]
 
-# What the callers of `split` may say about the batch.
+# Hints about the batch that callers of `split` may give.
 BatchSize = int | Callable[[Any], int] | None
 Static = str | Iterable[str]
 Rows = slice | list[int]
 
-# So many arrays of one dtype and number of dimensions, and nothing beside them, are more likely
-# samples that nobody collated than the parts of a batch, if they are images or differ in length.
+# This many arrays of one dtype and number of dimensions, with nothing beside them, are more likely
+# uncollated samples than parts of a batch, if they are images or differ in length.
 _MANY = 4
 
 _BATCH_SIZE = "must be a positive number of samples, or a function of the batch that returns it"
@@ -62,7 +62,7 @@ _BATCH_SIZE = "must be a positive number of samples, or a function of the batch 
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch taken apart: its leaves, and for each whether it holds one entry per sample."""
+    """The leaves of a batch, with a flag for each that holds one entry per sample."""
 
     size: int
     leaves: tuple[Leaf, ...]
@@ -70,7 +70,7 @@ class Layout:
     structure: Structure
 
     def take(self, rows: Rows) -> Any:
-        """A batch of the samples `rows`: views for a slice, copies for a list of indices."""
+        """Return a batch of the samples `rows`: views for a slice, copies for a list of indices."""
         return self.structure.build(
             [
                 take(leaf.value, rows) if batched else leaf.value
@@ -80,7 +80,7 @@ class Layout:
 
 
 def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> int:
-    """The number of samples in `batch`, found as `split` finds it.
+    """Return the number of samples in `batch`, determined as `split` does.
 
     >>> batch_size_of({"x": torch.ones(6, 2), "y": torch.ones(6), "temperature": 0.5})
     6
@@ -89,14 +89,14 @@ def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = 
 
 
 def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> Layout:
-    """Which leaves of `batch` hold samples, and how many samples there are."""
+    """Return which leaves of `batch` hold samples, and how many samples there are."""
     fixed = _Fixed.of(static, batch)
     ballot: _Ballot = {}
     _vote("", batch, ballot, fixed)
     size = _elected(ballot, batch) if batch_size is None else _declared(batch, batch_size)
     if size == 0:
         raise SplitError("the batch has zero samples: skip it, or see why the loader yields it")
-    # Elected by its parts, the batch itself is not a list of samples even if its length fits.
+    # The batch was elected by its parts: it is not a list of samples even if its length fits.
     root_is_parts = batch_size is None and not _root_may_be_samples(batch)
 
     def is_leaf(name: str, node: Any) -> bool:
@@ -127,19 +127,19 @@ def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout
 
 
 def check_layout(batch_size: object, static: object) -> None:
-    """Refuse what can say nothing about any batch, before there is one."""
+    """Refuse options that are invalid for every batch, before there is one."""
     if batch_size is not None and not callable(batch_size) and not is_positive(batch_size):
         raise OptionError(f"batch_size={batch_size!r}: {_BATCH_SIZE}")
     _names(static)
 
 
 def take(value: Any, rows: Rows) -> Any:
-    """The samples `rows` of one leaf that has a batch dimension."""
+    """Return the samples `rows` of one leaf that has a batch dimension."""
     if isinstance(value, Tensor):
         if isinstance(rows, slice):
             if value.layout == torch.strided:
                 return value[rows]
-            rows = list(range(value.shape[0])[rows])  # a sparse tensor has no views by row
+            rows = list(range(value.shape[0])[rows])  # A sparse tensor has no views by row.
         return value.index_select(0, torch.tensor(rows, device=value.device))
     if is_array(value):
         return value[rows]
@@ -148,19 +148,19 @@ def take(value: Any, rows: Rows) -> Any:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether an option is a positive whole number (True is not one)."""
+    """True if an option is a positive whole number (True itself is not one)."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 # --- the number of samples ------------------------------------------------------------------
 
-# For each number of samples that a leaf speaks for, the names of those leaves.
+# The names of the leaves that vote for each number of samples.
 _Ballot = dict[int, list[str]]
 
 
 @dataclass(frozen=True)
 class _Fixed:
-    """The leaves, or whole branches, that the caller says hold no samples."""
+    """The leaves, or whole branches, that the caller declares to hold no samples."""
 
     names: frozenset[str]
 
@@ -226,7 +226,7 @@ def _listed(ballot: _Ballot, sizes: Iterable[int]) -> str:
 
 
 def _vote(name: str, node: Any, ballot: _Ballot, fixed: _Fixed) -> None:
-    """Enters each leaf of `node` under the number of samples that it speaks for."""
+    """Record each leaf of `node` under the number of samples that it votes for."""
     if name in fixed.names:
         return
     _refuse_unsplittable(name, node)
@@ -237,7 +237,7 @@ def _vote(name: str, node: Any, ballot: _Ballot, fixed: _Fixed) -> None:
         _may_be_samples(node) if name else _root_may_be_samples(node)
     ):
         for key, value in children(node) or ():
-            _vote(join(name, key), value, {}, fixed)  # only to refuse what cannot be split
+            _vote(join(name, key), value, {}, fixed)  # Only to refuse leaves that cannot be split.
         for size in {len(node), *_spoken_for(node)}:
             ballot.setdefault(size, []).append(name)
     else:
@@ -246,12 +246,12 @@ def _vote(name: str, node: Any, ballot: _Ballot, fixed: _Fixed) -> None:
 
 
 def _spoken_for(node: Any) -> list[int]:
-    """The batch dimension that most items of a list have in common, if there is one."""
+    """Return the batch dimension that most items of a list share, if there is one."""
     spoken: Counter[int] = Counter()
     for item in node:
         sizes = set(_first_dims(item))
         if not sizes and isinstance(item, list) and item and isinstance(item[0], str):
-            sizes = {len(item)}  # texts and their pairs: [["a", "b", "c"], ["d", "e", "f"]]
+            sizes = {len(item)}  # Texts and their pairs: [["a", "b", "c"], ["d", "e", "f"]].
         if len(sizes) == 1:
             spoken[sizes.pop()] += 1
     return [size for size, count in spoken.items() if 2 * count > len(node)]
@@ -297,7 +297,7 @@ def _has_samples(value: Any, size: int) -> bool:
 
 
 def _is_samples(name: str, node: Any, size: int) -> bool:
-    """Whether the container `node` is a list of samples, and so is not taken apart further."""
+    """True if the container `node` is a list of samples, which is not taken apart further."""
     if not _may_be_samples(node) or len(node) != size:
         return False
     if size == 1 or any(first_dim != size for first_dim in _first_dims(node)):
@@ -319,13 +319,13 @@ def _is_samples(name: str, node: Any, size: int) -> bool:
 
 
 def _may_be_samples(node: Any) -> bool:
-    """Whether `node` is a list or tuple with items of one kind, as samples are."""
+    """True if `node` is a list or tuple with items of one kind, as samples are."""
     if is_record(node) or not isinstance(node, (list, tuple)):
         return False
     items = [item for item in node if item is not None]
     if not items or any(not _alike(items[0], item) for item in items[1:]):
         return False
-    # (224, 224) is a size, [3, 7] are two labels.
+    # (224, 224) is a size; [3, 7] are two labels.
     return isinstance(node, list) or not _only_numbers(node)
 
 

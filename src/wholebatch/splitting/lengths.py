@@ -1,4 +1,4 @@
-"""How long each sample of a padded batch is, by what the batch itself says."""
+"""The length of each sample of a padded batch, according to the batch itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from wholebatch.splitting.structure import Leaf, is_array
 
 __all__ = ["lengths_of", "named"]
 
-# The value of a label that no loss counts, by the convention of PyTorch and Hugging Face.
+# The label that losses ignore, by the convention of PyTorch and Hugging Face.
 _IGNORED = -100
 
 
 def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None]:
-    """The length of each sample if the batch says it, and how wide the batch is."""
+    """Return the length of each sample (None if unknown), and the width of the batch."""
     width: int | None
     if by.lengths is not None:
         lengths, width = _lengths_given(layout, by, by.lengths)
@@ -42,7 +42,7 @@ def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None
 
 
 def _ends(real: Tensor) -> list[int]:
-    """The place after the last real token of each sample: holes and left padding stay."""
+    """Return the index after each sample's last real token: holes and left padding are kept."""
     if real.shape[1] == 0:
         return [0] * len(real)
     places = torch.arange(1, real.shape[1] + 1, device=real.device)
@@ -108,7 +108,7 @@ def _real_by_mask(layout: Layout, leaf: Leaf) -> Tensor:
 
 
 def _real_by_attention_mask(layout: Layout) -> Tensor | None:
-    """The mask that Hugging Face's tokenizers make, where the batch has such a one."""
+    """Return the mask that Hugging Face's tokenizers produce, if the batch has one."""
     for leaf in _sequences(layout):
         if leaf.name == "attention_mask" and leaf.value.ndim == 2:
             mask = _dense(leaf.value)
@@ -121,7 +121,7 @@ def _is_additive(mask: Tensor) -> bool:
 
 
 def _counted_labels(layout: Layout, by: Tokens, width: int | None) -> Tensor | None:
-    """Where a label counts in the loss, and so must stay whatever the mask says."""
+    """Return a mask of the labels that count in the loss; these tokens are never trimmed."""
     if "labels" in (by.pad or ()) or "labels" in (by.trim or ()):
         return None
     for leaf in _sequences(layout):
@@ -140,14 +140,14 @@ def _sequences(layout: Layout) -> list[Leaf]:
 
 
 def _width(layout: Layout) -> int | None:
-    """The number of tokens of the first [samples, tokens] leaf, else of [samples, tokens, ...]."""
+    """Return the tokens of the first [samples, tokens] leaf, else of [samples, tokens, ...]."""
     shapes = [leaf.value.shape for leaf in _sequences(layout)]
     flat = [shape for shape in shapes if len(shape) == 2]
     return int((flat or shapes)[0][1]) if shapes else None
 
 
 def _width_beside_lengths(layout: Layout, by: Tokens) -> int | None:
-    """How wide the batch is where only lengths are given: what `trim`, or all leaves, agree on."""
+    """Return the width of the batch if only lengths are given: that of `trim`, or of all leaves."""
     sizes: dict[str, int] = {}
     if by.trim:
         for name, dims in by.trim.items():
@@ -164,7 +164,7 @@ def _width_beside_lengths(layout: Layout, by: Tokens) -> int | None:
 
 
 def named(layout: Layout, name: str, option: str) -> Leaf:
-    """The leaf that an option of `tokens` names."""
+    """Return the leaf that an option of `tokens` names."""
     for leaf in layout.leaves:
         if leaf.name == name:
             return leaf

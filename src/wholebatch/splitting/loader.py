@@ -1,4 +1,4 @@
-"""Drops the samples that a sampler repeats only so that every rank has equally many."""
+"""Removal of the samples that a sampler repeats to give every rank the same number."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Unpadded:
 
     loader: DataLoader[Any]
     kept: int
-    """Samples of this rank that are not repeats: always its first ones."""
+    """The number of this rank's samples that are not repeats: always its first ones."""
     given: int
-    """Samples that the sampler gives this rank, repeats included."""
+    """The number of samples that the sampler gives this rank, repeats included."""
     batch_size: int
     static: Static = ()
     start: int = 0
 
     @property
     def sampler(self) -> Any:
-        """The DistributedSampler, so that `loader.sampler.set_epoch(epoch)` keeps working."""
+        """Return the DistributedSampler, so that `loader.sampler.set_epoch(epoch)` still works."""
         return getattr(self.loader.batch_sampler, "sampler", None)
 
     def __len__(self) -> int:
@@ -48,15 +48,15 @@ class Unpadded:
 
 
 def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> Iterable[Any]:
-    """`loader` with each sample of the dataset on exactly one rank.
+    """Return `loader` with each sample of the dataset on exactly one rank.
 
-    `DistributedSampler(drop_last=False)` repeats the first samples until every rank has equally
-    many. Counted twice, they bend the update; here they are dropped, so ranks may differ by one
-    sample (and by one batch, where a batch held nothing but a repeat). Loaders that repeat nothing
-    are returned as they are.
+    `DistributedSampler(drop_last=False)` repeats the first samples until every rank has the same
+    number. Counted twice, they would bias the update. Here they are dropped, so ranks may differ by
+    one sample (and by one batch, if a batch held only a repeat). Loaders that repeat nothing are
+    returned unchanged.
 
-    `static` is that of `split`. `start` is the number of batches already taken, for a loader that
-    resumes in the middle of an epoch by itself.
+    `static` is the option of `split`. `start` is the number of batches already taken, for a loader
+    that resumes in the middle of an epoch by itself.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -79,6 +79,6 @@ def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> I
             "DistributedSampler repeats cannot be dropped: give DataLoader(batch_size=..., "
             "sampler=...), or DistributedSampler(drop_last=True)"
         )
-    # Rank r has the places r, r + R, r + 2R, ... of the padded order; those below `size` are real.
+    # Rank r has the indices r, r + R, r + 2R, ... of the padded order; those below `size` are real.
     kept = len(range(sampler.rank, size, sampler.num_replicas))
     return Unpadded(loader, kept, sampler.num_samples, batches.batch_size, static, start)

@@ -1,9 +1,9 @@
-"""Packs samples into micro-batches under a budget of tokens, and cuts off their padding.
+"""Packing of samples into micro-batches under a token budget, with their padding trimmed.
 
-The update does not depend on the order of the samples, so sorting them by length is free speed:
-in the given order every micro-batch is as wide as its one long sample. Only columns at the right
-end are cut (at the left end it would shift the positions), and only where the batch says what is
-padding.
+The update does not depend on the order of the samples, so sorting them by length costs nothing. In
+the given order, every micro-batch would be as wide as its longest sample. Only columns at the right
+end are cut (cutting at the left would shift the positions), and only if the batch says which tokens
+are padding.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["token_micro_batches"]
 
 
 def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[int]]]:
-    """The micro-batches of a batch under a budget of tokens, the longest samples first.
+    """Return the micro-batches under a token budget, each with its samples' indices in the batch.
 
-    Each with the places that its samples had in the batch.
+    The longest samples come first.
     """
     lengths, width = lengths_of(layout, by)
     cuts: dict[int, tuple[int, ...]] = {}
@@ -52,13 +52,13 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
 
 
 def _rounded(length: int, by: Tokens, width: int) -> int:
-    """The next multiple, but never wider than the batch (or than the budget, if it fits alone)."""
+    """Round up to the next multiple, but not beyond the batch's width, nor beyond the budget."""
     rounded = min(-(-max(length, 1) // by.multiple) * by.multiple, width)
     return rounded if rounded <= by.budget else length
 
 
 def _pack(lengths: list[int], by: Tokens) -> list[list[int]]:
-    """Which samples go together: filled greedily, in the given order or from the longest down."""
+    """Return which samples go together: filled greedily, in the given order or longest first."""
     order = list(range(len(lengths)))
     if by.sort:
         order.sort(key=lambda row: -lengths[row])
@@ -83,7 +83,7 @@ def _pack(lengths: list[int], by: Tokens) -> list[list[int]]:
 def _micro_batch(
     layout: Layout, rows: list[int], cuts: Mapping[int, tuple[int, ...]], width: int
 ) -> Any:
-    # Neighbours in their order are a slice, which costs no copy.
+    # Neighbours in order are a slice, which needs no copy.
     run = rows == list(range(rows[0], rows[0] + len(rows)))
     picked: Rows = slice(rows[0], rows[0] + len(rows)) if run else rows
     values = []
@@ -105,7 +105,7 @@ def _narrow(value: Any, dim: int, width: int) -> Any:
 
 
 def _cuts(layout: Layout, by: Tokens, width: int) -> dict[int, tuple[int, ...]]:
-    """For each leaf that is trimmed, by its place in the layout, the dimensions that are."""
+    """Return the dimensions to trim, by the index of each trimmed leaf in the layout."""
     trim = by.trim or {}
     for name in trim:
         named(layout, name, "trim")

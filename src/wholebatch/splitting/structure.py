@@ -1,8 +1,8 @@
-"""Takes a nested batch apart into named leaves, and puts it together again with its types kept.
+"""Nested batches as named leaves and a structure to rebuild them with their types.
 
-A batch is made of containers (mappings, dataclasses, named tuples, tuples, lists) and leaves
-(everything else). `flatten` gives the leaves with dotted names such as `"inputs.input_ids"` or
-`"0"`; `Structure.build` makes the same containers around new leaves:
+A batch consists of containers (mappings, dataclasses, named tuples, tuples, lists) and leaves
+(everything else). `flatten` returns the leaves with dotted names such as `"inputs.input_ids"` or
+`"0"`. `Structure.build` rebuilds the containers around new leaves:
 
 >>> import torch
 >>> leaves, structure = flatten({"x": torch.ones(2), "more": [1, None]})
@@ -40,13 +40,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Structure:
-    """The containers of a batch without their leaves; `None` as the container is one leaf."""
+    """The containers of a batch without their leaves; a `None` container is one leaf."""
 
     container: Any
     parts: tuple[Structure, ...] = ()
 
     def build(self, values: Sequence[Any]) -> Any:
-        """The containers again, newly made, around `values` (one for each leaf, in order)."""
+        """Build new containers around `values` (one for each leaf, in order)."""
         return self._build(iter(values))
 
     def _build(self, values: Iterator[Any]) -> Any:
@@ -61,7 +61,7 @@ _LEAF = Structure(None)
 def flatten(
     batch: Any, is_leaf: Callable[[str, Any], bool] | None = None
 ) -> tuple[list[Leaf], Structure]:
-    """The leaves of `batch` in order, and the structure to build it from them.
+    """Return the leaves of `batch` in order, and the structure to rebuild it.
 
     `is_leaf(name, container)` keeps a container whole: it is then a leaf itself.
     """
@@ -72,8 +72,8 @@ def flatten(
 def _visit(
     name: str, node: Any, is_leaf: Callable[[str, Any], bool] | None, leaves: list[Leaf]
 ) -> Structure:
-    # No function within `flatten`: one that calls itself is a cycle, and would keep the batch's
-    # tensors alive until garbage is collected.
+    # Not a nested function of `flatten`: a recursive closure is a reference cycle, which would keep
+    # the batch's tensors alive until garbage collection.
     inner = children(node)
     if inner is None or (is_leaf is not None and is_leaf(name, node)):
         leaves.append(Leaf(name, node))
@@ -84,19 +84,19 @@ def _visit(
 
 
 def join(name: str, key: str) -> str:
-    """The dotted name of the child `key` of `name`; the whole batch has the name ''."""
+    """Return the dotted name of the child `key` of `name`; the whole batch has the name ''."""
     return f"{name}.{key}" if name else key
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
-    """The named children of a container, or None for a leaf."""
+    """Return the named children of a container, or None for a leaf."""
     if isinstance(node, Tensor):
-        return None  # by far the most common, and the tests below are slow
+        return None  # By far the most common case, and the tests below are slow.
     if isinstance(node, Mapping):
         inner = [(str(key), value) for key, value in node.items()]
         return inner + [(name, getattr(node, name)) for name in _list_attributes(node)]
     if isinstance(node, PackedSequence):
-        return None  # a named tuple by type, but its parts make no sense one by one
+        return None  # A named tuple by type, but its parts are meaningless one by one.
     if _is_named_tuple(node):
         return list(zip(node._fields, node, strict=True))
     if isinstance(node, (list, tuple)):
@@ -107,7 +107,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is a tensor or a numpy array (numpy is never imported for this)."""
+    """True if `value` is a tensor or a NumPy array (NumPy is never imported for this)."""
     if isinstance(value, Tensor):
         return True
     numpy = sys.modules.get("numpy")
@@ -115,7 +115,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_record(value: Any) -> bool:
-    """Whether the parts of `value` have names of their own: a mapping, dataclass, named tuple."""
+    """True if the parts of `value` have names: a mapping, dataclass or named tuple."""
     return isinstance(value, Mapping) or _is_named_tuple(value) or _is_dataclass(value)
 
 
@@ -128,15 +128,15 @@ def _is_dataclass(node: Any) -> bool:
 
 
 def _field_names(node: Any) -> list[str]:
-    # A field with init=False may never have been given a value.
+    # A field with init=False may never have been set.
     return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
 def _list_attributes(node: Any) -> list[str]:
-    """Lists that a UserDict carries beside its items.
+    """Return the names of lists that a UserDict carries beside its items.
 
-    Hugging Face's BatchEncoding keeps the tokenizer's per-sample encodings so: were they not
-    split along, `micro.word_ids(0)` would answer for another sample.
+    Hugging Face's BatchEncoding keeps the tokenizer's per-sample encodings this way. If they were
+    not split too, `micro.word_ids(0)` would answer for another sample.
     """
     if not isinstance(node, UserDict):
         return []
@@ -150,7 +150,7 @@ def _rebuild(node: Any, values: list[Any]) -> Any:
         return values if type(node) is list else type(node)(values)
     if isinstance(node, tuple):
         if all(old is new for old, new in zip(node, values, strict=True)):
-            return node  # immutable, so it may be shared (and a torch.Size stays one)
+            return node  # Immutable, so it can be shared (and a torch.Size stays one).
         if _is_named_tuple(node):
             return type(node)._make(values)  # type: ignore[attr-defined]
         return tuple(values) if type(node) is tuple else type(node)(values)
@@ -165,10 +165,10 @@ def _rebuild_dataclass(node: Any, values: list[Any]) -> Any:
     ]
     if not changed:
         return node
-    # A copy, not dataclasses.replace: that runs __init__ again and loses init=False fields.
+    # Not dataclasses.replace: it runs __init__ again and loses init=False fields.
     made = copy.copy(node)
     for name, new in changed:
-        object.__setattr__(made, name, new)  # also where the dataclass is frozen
+        object.__setattr__(made, name, new)  # Works for frozen dataclasses too.
     return made
 
 
@@ -178,7 +178,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: list[Any]) -> Any:
         return type(node)(items)  # type: ignore[call-arg]
     made = copy.copy(node)
     # A class that keeps its items in a dict of its own and has no __copy__ shares that dict with
-    # its copy; writing the new values would then change the caller's batch.
+    # its copy. Writing the new values would then change the caller's batch.
     for key, new in items.items():
         old = node[key]
         if old is new:

@@ -1,4 +1,4 @@
-"""Tuning: which settings are fastest here, what holds them back, and whether to accumulate at all.
+"""Tuning: the fastest settings here, their bottleneck, and whether to accumulate at all.
 
 ```python
 from wholebatch.tune import tune

@@ -1,8 +1,8 @@
-"""Measuring one setting after the other, and those that are close in turn.
+"""The measurement of settings, one after the other, and of close ones in turn.
 
-On a CPU, which has other things to do, every setting is measured in turn with the fastest so far,
-and its speed is that one's times the ratio of their windows. A GPU is the run's own: there every
-setting is measured alone.
+A CPU is shared with other work. There every setting is measured in turn with the fastest so far,
+and its speed is that of the fastest times the ratio of their windows. A GPU belongs to the run
+alone, so every setting is measured by itself.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ __all__ = ["CLEARLY", "Bench", "Limits", "memory_of", "rate_of"]
 _log = logging.getLogger("wholebatch")
 
 CLEARLY = 0.9
-"""Of the best speed: below it a setting is slower, whatever noise there is."""
+"""The fraction of the best speed below which a setting is slower, whatever the noise."""
 HOPELESS = 3
-"""Times the best window: longer, and the first one is enough."""
+"""A first window longer than this multiple of the best one ends the measurement."""
 SURE = 5
-"""Rounds in turn with the best, all of them clearly slower: more would say nothing else."""
+"""Rounds after which a setting that is clearly slower than the best is given up."""
 CLOSE = 0.93
-"""Of the best speed: above it a setting is measured again, all those in turn."""
+"""The fraction of the best speed above which settings are measured again, in turn."""
 TIED, AT_LEAST = 0.98, 0.95
-"""Of the best speed: one above it that the rounds cannot tell from the best is as fast, if they
-can tell that it is not slower than this."""
+"""When a setting ties with the best.
+
+Its median ratio is at least `TIED`, and its interval starts at `AT_LEAST` or above and reaches 1.
+"""
 ROOM = 0.5
-"""Of the free memory: so much may be taken by settings that are measured in turn."""
+"""The fraction of the free memory that settings measured in turn may take."""
 
 _FEW, _TURNS, _MANY = 6, 12, 60
-"""Rounds of those that are close: where windows take long, as a rule, and where they do not."""
+"""Rounds of close settings: at least, as a rule, and at most."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take. `total`: no new setting is begun after so many seconds."""
+    """The time limits. `total`: no new setting is begun after this many seconds."""
 
     total: float = 300.0
     seconds: float = 1.0
@@ -56,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Speed:
-    """What the windows of one setting said."""
+    """The result of the windows of one setting."""
 
     seconds: float
     rate: float
@@ -66,7 +68,7 @@ class Speed:
 
 @dataclass
 class Bench:
-    """Where settings are measured; what was found is in `trials`."""
+    """Measures settings; `trials` holds the results."""
 
     subject: Subject
     samples: int
@@ -76,19 +78,19 @@ class Bench:
     now: Callable[[], float] = time.perf_counter
     trials: dict[Setting, Trial] = field(default_factory=dict)
     tied: set[Setting] = field(default_factory=set)
-    """Those that the last rounds could not tell from the fastest."""
+    """The settings that the last rounds could not distinguish from the fastest."""
 
     def __post_init__(self) -> None:
-        self._lead: Running | None = None  # the fastest so far, kept to be measured against
+        self._lead: Running | None = None  # The fastest so far, kept for comparisons.
 
     @property
     def best(self) -> Trial | None:
-        """The fastest so far."""
+        """Return the fastest trial so far."""
         measured = [trial for trial in self.trials.values() if trial.is_measured]
         return max(measured, key=lambda t: t.units_per_second or 0.0, default=None)
 
     def tried(self, setting: Setting, *, stops: bool) -> Trial:
-        """One setting: `stops` as soon as it is clearly slower than the best."""
+        """Measure one setting; with `stops`, end as soon as it is clearly slower than the best."""
         steps = steps_of(self.samples, setting.micro_batch)
         found = self.predicted.of(setting)
         blank = Trial(setting, steps, "failed", "", predicted=None if found is None else found.peak)
@@ -102,11 +104,11 @@ class Bench:
                 speed = self._alone(running, stops=stops)
             else:
                 speed = self._in_turn(running, partner, stops=stops)
-            if running.train.recoveries:  # a smaller micro-batch than this one went through
+            if running.train.recoveries:  # It ran with smaller micro-batches than this one.
                 return blank.with_(why="ran out of memory")
             if (otherwise := running.fell_back()) is not None:
                 return blank.with_(why=otherwise[:200])
-            # What is not to be taken need not be known so well.
+            # A rejected setting need not be known as well.
             peak = None if speed.is_stopped else running.peak()
             over = peak is not None and peak > self.budget
             split = {} if speed.is_stopped else _split_of(running)
@@ -148,7 +150,7 @@ class Bench:
         return Speed(timing.seconds, timing.rate, len(timing.windows), is_stopped)
 
     def _in_turn(self, running: Running, partner: Running, *, stops: bool) -> Speed:
-        """Beside the fastest so far, whose speed is known."""
+        """Measure in turn with the fastest so far, whose speed is known."""
         known, limits = self.trials[partner.setting], self.limits
         assert known.seconds is not None
         turns = Turns(self.subject, (partner, running))
@@ -169,7 +171,7 @@ class Bench:
     # ----------------------------------------------------------- the fastest so far
 
     def _partner(self, setting: Setting) -> Running | None:
-        """The fastest so far, ready for windows; None where it cannot be held beside this one."""
+        """Return the fastest so far, ready to run; None if it cannot be held beside this one."""
         best = self.best
         if best is None or not self._is_shared or not self._has_room(setting, best):
             self._let_go()
@@ -181,11 +183,11 @@ class Bench:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether others use the device too: a GPU is the run's own."""
+        """True if other processes use the device too: a GPU belongs to the run alone."""
         return self.predicted.device.type == "cpu"
 
     def _has_room(self, *settings: Setting | Trial) -> bool:
-        """Whether all of these can be held at once, on every rank."""
+        """True if all of these fit in memory at once, on every rank."""
         known = self.best
         largest = 0 if known is None else memory_of(known)
         wanted = 0
@@ -196,7 +198,7 @@ class Bench:
         return Agreed(self.predicted.device)(missing) <= 0
 
     def _leads(self, running: Running, speed: Speed) -> bool:
-        """Keep this one where it is the fastest so far."""
+        """Keep this one if it is the fastest so far."""
         best = self.best
         if not self._is_shared or (best is not None and speed.rate <= rate_of(best)):
             return False
@@ -210,21 +212,21 @@ class Bench:
         self._lead = None
 
     def _patience(self, partner: Running | None) -> float | None:
-        """Seconds for a first window, which may have something to do that others have not."""
+        """Return the time limit of a first window in seconds; it may include one-time work."""
         best = self.best
         if best is None or best.seconds is None:
             return None
         usual = best.seconds
-        if partner is not None:  # as long as it takes now, by the clock that a first window is read
+        if partner is not None:  # Its present time, by the clock of the first window.
             began = self.now()
             partner.window()
             usual = max(usual, self.since(began))
         return max(HOPELESS * usual, usual + 2.0)
 
     def again(self) -> None:
-        """Measure the best and those close to it once more, one window of each in turn.
+        """Measure the best and those close to it again, one window of each in turn.
 
-        Ways that must be compiled first are not made again for it.
+        Settings that would have to be compiled again are left out.
         """
         self._let_go()
         best = self.best
@@ -273,12 +275,12 @@ class Bench:
             )
 
     def since(self, moment: float) -> float:
-        """Seconds since then, on the rank that is latest."""
+        """Return the seconds since then, on the slowest rank."""
         return Agreed(self.predicted.device)(self.now() - moment)
 
 
 def _split_of(running: Running) -> dict[str, float]:
-    """The split, which is evidence: a profiler that does not work here costs no setting."""
+    """Return the split, or {} if the profiler fails: that must not fail a setting."""
     try:
         return running.split()
     except (RuntimeError, AttributeError) as error:
@@ -287,10 +289,10 @@ def _split_of(running: Running) -> dict[str, float]:
 
 
 def rate_of(trial: Trial) -> float:
-    """Units per second; 0 where there is none."""
+    """Return the units per second; 0 if unknown."""
     return trial.units_per_second or 0.0
 
 
 def memory_of(trial: Trial) -> int:
-    """The peak, as measured, else as predicted."""
+    """Return the peak as measured, else as predicted."""
     return trial.peak or trial.predicted or 0

@@ -1,4 +1,4 @@
-"""What holds a window back, with the evidence, and what more micro-batches would change."""
+"""The bottleneck of a window with its evidence, and the effect of more micro-batches."""
 
 from __future__ import annotations
 
@@ -11,43 +11,47 @@ from wholebatch.tune.settings import Trial
 __all__ = ["Bottleneck", "Fixed", "accumulation", "fixed_cost", "name_bottleneck"]
 
 MUCH = 0.25
-"""Of a window: a part that takes so much is what to look at first."""
+"""A part that takes more than this fraction of a window is the first suspect."""
 SMALL = 0.05
-"""Of the update's time: an optimizer passes over its bytes up to ten times, but not twenty."""
+"""An update is launch-bound if one pass over its bytes takes less than this share of it.
+
+An optimizer makes up to ten passes over its bytes, but not twenty.
+"""
 USED = 0.35
-"""Of a large matrix product's speed: above it, arithmetic is what the time goes into."""
+"""The fraction of a large matrix product's speed above which a window is compute-bound."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A window's time as `per_step × steps + rest`: what a micro-step costs whatever its size."""
+    """A window's time as `per_step × steps + rest`: the cost of a micro-step of any size."""
 
     per_step: float
     rest: float
     points: int
     moving: float = 0.0
-    """Of `per_step`: reading the parameters twice, writing their gradients, as fast as a copy."""
+    """The part of `per_step` to read the parameters twice and write gradients, at copy speed."""
 
     @property
     def launching(self) -> float:
-        """Seconds of a micro-step that are neither its samples nor its parameters."""
+        """Return the seconds of a micro-step not explained by its samples or its parameters."""
         return max(0.0, self.per_step - self.moving)
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """compute, launch, memory, network or data; and why."""
+    """The bottleneck (compute, launch, memory, network or data), with the evidence."""
 
     kind: str
     evidence: tuple[str, ...]
 
 
 def fixed_cost(trials: Sequence[Trial], *, moving: float = 0.0) -> Fixed | None:
-    """The line through the windows of one way over their number of steps.
+    """Fit a line through the windows of one way over their number of steps.
 
-    Every window counts by its relative error, and no micro-step costs more by itself than the
-    smallest that was measured takes with its samples, nor more than forward and backward take.
-    `moving`: the seconds of it in which parameters and gradients are read and written.
+    Every window is weighted by its relative error. The cost per micro-step is at most the time of
+    the cheapest measured micro-step with its samples, and at most the time of its forward and
+    backward. `moving` is the part of it in which parameters and gradients are read and written, in
+    seconds.
 
     >>> from wholebatch.tune.settings import Setting, Way
     >>> way = Way("full", False, "eager", "auto")
@@ -72,7 +76,7 @@ def fixed_cost(trials: Sequence[Trial], *, moving: float = 0.0) -> Fixed | None:
 
 
 def _computing(trial: Trial) -> float:
-    """Seconds of a window in which micro-batches are computed."""
+    """Return the seconds of a window spent on computing micro-batches."""
     return sum(
         trial.split.get(part, 0.0)
         for part in ("forward", "backward", "micro-step", "addition", "idle")
@@ -82,10 +86,10 @@ def _computing(trial: Trial) -> float:
 def name_bottleneck(
     trial: Trial, *, fixed: Fixed | None, used: float | None, bandwidth: float | None = None
 ) -> Bottleneck:
-    """From the split of the recommended setting, the cost of a micro-step, and the arithmetic.
+    """Name the bottleneck from the setting's split, the cost of a micro-step and the arithmetic.
 
-    `used` is the share of a large matrix product's speed that forward and backward reach,
-    `bandwidth` the bytes per second of a large copy.
+    `used` is the share of a large matrix product's speed that forward and backward reach.
+    `bandwidth` is the speed of a large copy in bytes per second.
     """
     split, window = trial.split, sum(trial.split.values()) or 1.0
     evidence = []
@@ -146,7 +150,7 @@ def name_bottleneck(
 
 
 def accumulation(trial: Trial, *, fixed: Fixed | None, smaller: Trial | None) -> tuple[str, ...]:
-    """What more micro-batches would change, and what they would not, in sentences."""
+    """Return sentences on what more micro-batches would change, and what they would not."""
     window = sum(trial.split.values()) or 1.0
     once = trial.split.get("optimizer", 0.0) + trial.split.get("communication", 0.0)
     said = []

@@ -1,4 +1,4 @@
-"""When something happened: the host's clock on a CPU, events of the stream on CUDA."""
+"""Clocks: the host's clock on a CPU, stream events on CUDA."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Busy", "Clock"]
 
 
 class Busy:
-    """How much of the watched time the device worked; `share` is None where nobody can tell."""
+    """The share of the observed time in which the device worked; None if unknown."""
 
     def __init__(self) -> None:
         self.share: float | None = None
 
     def taken_out(self, split: dict[str, float]) -> dict[str, float]:
-        """A split in which the device's gaps are idle time, taken from its parts in proportion."""
+        """Return the split with the device's gaps as idle time, taken from all parts alike."""
         if self.share is None:
             return split
         share = min(1.0, self.share)
@@ -29,7 +29,7 @@ class Busy:
 
 
 class Clock:
-    """Moments, and the seconds between two of them."""
+    """Timestamps, and the seconds between two of them."""
 
     def __init__(self, device: torch.device, host: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
@@ -37,7 +37,7 @@ class Clock:
         self.on_cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """This moment: on CUDA the one at which the work that was launched so far is done."""
+        """Return a timestamp; on CUDA it is when the work launched so far is done."""
         if not self.on_cuda:
             return self._host()
         event = torch.cuda.Event(enable_timing=True)
@@ -45,7 +45,7 @@ class Clock:
         return event
 
     def between(self, first: Any, second: Any) -> float:
-        """Seconds."""
+        """Return the seconds between two timestamps."""
         if not self.on_cuda:
             return float(second - first)
         second.synchronize()
@@ -53,7 +53,7 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[Busy]:
-        """Let CUDA's profiler say how much of this time kernels were running."""
+        """Measure with CUDA's profiler how much of this time kernels were running."""
         busy = Busy()
         if not self.on_cuda:
             yield busy
@@ -74,12 +74,12 @@ class Clock:
         if spans:
             whole = max(taken, 1e-9)
             first, last = spans[0][0], max(end for _, end in spans)
-            # Of the time between the first kernel and the last: starting the profiler takes some.
+            # Count from the first kernel to the last: starting the profiler takes time.
             busy.share = _covered(spans) / max(1e-9, min(whole * 1e6, last - first))
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans that are sorted by their start."""
+    """Return the length of the union of spans sorted by their start."""
     covered, at = 0.0, float("-inf")
     for start, end in spans:
         if end > at:

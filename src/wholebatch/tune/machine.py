@@ -1,4 +1,4 @@
-"""What this machine can do, measured: matrix products, copies, reductions between ranks."""
+"""The measured speed of this machine: matrix products, copies, all-reduces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def best_flops(device: torch.device, precision: str, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large square matrix product here."""
+    """Return the FLOP/s of a large square matrix product here."""
     kind = _DTYPE.get(precision, dtype)
     width = _WIDTH.get(device.type, 1024)
     one = torch.randn(width, width, device=device).to(kind)
@@ -34,7 +34,7 @@ def best_flops(device: torch.device, precision: str, dtype: torch.dtype) -> floa
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes here, beyond any cache."""
+    """Return the bytes per second that a large copy reads and writes, beyond any cache."""
     numbers = 2**26 if device.type == "cuda" else 2**24
     source, target = (torch.zeros(numbers, device=device) for _ in range(2))
     clock = Clock(device)
@@ -50,7 +50,7 @@ def copy_bandwidth(device: torch.device) -> float:
 def flops_of(
     model: nn.Module, loss: Callable[[Any, Any], Any], micro: Any, *, precision: str
 ) -> int | None:
-    """Floating-point operations of one forward and backward, counted; None if none were seen."""
+    """Count the floating-point operations of one forward and backward; None if none were seen."""
     from torch.utils.flop_counter import FlopCounterMode
 
     casts = choose_precision(precision, next(model.parameters()).device.type)
@@ -68,9 +68,9 @@ def flops_of(
 
 
 def reduce_bandwidth(device: torch.device, numbers: int) -> float | None:
-    """Bytes per second at which gradients of so many numbers are reduced, if there are ranks.
+    """Return the bytes per second of an all-reduce of this many numbers; None on one rank.
 
-    In the sense of the model over ranks: a ring moves 2 (n − 1) / n of the bytes.
+    It follows the model in `ranks`: a ring moves 2 (n − 1) / n of the bytes.
     """
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

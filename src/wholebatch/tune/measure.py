@@ -1,4 +1,4 @@
-"""One setting, run for a few windows: how long, how much memory, and where the time goes."""
+"""One setting, run for a few windows: its time, its memory, and the split of its time."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Make = Callable[[], "tuple[nn.Module, torch.optim.Optimizer]"]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned: how to make it anew, its loss, and where its batches come from."""
+    """The subject of a tuning: how to make it, its loss, and the source of its batches."""
 
     make: Make
     loss: Callable[[Any, Any], Any]
     batches: Callable[[], Any]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Given to every `WholeBatch`: `units`, `clip_norm`, `batchnorm`, `static`, …"""
+    """Options for every `WholeBatch`, such as `units`, `clip_norm`, `batchnorm` and `static`."""
     clock: Callable[[], float] = time.perf_counter
-    """What windows are timed by."""
+    """The clock that times windows."""
 
     def fetch(self) -> tuple[Any, float]:
-        """The next batch, and the seconds that it took."""
+        """Return the next batch, and the seconds that it took."""
         began = self.clock()
         batch = self.batches()
         return batch, self.clock() - began
@@ -47,46 +47,46 @@ class Subject:
 
 @dataclass(frozen=True)
 class Timing:
-    """Windows that were timed: seconds and units of each.
+    """The timed windows: seconds and units of each.
 
-    What else a machine does only ever takes time away, so the faster half of the windows says what
-    a setting can do, and their median what it usually does.
+    Other work on a machine can only slow a window down. So the faster half of the windows shows
+    what a setting can do, and their median is its usual speed.
     """
 
     windows: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, seconds: float, units: float) -> None:
-        """One more window."""
+        """Add one window."""
         self.windows.append((seconds, units))
 
     @property
     def spent(self) -> float:
-        """Seconds in all."""
+        """Return the total seconds."""
         return sum(seconds for seconds, _ in self.windows)
 
     @property
     def fastest(self) -> float:
-        """Units per second of the fastest window."""
+        """Return the units per second of the fastest window."""
         return max(units / seconds for seconds, units in self.windows)
 
     @property
     def rate(self) -> float:
-        """Units per second: the median of the faster half."""
+        """Return the units per second: the median of the faster half."""
         rates = sorted((units / seconds for seconds, units in self.windows), reverse=True)
         return statistics.median(rates[: -(-len(rates) // 2)])
 
     @property
     def seconds(self) -> float:
-        """Of a window, at that rate."""
+        """Return the seconds of a window at that rate."""
         return statistics.fmean(units for _, units in self.windows) / self.rate
 
 
 class TooSlow(Exception):
-    """One window is enough to know."""
+    """Raised if the first window shows that a setting is too slow."""
 
 
 class Agreed:
-    """The slowest rank's clock: what ranks decide by must be the same on all of them."""
+    """The maximum over all ranks: decisions must be the same on all of them."""
 
     def __init__(self, device: torch.device) -> None:
         dist = torch.distributed
@@ -102,7 +102,7 @@ class Agreed:
 
 
 class Running:
-    """A model made anew under one setting, ready to make windows."""
+    """A newly made model under one setting, ready to run windows."""
 
     def __init__(self, subject: Subject, setting: Setting) -> None:
         self._subject = subject
@@ -114,7 +114,7 @@ class Running:
         self.device = next(self.model.parameters()).device
         self._meter: MemoryMeter | None = None
         self._stamps: Stamps | None = None
-        # A graph is made of the user's own function: there nothing is put around it.
+        # A graph is made of the user's own function, so nothing may wrap it.
         self._is_eager = setting.way.execute == "eager"
         self.train = WholeBatch(
             self.model,
@@ -131,7 +131,7 @@ class Running:
 
     def _loss(self, model: Any, micro: Any) -> Any:
         if self._meter is not None and self._meter not in _get_current_dispatch_mode_stack():
-            _push_mode(self._meter)  # lock-step runs each micro-batch in a thread of its own
+            _push_mode(self._meter)  # Lock-step runs each micro-batch in its own thread.
         if self._stamps is None:
             return self._subject.loss(model, micro)
         self._stamps.mark("forward")
@@ -140,21 +140,21 @@ class Running:
         return result
 
     def window(self) -> tuple[float, Step]:
-        """One window, with the fetching of its batch: its seconds, the slowest rank's."""
+        """Run one window, including fetching its batch; return the seconds of the slowest rank."""
         return self.window_of(*self._subject.fetch())
 
     def window_of(self, batch: Any, fetched: float) -> tuple[float, Step]:
-        """The window of this batch, which took `fetched` seconds to come; with them."""
+        """Run a window of this batch; the seconds include the `fetched` ones."""
         began = self._subject.clock()
         step = self.train.step(batch)
         self._wait()
         return self.agreed(fetched + self._subject.clock() - began), step
 
     def warm_up(self, *, most: float, patience: float | None = None) -> None:
-        """Until windows take what they take: caches are warm, graphs are made and recorded.
+        """Run windows until their time settles: caches are warm, graphs are made and captured.
 
-        TooSlow when eager code takes more than `patience` seconds for one window; between two of
-        its micro-batches already.
+        Raise TooSlow if eager code takes more than `patience` seconds for one window. This is
+        checked between its micro-batches too.
         """
         watched = patience if self._is_eager else None
         seconds = self._first_window(watched)
@@ -177,7 +177,7 @@ class Running:
             if patience is not None and done < of and time.perf_counter() - began > patience:
                 raise TooSlow
 
-        alone = self.train._window.sync.ranks == 1  # ranks leave a window together or not at all
+        alone = self.train._window.sync.ranks == 1  # Ranks leave a window together or not at all.
         self.train.step(self._subject.batches(), after_micro=after_micro if alone else None)
         self._wait()
         return self.agreed(time.perf_counter() - began)
@@ -185,30 +185,30 @@ class Running:
     def timed(
         self, *, least: int, seconds: float, most: int, too_slow: float | None = None
     ) -> Timing:
-        """At least `least` windows and `seconds`; fewer where units per second fall `too_slow`."""
+        """Time at least `least` windows and `seconds`; stop early if the rate is `too_slow`."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         timing = Timing()
         while (made := len(timing.windows)) < most and (made < least or timing.spent < seconds):
             spent, step = self.window()
             timing.add(spent, step.units)
-            # Two of them: one may have met with something else that the machine was doing.
+            # Two windows: one alone may have met other work on the machine.
             if too_slow is not None and made >= 1 and timing.fastest < too_slow:
                 break
         return timing
 
     def fell_back(self) -> str | None:
-        """Why micro-steps run otherwise than this setting says; None where they do not."""
+        """Return why micro-steps do not run as this setting asks, or None if they do."""
         executor = self.train._feeding.executor
         if self._is_eager or executor.mode not in ("eager", "compiled forward"):
             return None
         if self.train._feeding.needs_lock_step():
-            return None  # which records its windows in a way of its own
+            return None  # Lock-step captures its windows in its own way.
         said = executor.notes.history
         return said[-1] if said else f"micro-steps run {executor.mode}"
 
     def peak(self) -> int:
-        """The most bytes of tensors in a window: CUDA's own count, elsewhere that of a meter."""
+        """Return the peak bytes of tensors in a window, counted by CUDA or by a meter."""
         if self.device.type == "cuda":
             return peak_with_recordings(self.device)
         with MemoryMeter(model=self.model, optimizer=self.optimizer) as meter:
@@ -220,7 +220,7 @@ class Running:
         return meter.peak
 
     def update_bytes(self) -> int:
-        """What an update reads and writes: parameters, gradients, the optimizer's state."""
+        """Return the bytes of parameters, gradients and state that an update reads and writes."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         state = [
             value
@@ -232,7 +232,7 @@ class Running:
         return 3 * trained + 2 * sum(int(value.nbytes) for value in state)
 
     def split(self, *, windows: int = 2) -> dict[str, float]:
-        """Seconds of a window by part, the mean of a few."""
+        """Return the seconds of a window by part, as the mean of a few windows."""
         clock = Clock(self.device, self._subject.clock)
         last = self.train.last_step
         steps = 1 if last is None else last.micro_batches
@@ -261,7 +261,7 @@ class Running:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Give everything back before the next one is made."""
+        """Release everything before the next setting is made."""
         del self.train, self.model, self.optimizer
         gc.collect()
         if self.device.type == "cuda":

@@ -1,8 +1,9 @@
-"""A model of the time on ranks that are not there. Nothing here is measured but one window.
+"""A model of the time on more ranks. Only one window is measured.
 
-Every rank makes the tuned window on data of its own; gradients are reduced once per window by a
-ring, which sends `2 (n − 1) / n` of their bytes over each rank's link, in `2 (n − 1)` messages. The
-reduction overlaps with the last micro-batch's backward, or with none of it: the truth lies between.
+Every rank runs the tuned window on its own data. Gradients are reduced once per window by a ring
+all-reduce, which sends `2 (n − 1) / n` of their bytes over each rank's link, in `2 (n − 1)`
+messages. The reduction overlaps with the last micro-batch's backward, or not at all: the truth lies
+between.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?(?:B|bit))(?:/s)?\s*")
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of a link, as a user writes it.
+    """Parse the bandwidth of a link into bytes per second.
 
     >>> parse_bandwidth("25GB/s"), parse_bandwidth("100 Gbit/s")
     (25000000000.0, 12500000000.0)
@@ -38,7 +39,7 @@ def parse_bandwidth(text: str) -> float:
 
 @dataclass(frozen=True)
 class RanksModel:
-    """Seconds of a window over ranks, from one rank's window and a link's bandwidth."""
+    """The seconds of a window over ranks, from one rank's window and the bandwidth of a link."""
 
     window: float
     last_backward: float
@@ -49,7 +50,7 @@ class RanksModel:
     latency: float = 20e-6
 
     def reduction(self, ranks: int) -> float:
-        """Seconds of the reduction by itself."""
+        """Return the seconds of the reduction alone."""
         if ranks == 1:
             return 0.0
         return (
@@ -58,7 +59,7 @@ class RanksModel:
         )
 
     def point(self, ranks: int) -> dict[str, float]:
-        """One number of ranks: the window without any overlap, and with all that is possible."""
+        """Return the window on this many ranks, without any overlap and with full overlap."""
         reduction = self.reduction(ranks)
         slowest = self.window + reduction
         fastest = self.window + max(0.0, reduction - self.last_backward)
@@ -72,12 +73,12 @@ class RanksModel:
         }
 
     def steps_until(self, share: float, ranks: int, *, micro_step: float) -> int:
-        """Micro-batches a window needs for the reduction to be at most this share of it."""
+        """Return the micro-batches per window that keep the reduction at or below this share."""
         needed = self.reduction(ranks) * (1 - share) / share
         return max(1, -int(-(needed / micro_step) // 1)) if micro_step else 1
 
     def to_dict(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """The model at these numbers of ranks, marked as one."""
+        """Return the model at these numbers of ranks, marked as a model."""
         how = "measured here" if self.measured else "as given"
         return {
             "is_model": True,

@@ -1,9 +1,9 @@
 """The search: sizes of one way from the largest down, then the other ways near the best.
 
-A window's time falls with the size of its micro-batches until the device is full, and then stays,
-or rises a little where caches overflow. So a way is followed downwards until two sizes in a row
-are clearly slower than its best. Another way is tried at the best size, at those that only it can
-hold, and beside it; one that is clearly slower there is left. How one is measured: `bench.py`.
+A window's time falls as its micro-batches grow, until the device is full. Then it stays, or rises a
+little if caches overflow. So a way is followed downwards until two sizes in a row are clearly
+slower than its best. Every other way is tried at the best size, at sizes that only it can hold, and
+at neighbours. It is abandoned if it is clearly slower there. `bench.py` measures each setting.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from wholebatch.tune.space import Predicted
 __all__ = ["Limits", "Search", "Watch"]
 
 SAME = 0.99
-"""Of the best speed: above it a setting is as fast."""
+"""The fraction of the best speed above which a setting counts as equally fast."""
 
 
 class Watch(Protocol):
-    """Who is told how the search goes."""
+    """An observer of the search."""
 
     def begin(self, setting: Setting, *, of: int) -> None:
-        """This one is measured now; at most `of` are left with it."""
+        """Called before a setting is measured; at most `of` are left, this one included."""
 
     def end(self, trial: Trial) -> None:
-        """This is what was found."""
+        """Called with the result."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Search:
             self.subject, self.samples, self.predicted, self.budget, self.limits, self.now
         )
         self.trials = self._bench.trials
-        for way in self.ways:  # before anything is measured: predictions hold a model
+        for way in self.ways:  # Predict before measuring: predictions hold a model.
             for size in self.sizes:
                 self.predicted.of(Setting(size, way))
         self.predicted.let_go()
@@ -63,7 +63,7 @@ class Search:
     # ------------------------------------------------------------------ search
 
     def run(self) -> None:
-        """Measure what can be best, and prune the rest, saying why."""
+        """Measure the settings that can be best, and prune the rest with a reason."""
         for way in self.ways:
             self._prune(way)
             if way == self.ways[0]:
@@ -75,7 +75,7 @@ class Search:
         self._bench.again()
 
     def run_all(self) -> None:
-        """Measure everything that fits, to hold the search against."""
+        """Measure everything that fits, as a check of the search."""
         for way in self.ways:
             self._prune(way)
             for size in self.sizes:
@@ -84,11 +84,11 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest so far."""
+        """Return the fastest trial so far."""
         return self._bench.best
 
     def recommended(self) -> Trial | None:
-        """Of those as fast as the best the one that needs the least memory; undivided at a tie."""
+        """Return the trial with the least memory among the fastest; at a tie, the fewest steps."""
         best = self._bench.best
         if best is None:
             return None
@@ -113,16 +113,16 @@ class Search:
                 self._leave(setting, "two larger ones in a row were slower than the best")
                 continue
             trial = self._measure(setting)
-            if trial.status in ("measured", "stopped"):  # one that was given up has no rate
+            if trial.status in ("measured", "stopped"):  # A setting that was given up has no rate.
                 slower = slower + 1 if rate_of(trial) < CLEARLY * fastest else 0
                 fastest = max(fastest, rate_of(trial))
 
     def _beside(self, way: Way) -> None:
-        """The best size of the ways before, what only this way can hold, then neighbours."""
+        """Try the best size so far, sizes that only this way can hold, then neighbours."""
         assert self._bench.best is not None
         at = self._bench.best.setting.micro_batch
         if way.checkpointing:
-            # It computes more. What it can gain is a size that does not fit without it.
+            # Checkpointing computes more. It can only win with a size that does not fit without it.
             plain = way._replace(checkpointing=False)
             for size in self.sizes:
                 if self._holds(Setting(size, plain)):
@@ -149,7 +149,7 @@ class Search:
         return list(self.sizes).index(size)
 
     def _holds(self, setting: Setting) -> bool:
-        """Whether it fits, as far as anyone knows."""
+        """True if the setting fits, as far as is known."""
         trial = self.trials.get(setting)
         return self.predicted.fits(setting) and (trial is None or trial.status != "failed")
 

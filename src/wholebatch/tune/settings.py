@@ -1,4 +1,4 @@
-"""What is tuned: a way to run, the size of its micro-batches, and what was found about it."""
+"""Settings and their results: a way to run, a micro-batch size, and the trial of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PARTS", "Setting", "Trial", "Way", "steps_of"]
 
 
 class Way(NamedTuple):
-    """How micro-batches run, whatever their size."""
+    """The way micro-batches run, whatever their size."""
 
     precision: str
     checkpointing: bool
@@ -19,7 +19,8 @@ class Way(NamedTuple):
     sync: str
 
     def said(self) -> str:
-        """
+        """Return the way in words.
+
         >>> Way("bf16", True, "graph", "auto").said()
         'bf16, checkpointed, graph'
         """
@@ -29,13 +30,14 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One way, with one size of micro-batches."""
+    """One way with one micro-batch size."""
 
     micro_batch: int
     way: Way
 
     def said(self) -> str:
-        """
+        """Return the setting in words.
+
         >>> Setting(8, Way("full", False, "eager", "auto")).said()
         'micro-batch 8, full, eager'
         """
@@ -44,37 +46,37 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """What was found about a setting. `status`: measured, stopped, pruned or failed."""
+    """The result of a setting. `status`: measured, stopped, pruned or failed."""
 
     setting: Setting
     steps: int
     status: str
     why: str
     seconds: float | None = None
-    """Of a window, its data included."""
+    """The seconds of a window, its data included."""
     windows: int = 0
     units_per_second: float | None = None
     peak: int | None = None
     predicted: int | None = None
     split: dict[str, float] = field(default_factory=dict)
     update_bytes: int = 0
-    """What the close of a window reads and writes: parameters, gradients, optimizer state."""
+    """The bytes of parameters, gradients and optimizer state that a close reads and writes."""
     recommended: bool = False
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is a speed to compare."""
+        """True if there is a speed to compare."""
         return self.status == "measured"
 
     def with_(self, **changes: Any) -> Trial:
-        """The same with something else in it."""
+        """Return a copy with these changes."""
         return replace(self, **changes)
 
     def in_proportion(self) -> Trial:
-        """With the parts of the split as they are of `seconds`.
+        """Return a copy with the split scaled to add up to `seconds`.
 
-        They were looked at in other windows than those that were timed, while the machine may have
-        done something else too.
+        The split was measured in other windows than the timed ones, and other work on the machine
+        may have slowed them down.
         """
         taken = sum(self.split.values())
         if not taken or not self.seconds:
@@ -83,12 +85,12 @@ class Trial:
         return self.with_(split={part: factor * value for part, value in self.split.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, the way's parts beside the rest."""
+        """Return plain data, with the parts of the way beside the rest."""
         data = asdict(self)
         del data["setting"]
         return {"micro_batch": self.setting.micro_batch, **self.setting.way._asdict(), **data}
 
 
 def steps_of(samples: int, micro_batch: int) -> int:
-    """Micro-batches in a window."""
+    """Return the number of micro-batches in a window."""
     return -(-samples // micro_batch)

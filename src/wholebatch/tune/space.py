@@ -1,4 +1,4 @@
-"""Which settings there are, and which of them are predicted not to fit."""
+"""The settings to search, and a prediction of which do not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Predicted", "sizes_of", "ways_of"]
 
 
 def sizes_of(samples: int) -> list[int]:
-    """Micro-batches to look at: the batch in 1, 2, 4, … even parts, the largest first.
+    """Return micro-batch sizes to try: the batch in 1, 2, 4, … even parts, the largest first.
 
     >>> sizes_of(64), sizes_of(100)
     ([64, 32, 16, 8, 4, 2, 1], [100, 50, 25, 13, 7, 4, 2, 1])
@@ -42,7 +42,7 @@ def ways_of(
     syncs: tuple[str, ...],
     checkpointing: tuple[bool, ...],
 ) -> list[Way]:
-    """Every way that this model can run in: the first of every kind first."""
+    """Return every way in which this model can run, the first choice of every option first."""
     can = bool(repeated_blocks(model)) and not any(is_checkpointed(m) for m in model.modules())
     return [
         Way(precision, again, execute, sync)
@@ -56,7 +56,7 @@ def ways_of(
 
 @dataclass
 class Predicted:
-    """What settings will need, by prediction, each made once; nothing where none can be made."""
+    """Predicted memory of settings, each predicted once; empty if prediction is impossible."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -66,19 +66,19 @@ class Predicted:
     budget: int
     static: Static = ()
     why_not: str = ""
-    """Why nothing can be predicted, once that is known."""
+    """The reason why nothing can be predicted, once it is known."""
     made: dict[tuple[str, bool, int], Prediction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
 
     def let_go(self) -> None:
-        """Predict no more, and hold no model: what is measured from now on has the device alone."""
+        """Stop predicting and drop the model: measurements need the device alone."""
         self.why_not = self.why_not or "measuring has begun"
         del self.model, self.optimizer, self.batch
 
     def of(self, setting: Setting) -> Prediction | None:
-        """How execution and sync change the peak is not predicted: the eager one stands for all."""
+        """Return the prediction for eager execution: it stands for every `execute` and `sync`."""
         way = setting.way
         key = (way.precision, way.checkpointing, setting.micro_batch)
         if key not in self.made and not self.why_not:
@@ -104,19 +104,19 @@ class Predicted:
             self.why_not = str(error)
 
     def need(self, setting: Setting) -> int | None:
-        """The peak with what must stay free beside it."""
+        """Return the peak plus the memory that must stay free."""
         found = self.of(setting)
         if found is None:
             return None
         return found.peak + spare(found, self.device)
 
     def fits(self, setting: Setting) -> bool:
-        """Whether it is worth trying: it is predicted to fit, or nothing is predicted."""
+        """True if it is predicted to fit, or if nothing is predicted."""
         need = self.need(setting)
         return need is None or need <= self.budget
 
     def points(self, way: Way) -> list[dict[str, Any]]:
-        """What was predicted for a way, by size, in the form of a plan."""
+        """Return the predictions for a way by size, in the form of a plan."""
         found = sorted(
             (size, prediction)
             for (precision, again, size), prediction in self.made.items()

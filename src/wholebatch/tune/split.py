@@ -1,4 +1,4 @@
-"""A window's time by part, from moments that were marked on the way through it."""
+"""The time of a window by part, from timestamps taken along the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Stamps", "additions", "split_of"]
 
 
 class Stamps:
-    """The moments of one window: data, start, (forward, backward, done) × steps, end."""
+    """The timestamps of one window: data, start, (forward, backward, done) × steps, end."""
 
     def __init__(self, clock: Clock, *, tells_apart: bool) -> None:
         self.clock = clock
@@ -22,26 +22,26 @@ class Stamps:
         self.marks: list[tuple[str, Any]] = []
 
     def mark(self, what: str) -> None:
-        """`what` begins now."""
+        """Record that `what` begins now."""
         self.marks.append((what, self.clock.now()))
 
     def after_micro(self, done: int, of: int) -> None:
-        """A micro-batch is done."""
+        """Record that a micro-batch is done."""
         self.mark("done")
 
 
 def split_of(stamps: Stamps, *, ranks: int = 1) -> dict[str, float]:
-    """Seconds by part of one window.
+    """Return the seconds of one window by part.
 
-    Before the first forward a batch is divided; that is data. After the last backward comes the
-    close, which is the optimizer's. What lies between parts is idle: on a CPU the library's own
-    work and Python's. On several ranks the last backward reduces the gradients: what it takes
-    beyond the others is communication.
+    Splitting the batch before the first forward counts as data. The close after the last backward
+    counts as optimizer. Time between parts is idle: on a CPU it is the library's own work and
+    Python's. With several ranks, the last backward reduces the gradients: its excess over the
+    others is communication.
     """
     split = dict.fromkeys(PARTS, 0.0)
     backwards: list[float] = []
     between = stamps.clock.between
-    # Between two micro-batches: on CUDA the copy of the next one, on a CPU nothing but Python.
+    # Between two micro-batches: on CUDA the copy of the next one, on a CPU only Python.
     ahead = "micro-step" if not stamps.tells_apart else "data" if stamps.clock.on_cuda else "idle"
     for (what, moment), (after, next_moment) in zip(
         stamps.marks[:-1], stamps.marks[1:], strict=True
@@ -74,10 +74,10 @@ def split_of(stamps: Stamps, *, ranks: int = 1) -> dict[str, float]:
 def additions(
     split: dict[str, float], optimizer: torch.optim.Optimizer, clock: Clock, *, times: int
 ) -> dict[str, float]:
-    """The split with what adding gradients takes told apart from the backward it is a part of.
+    """Return the split with the addition of gradients separated from the backward.
 
-    Measured by itself, on tensors like the gradients. Eager code keeps the first micro-batch's
-    gradients as they come, and adds those of the others.
+    It is measured separately, on tensors like the gradients. Eager code keeps the first
+    micro-batch's gradients as they are and adds those of the others.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if times <= 0 or not parameters:

@@ -1,4 +1,4 @@
-"""What a tuning found: the settings to train with, why, and everything that was looked at."""
+"""The result of a tuning: the settings to train with, the reasons, and all trials."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Tuned:
 
     @property
     def accumulates(self) -> bool:
-        """False: the batch is best left undivided."""
+        """True if the batch should be divided, False if it is best left whole."""
         return self.best.steps > 1
 
     def to_dict(self) -> dict[str, Any]:
-        """As `tune.json` has it: `wholebatch train --from` and `wholebatch report` read that."""
+        """Return the content of `tune.json`, which `train --from` and `wholebatch report` read."""
         data: dict[str, Any] = {
             "kind": "wholebatch tune",
             **self.about,
@@ -69,7 +69,7 @@ class Tuned:
 
 
 def advice_of(best: Trial, trials: tuple[Trial, ...], *, budget: int, unit: str) -> tuple[str, ...]:
-    """The recommendation in sentences, the first of them the answer."""
+    """Return the recommendation in sentences; the first one is the answer."""
     way, size = best.setting.way, best.setting.micro_batch
     rate = best.units_per_second or 0.0
     speed = f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"

@@ -52,17 +52,17 @@ def tune(
     clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Tuned:
-    """The fastest way to make updates from batches like this one, within `memory`.
+    """Find the fastest way to make updates from batches like this one, within `memory`.
 
-    `make()` gives a new model with its optimizer, on its device; it is called for every setting.
-    `batch` is one whole batch, or `batches()` gives the next one, and is then part of the time.
-    Measured are sizes of micro-batches, `precisions`, `executes` (on CUDA eager code and recorded
-    graphs, else eager code alone), `checkpointing` and `syncs`, pruned by predicted memory and by
-    what was measured before; `exhaustive=True` measures all that fit. Other options go to
-    `WholeBatch`: `units=`, `clip_norm=`, `batchnorm=`, … With `bandwidth` (bytes per second of one
-    rank's link) the result has a model of the time over `ranks`. `clock` times the windows: on a
-    CPU that others use too, `time.process_time` counts this process alone, which is right for one
-    thread.
+    `make()` returns a new model with its optimizer, on its device; it is called for every setting.
+    Give `batch`, one whole batch, or `batches()`, which returns the next one and is then part of
+    the time. `tune` measures micro-batch sizes, `precisions`, `executes` (on CUDA eager code and
+    captured graphs, else eager code alone), `checkpointing` and `syncs`. It prunes by predicted
+    memory and by earlier measurements; `exhaustive=True` measures everything that fits. Other
+    options go to `WholeBatch`: `units=`, `clip_norm=`, `batchnorm=`, … With `bandwidth` (bytes per
+    second of one rank's link) the result includes a model of the time over `ranks`. `clock` times
+    the windows: on a shared CPU, `time.process_time` counts this process alone, which is right for
+    one thread.
 
     >>> import torch, wholebatch as wb
     >>> def make():
@@ -96,7 +96,7 @@ def tune(
     sizes = _sizes(micro_batches, samples)
     inner = getattr(model, "module", model)
     held = sum(p.numel() * p.element_size() for p in model.parameters())
-    # Of the rank that has the least: all of them try the same.
+    # The budget of the rank that has the least: all ranks try the same settings.
     dist = torch.distributed
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     sharing = sharing_processes(device, world)
@@ -113,7 +113,7 @@ def tune(
         inner, optimizer, loss, first, samples, budget, static=layout.get("static", ())
     )
     if batchnorms(inner) and options.get("batchnorm", "exact") == "exact":
-        # Micro-batches in lock-step keep activations of all of them: one of them says little.
+        # Lock-step keeps the activations of all micro-batches, so predicting one says little.
         predicted.why_not = "BatchNorm runs micro-batches in lock-step"
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -131,7 +131,7 @@ def tune(
     best = next(trial for trial in trials if trial.recommended)
     alike = [t for t in trials if t.setting.way == best.setting.way and t.seconds]
     copies = copy_bandwidth(device)
-    # A micro-step reads the parameters forwards and backwards, and writes their gradients.
+    # A micro-step reads the parameters in forward and backward, and writes their gradients.
     fixed = fixed_cost(alike, moving=3 * gradient_bytes / copies)
     used = share_of_arithmetic(subject, best, first, device=device, dtype=dtype)
     smaller = max(
@@ -195,7 +195,7 @@ def _sizes(given: Sequence[int] | None, samples: int) -> list[int]:
 
 
 def _nothing(trials: Any) -> str:
-    # What needs least first: it says how much more memory would do.
+    # The smallest first: it shows how much more memory is needed.
     ordered = sorted(trials, key=lambda trial: trial.predicted or 0)
     reasons = list(dict.fromkeys(f"{t.setting.said()}: {t.why}" for t in ordered))
     return "no setting could be measured; " + "; ".join(reasons[:3])
@@ -204,7 +204,7 @@ def _nothing(trials: Any) -> str:
 def share_of_arithmetic(
     subject: Subject, best: Trial, batch: Any, *, device: torch.device, dtype: torch.dtype
 ) -> float | None:
-    """The share of a large matrix product's speed that forward and backward reach."""
+    """Return the share of a large matrix product's speed that forward and backward reach."""
     parts = ("forward", "backward", "micro-step", "addition")
     seconds = sum(best.split.get(part, 0.0) for part in parts)
     precision = best.setting.way.precision
@@ -216,7 +216,7 @@ def share_of_arithmetic(
         micro = to_device(resize_batch(batch, size, static=static), device)
         counted = flops_of(inner, subject.loss, micro, precision=precision)
     except (RuntimeError, UnsupportedError):
-        return None  # a loss that cannot run on these samples: only the evidence is poorer
+        return None  # The loss cannot run on these samples: do without this evidence.
     if counted is None or not seconds:
         return None
     samples = batch_size_of(batch, static=static)

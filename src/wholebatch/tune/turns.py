@@ -1,8 +1,8 @@
-"""Windows of several settings in turn, every round on one batch.
+"""Windows of several settings in turn, with one batch per round.
 
-What else a machine does comes and goes, and takes half of it or more while it is there. Measured
-one after the other, a setting that meets with it looks slow. In turn it comes over all of them
-alike, and the ratios of a round's windows say what the settings themselves do.
+Other work on a machine comes and goes, and can take half of it or more. Measured one after the
+other, the setting that runs at that time looks slow. In turn, it affects all settings alike, and
+the ratios within a round compare the settings themselves.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Ratio", "Turns", "ratio_of"]
 
 
 class Makes(Protocol):
-    """Who makes a window of a batch: seconds with those that fetching took, the slowest rank's."""
+    """Runs a window of a batch; the seconds include fetching and are the slowest rank's."""
 
     def window_of(self, batch: object, fetched: float) -> tuple[float, Step]: ...
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How fast one is beside another: the median of the rounds, and its 95% interval."""
+    """The relative speed of two settings: the median of the rounds, and its 95% interval."""
 
     median: float
     low: float
@@ -35,10 +35,11 @@ class Ratio:
 
 
 def ratio_of(values: Sequence[float]) -> Ratio:
-    """The median with the interval that the order of the values gives, whatever their noise is.
+    """Return the median with its distribution-free 95% interval.
 
-    The number of values above the true median is that of heads in as many throws of a coin. Five
-    and fewer do not suffice for 95%: then it is from the least to the greatest.
+    The number of values above the true median follows a binomial distribution, like coin tosses.
+    Five values or fewer do not suffice for 95%: the interval then runs from the least to the
+    greatest.
 
     >>> ratio_of([0.9, 1.0, 1.1])
     Ratio(median=1.0, low=0.9, high=1.1)
@@ -55,7 +56,7 @@ def ratio_of(values: Sequence[float]) -> Ratio:
 
 @dataclass
 class Turns:
-    """Rounds of windows, one of each setting, forwards and backwards by turns."""
+    """Rounds of windows, one of each setting, in alternating order."""
 
     subject: Subject
     made: Sequence[Makes]
@@ -63,7 +64,7 @@ class Turns:
     units: list[float] = field(default_factory=list)
 
     def round(self) -> None:
-        """One more window of each, of the same batch; fetching it is part of each one's time."""
+        """Run one more window of each on the same batch; each one's time includes fetching it."""
         batch, fetched = self.subject.fetch()
         seconds = [0.0] * len(self.made)
         order = range(len(self.made))
@@ -73,9 +74,9 @@ class Turns:
         self.units.append(step.units)
 
     def spent(self, at: int) -> float:
-        """Seconds in all of one."""
+        """Return the total seconds of one setting."""
         return sum(seconds[at] for seconds in self.rounds)
 
     def ratio(self, at: int, to: int) -> Ratio:
-        """How fast one is beside another."""
+        """Return the speed of one setting relative to another."""
         return ratio_of([seconds[to] / seconds[at] for seconds in self.rounds])

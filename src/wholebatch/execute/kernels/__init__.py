@@ -1,4 +1,4 @@
-"""Kernels in Triton, which comes with torch's CUDA builds: imported where a CUDA device asks."""
+"""Triton kernels. Triton ships with torch's CUDA builds and is imported only for a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["computes_rightly"]
 
 
 class _Unusable(Exception):
-    """The operation could not run."""
+    """Raised if the operation cannot run."""
 
 
 def computes_rightly(
@@ -21,10 +21,10 @@ def computes_rightly(
     operation: Callable[[], Any],
     agrees: Callable[[Callable[..., Any], torch.device], bool],
 ) -> bool:
-    """Whether this device has the kernel of that name, and its operation `agrees`.
+    """True if this device has the kernel of that name and its operation passes `agrees`.
 
-    `agrees(run, device)` runs it on numbers of its own and compares. Nothing may be drawn for that:
-    whoever asks, the user's random numbers stay where they are.
+    `agrees(run, device)` runs it on test data and compares. It must not draw random numbers, so
+    that the user's generators are left alone.
     """
     if device.type != "cuda":
         return False
@@ -36,7 +36,7 @@ def computes_rightly(
     def run(*given: Any) -> Any:
         try:
             return operation()(*given)
-        except Exception as problem:  # whatever a compiler raises, the plain way is there
+        except Exception as problem:  # A compiler may raise anything; the unfused code still works.
             raise _Unusable from problem
 
     try:

@@ -1,6 +1,6 @@
-"""Sums of columns, the second half: what many programs have summed is added up.
+"""The second half of column sums: add up the partial sums of many programs.
 
-In a fixed order, so that the same micro-batch gives the same bits.
+The order is fixed, so that the same micro-batch gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 __all__ = ["processors", "sum_columns"]
 
 _COLUMNS, _LINES = 32, 32
-"""Of what a program works on at a time."""
+"""The tile of one program."""
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many programs run side by side at least."""
+    """Return the number of multiprocessors of the device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -48,7 +48,7 @@ def column_sums(  # type: ignore[no-untyped-def]
 
 
 def sum_columns(partials: Tensor, totals: Tensor, *, adds: bool) -> None:
-    """`totals[i]` becomes `partials[i].sum(0)`, or that is added to it."""
+    """Set `totals[i]` to `partials[i].sum(0)`, or add it if `adds`."""
     number, programs, columns = partials.shape
     kernel: Any = column_sums[(triton.cdiv(columns, _COLUMNS), number)]
     kernel(

@@ -1,4 +1,4 @@
-"""The kernel of `entropy`: a row of logits becomes its gradient, and its loss is returned."""
+"""The kernel of `entropy`: the loss of each row, with the logits overwritten by their gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cross_entropy_rows(  # type: ignore[no-untyped-def]
             tl.store(start + here, nothing, mask=here < classes)
         tl.store(losses + row, 0.0)
         return
-    # A label out of range would be read outside of the row: its loss is not a number instead.
+    # A label out of range would read outside the row: return NaN as its loss instead.
     known = (label >= 0) & (label < classes)
     at_label = tl.load(start + label, mask=known, other=float("nan")).to(tl.float32)
     largest = float("-inf")
@@ -44,7 +44,7 @@ def cross_entropy_rows(  # type: ignore[no-untyped-def]
     normaliser = largest + tl.log(total)
     tl.store(losses + row, normaliser - at_label)
     factor = tl.load(seed).to(tl.float32)
-    for first in range(0, classes, block):  # the row is in the cache still
+    for first in range(0, classes, block):  # The row is still in the cache.
         here = first + lanes
         x = tl.load(start + here, mask=here < classes, other=0.0).to(tl.float32)
         share = tl.exp(x - normaliser)
@@ -53,9 +53,9 @@ def cross_entropy_rows(  # type: ignore[no-untyped-def]
 
 
 def launch(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
-    """The loss of every row; `logits` are its gradient, times the seed, afterwards."""
+    """Return the loss of every row, and overwrite `logits` with the gradient times the seed."""
     rows, classes = logits.shape
-    labels = labels.contiguous()  # they are read one by one, whatever they were cut from
+    labels = labels.contiguous()  # The kernel reads them with stride 1.
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(triton.next_power_of_2(classes), _LARGEST_BLOCK)
     warps = min(max(block // _ELEMENTS_PER_WARP, 1), 32)

@@ -1,4 +1,4 @@
-"""The kernel of `gelu`: a GELU's gradient, with the sums of its columns."""
+"""The kernel of `gelu`: the gradient of a GELU, and the sums of its columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wholebatch.execute.kernels.columns import processors, sum_columns
 __all__ = ["launch"]
 
 _ROWS, _COLUMNS = 2, 256
-"""Of what a program works on at a time."""
+"""The tile of one program."""
 _PROGRAMS_PER_PROCESSOR = 16
 
 
@@ -38,7 +38,7 @@ def gelu_backward_columns(  # type: ignore[no-untyped-def]
         g = tl.load(gradients + at, mask=there, other=0.0).to(tl.float32)
         squared = x * x
         if is_tanh:
-            # s + x s (1 - s) (2u)′, where s is the logistic function of 2u
+            # s + x s (1 - s) (2u)′, where s is the logistic function of 2u.
             share = tl.sigmoid(x * (linear + cubic * squared))
             inner = linear + 3.0 * cubic * squared
             slope = share + x * share * (1.0 - share) * inner
@@ -53,7 +53,7 @@ def gelu_backward_columns(  # type: ignore[no-untyped-def]
 
 
 def launch(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
-    """The gradient of `x`; the sum of its rows is added to `bias_sum`."""
+    """Return the gradient of `x`, and add the sum of its rows to `bias_sum`."""
     columns = x.shape[-1]
     rows = x.numel() // columns
     out = torch.empty_like(x)

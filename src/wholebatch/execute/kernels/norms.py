@@ -1,4 +1,4 @@
-"""The kernel of `norms`: a layer norm's backward, with all that stands around it, in one pass."""
+"""The kernel of `norms`: a layer norm's backward and the operations around it in one pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["launch"]
 _NUMBERS_PER_WARP = 512
 _WARPS_PER_PROCESSOR = 8
 _FEWEST_ROWS = 4
-"""Of a program: each one's sums are written and read again."""
+"""The least number of rows per program: every program's partial sums are written and read again."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -39,7 +39,7 @@ def layer_norm_rows(  # type: ignore[no-untyped-def]
     of_low = tl.zeros([block], dtype=tl.float32)
     start = program.to(tl.int64) * columns
     stride = programs.to(tl.int64) * columns
-    # The next row is asked for before this one is worked on.
+    # Prefetch: load the next row before working on this one.
     g_next = tl.load(gradients + start + here, mask=inside, other=0.0)
     x_next = tl.load(inputs + start + here, mask=inside, other=0.0)
     if has_addend:
@@ -91,7 +91,10 @@ def layer_norm_rows(  # type: ignore[no-untyped-def]
 
 
 def launch(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
-    """The gradient of `x` plus `residual`, also written to `low`; sums of rows go to `total`."""
+    """Return the gradient of `x` plus `residual`, and write it to `low` too.
+
+    The sums of the rows go to `total`.
+    """
     x = read.x
     columns = x.shape[-1]
     rows = x.numel() // columns

@@ -1,17 +1,17 @@
 """`accumulate`: the value and gradient of the whole batch, one micro-batch after the other.
 
-What it stands for, in a loop:
+It does the same as this loop:
 
 ```
 total, units, gradient = 0, 0, 0
-for micro in batch:              # a lax.scan, and a smaller last one where it does not divide
+for micro in batch:              # a lax.scan, and a smaller last one if it does not divide
     total += loss_sum(micro);  units += its units;  gradient += d loss_sum(micro)     # in fp32
 value, gradient = total / units, gradient / units
 ```
 
-Micro-batch i takes rows i, i + n, i + 2n, ... of the batch (n micro-batches). A sum does not care,
-and where the batch is sharded over devices by rows, every micro-batch is then sharded the same way
-and no row moves.
+Micro-batch i takes rows i, i + n, i + 2n, ... of the batch (n micro-batches). The sum is the same.
+If the batch is sharded over devices by rows, every micro-batch is sharded the same way, and no row
+moves between devices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def accumulate(
     aux: Aux = "stack",
     axis_name: str | Sequence[str] | None = None,
 ) -> ValueAndGrad:
-    """`jax.value_and_grad(loss_fn)` of the whole batch, in the memory of a micro-batch.
+    """Return `jax.value_and_grad(loss_fn)` of the whole batch, in the memory of a micro-batch.
 
     >>> import jax.numpy as jnp
     >>> from wholebatch.integrations.jax import accumulate
@@ -58,17 +58,17 @@ def accumulate(
     >>> round(float(value), 4), round(float(gradient), 4)
     (11.6667, 14.0)
 
-    `loss_fn` returns a sum and the units it is a sum over; or, with `units=`, a mean over those:
-    `"samples"`, or a function of the batch arguments that counts them. With `has_aux` it returns
-    `(that, aux)`, and the aux of all micro-batches come back one upon the other (`aux="stack"`),
-    in the order of the batch's rows (`"concat"`: what the undivided batch gives for predictions),
-    or added (`"sum"`: what it gives for counts).
+    `loss_fn` returns a sum and the units it is a sum over. With `units=` it returns a mean over
+    them: `"samples"`, or a function of the batch arguments that counts them. With `has_aux` it
+    returns `(that, aux)`. The aux of all micro-batches are stacked (`aux="stack"`), concatenated in
+    the order of the batch's rows (`"concat"`: as the undivided batch gives for predictions), or
+    added (`"sum"`: as it gives for counts).
 
-    The arguments at `batch_argnums` are split by their first axis, in all their leaves; the others
-    are passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once, also
+    All leaves of the arguments at `batch_argnums` are split by their first axis; the others are
+    passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once, also
     where a product of the backward pass would round them. The result may be jitted, and its batch
-    sharded over devices; inside `shard_map`, `axis_name` makes it the gradient of all shards,
-    reduced once. A batch without any units gives nan, as its mean.
+    sharded over devices. Inside `shard_map`, `axis_name` makes it the gradient of all shards,
+    reduced once. A batch without any units gives nan, like its mean.
     """
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
         raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
@@ -86,7 +86,7 @@ def accumulate(
 
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         size = _batch_size(args, batched)
-        # 16-bit gradients of a sum may overflow; a power of two rounds nothing and is taken out.
+        # 16-bit gradients of a sum may overflow. A power of two is exact, and is divided out.
         seed = 2.0 ** -(size.bit_length() - 1)
 
         def loss_of(*call: Any) -> tuple[Any, Any]:
@@ -95,7 +95,7 @@ def accumulate(
             )
             total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)
             if units is not None and is_narrow(loss.dtype):
-                # 16 bits would round the units: the gradient of the mean is weighted instead.
+                # 16 bit would round the units, so weight the gradient of the mean instead.
                 return loss, (total, counted, counted * jnp.float32(seed), extra)
             return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
 
@@ -104,7 +104,7 @@ def accumulate(
             leaves = jax.tree.leaves([call[i] for i in wanted])
             if not any(is_narrow(jnp.result_type(leaf)) for leaf in leaves):
                 return both(*call)
-            # What is neither split nor differentiated may be anything: it is not traced again.
+            # Other arguments may be of any type, so they are not traced again.
             places = (*wanted, *batched)
             return widened(
                 lambda *values: both(*_with(call, places, values)),
@@ -118,11 +118,11 @@ def accumulate(
                     lambda leaf: leaf * weight.astype(_wide(leaf.dtype)), gradient
                 )
             sums = (_scalar(total), _scalar(counted, like=total), gradient)
-            if units is not None:  # the mean over no units is 0/0, and so is its gradient
+            if units is not None:  # The mean over no units is 0/0, and so is its gradient.
                 sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
             return jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), sums), extra
 
-        if axis_name is not None:  # else every micro-batch would reduce its gradient by itself
+        if axis_name is not None:  # Otherwise every micro-batch would all-reduce its gradient.
             args = tuple(
                 _varying(value, axis_name) if i in wanted else value for i, value in enumerate(args)
             )
@@ -199,7 +199,7 @@ def _batch_size(args: Sequence[Any], batched: Sequence[int]) -> int:
 def _split(
     args: Sequence[Any], batched: Sequence[int], size: int, micro_batch: int
 ) -> tuple[list[Any] | None, list[Any] | None]:
-    """The micro-batches one upon the other, and the smaller last one, where there is one."""
+    """Return the stacked micro-batches and the single last one; either may be None."""
     batch = jax.tree.map(jnp.asarray, [args[number] for number in batched])
     many, left = divmod(size, micro_batch)
     if many <= 1 and not left:
@@ -225,7 +225,7 @@ def _with(args: Sequence[Any], batched: Sequence[int], micro: Sequence[Any]) -> 
 def _read(
     returned: Any, units: Units | None, batch: list[Any], has_aux: bool
 ) -> tuple[Any, Any, Any]:
-    """The sum (or the mean, with `units`), its units and the aux of what a loss has returned."""
+    """Return the sum (or the mean, with `units`), its units and the aux of a loss's result."""
     extra: Any = ()
     if has_aux:
         if not isinstance(returned, tuple) or len(returned) != 2:
@@ -262,7 +262,7 @@ def _shape(value: Any) -> str:
 
 
 def _wide(dtype: Any) -> Any:
-    """What sums of values of this dtype are kept in."""
+    """Return the dtype in which sums of this dtype are kept."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -276,25 +276,25 @@ def _cast(leaf: Any, names: frozenset[str]) -> Any:
         return leaf
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(leaf, tuple(names), to="varying")
-    pvary: Callable[..., Any] = vars(jax.lax)["pvary"]  # what older versions call it
+    pvary: Callable[..., Any] = vars(jax.lax)["pvary"]  # The name in older versions of JAX.
     return pvary(leaf, tuple(names))
 
 
 def _varying(tree: Any, axis_name: str | Sequence[str]) -> Any:
-    """The same values, not known to be equal on all shards: their gradients stay local."""
+    """Mark values as varying between shards, so that their gradients stay local."""
     names = frozenset({axis_name} if isinstance(axis_name, str) else axis_name)
     return jax.tree.map(lambda leaf: _cast(leaf, names - mesh_axes(jax.typeof(leaf))), tree)
 
 
 def _zeros_like(shapes: Any) -> Any:
-    """Zeros of these shapes, varying over the same mesh axes: a scan's carry keeps its type."""
+    """Return zeros that vary over the same mesh axes: a scan's carry must keep its type."""
     return jax.tree.map(
         lambda like: _cast(jnp.zeros(like.shape, like.dtype), mesh_axes(like)), shapes
     )
 
 
 def _join(extras: list[Any], how: Aux) -> Any:
-    """The aux of the stacked micro-batches, and of the last one, as one."""
+    """Join the aux of the stacked micro-batches and of the last one."""
 
     def join(*leaves: Any) -> Any:
         if how == "sum":

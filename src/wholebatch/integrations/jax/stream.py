@@ -35,6 +35,8 @@ class WindowState(NamedTuple):
     updates: Any
     """Updates made so far."""
     inner: Any
+    skipped: Any
+    """Windows that made no update because their gradient was not finite."""
 
 
 def multi_steps(
@@ -60,7 +62,8 @@ def multi_steps(
     (or a sum: `of="sum"`), as a number or an array. `last=True` closes the window with this
     micro-batch, however few it has; `flush` closes it without another. Between windows the updates
     are zero and `inner` is not touched. `every_k` may be a function of the updates made so far.
-    A window without any units makes no update. Other keywords go to `inner`.
+    A window without any units makes no update, nor does one whose gradient is not finite: compiled
+    code cannot raise, so `state.skipped` counts them. Other keywords go to `inner`.
     """
     require("optax", at_least="0.2.5", extra="jax", purpose="multi_steps")
     import optax
@@ -83,9 +86,10 @@ def multi_steps(
         wide = jnp.promote_types(
             jnp.float32, jnp.result_type(*(jax.tree.leaves(total) or [jnp.float32]))
         )
-        # Two zeros, not one twice: a buffer can be donated only once.
-        place, updates = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return WindowState(place, jnp.zeros((), wide), total, updates, wrapped.init(params))
+        # Three zeros, not one thrice: a buffer can be donated only once.
+        place, updates, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
+        units = jnp.zeros((), wide)
+        return WindowState(place, units, total, updates, wrapped.init(params), skipped)
 
     def update(
         updates: Any,
@@ -116,6 +120,10 @@ def multi_steps(
         window = state.units + counted
         steps = every_k(state.updates) if callable(every_k) else every_k
         closes = (place >= steps) | jnp.asarray(last, bool)
+        finite = jax.tree.reduce(
+            lambda so_far, leaf: so_far & jnp.isfinite(leaf).all(), total, True
+        )
+        makes = closes & (window > 0) & finite
 
         def close(inner_state: Any) -> tuple[Any, Any]:
             mean = jax.tree.map(
@@ -130,14 +138,15 @@ def multi_steps(
             shapes, _ = jax.eval_shape(close, inner_state)
             return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes), inner_state
 
-        made, inner_state = jax.lax.cond(closes & (window > 0), close, keep, state.inner)
+        made, inner_state = jax.lax.cond(makes, close, keep, state.inner)
         open_ = jnp.logical_not(closes)
         return made, WindowState(
             place=place * open_,
             units=window * open_,
             total=jax.tree.map(lambda sum_: jnp.where(open_, sum_, jnp.zeros_like(sum_)), total),
-            updates=state.updates + (closes & (window > 0)),
+            updates=state.updates + makes,
             inner=inner_state,
+            skipped=state.skipped + (closes & jnp.logical_not(finite)),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

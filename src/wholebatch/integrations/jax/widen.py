@@ -1,10 +1,10 @@
-"""Gradients of 16-bit parameters, before they are rounded to 16 bits.
+"""Gradients of 16-bit parameters, before they are rounded to 16 bit.
 
 JAX gives a gradient the dtype of its parameter. A product of 16-bit matrices is summed in float32
-and then rounded: once for the undivided batch, but once per micro-batch here, and where the
-gradients of micro-batches cancel, these roundings do not. `widened` evaluates the same function
-and leaves that last rounding out: the products and sums that make a gradient, and what only moves
-their elements, are made in float32. All that comes before is computed as it was.
+and then rounded: once for the undivided batch, but once per micro-batch here. Where the gradients
+of micro-batches cancel, these rounding errors do not. `widened` evaluates the same function without
+that last rounding. The products and sums that make a gradient, and the operations that only move
+their elements, run in float32. Everything before them is computed as it was.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jax.extend.core import Literal  # noqa: E402
 
 __all__ = ["is_narrow", "mesh_axes", "widened"]
 
-# Names of jax's primitives. What has a float32 sum inside and may give it without rounding:
+# Names of JAX primitives. These sum in float32 internally, and can return it without rounding:
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-# What gives the same in float32, of float32:
+# These compute the same in float32, given float32 inputs:
 _LINEAR = frozenset(
     {"add", "add_any", "broadcast_in_dim", "concatenate", "copy", "expand_dims", "mul", "neg"}
     | {"pad", "reduce_sum", "reshape", "rev", "slice", "split", "squeeze", "stack", "sub"}
@@ -37,19 +37,19 @@ Wanted: TypeAlias = Sequence[bool]
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether sums of this dtype are kept in a wider one."""
+    """True if sums of this dtype are kept in a wider one."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 4
 
 
 def mesh_axes(aval: Any) -> frozenset[str]:
-    """The mesh axes over which a value inside `shard_map` varies (the name differs by version)."""
+    """Return the mesh axes a value varies over in `shard_map`; the attribute differs by version."""
     manual = getattr(aval, "manual_axis_type", None)
     found = getattr(aval, "vma", None) if manual is None else manual.varying
     return frozenset(found or ())
 
 
 def widened(function: Callable[..., Any], wide: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function, with those of its outputs in float32 that `wide(outputs)` says, by True."""
+    """Return the function with those outputs in float32 that `wide(outputs)` marks as True."""
 
     def call(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -66,7 +66,7 @@ def widened(function: Callable[..., Any], wide: Callable[[Any], Any]) -> Callabl
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wanted: Wanted) -> list[Any]:
-    """The outputs of a jaxpr; those wanted are not rounded where that can be helped."""
+    """Return the outputs of a jaxpr; the wanted ones are not rounded where possible."""
     plan, widened_vars = _plan(jaxpr, wanted)
     narrow: dict[Any, Any] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
@@ -83,7 +83,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wanted: Wa
         return value.astype(jnp.float32) if is_narrow(value.dtype) else value
 
     for equation, is_wide in zip(jaxpr.eqns, plan, strict=True):
-        if is_wide is None:  # nobody asks for it
+        if is_wide is None:  # Nothing needs it.
             continue
         if any(is_wide):
             operands = [(read_wide if _takes_wide(equation) else read)(v) for v in equation.invars]
@@ -99,10 +99,10 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wanted: Wa
 
 
 def _plan(jaxpr: Any, wanted: Wanted) -> tuple[list[list[bool] | None], set[Any]]:
-    """For every equation which outputs are left wide (None: it is not needed), and those variables.
+    """Return the outputs of each equation to leave wide (None: not needed), and their variables.
 
-    From the last equation to the first, so that all who use an output have been asked before. One
-    that is needed rounded too is not computed twice: the rounded one then serves for both.
+    Equations are visited from last to first, so that all uses of an output are known. An output
+    that is needed rounded too is not computed twice: the rounded one serves for both.
     """
     asked_wide: set[Any] = set()
     asked: set[Any] = set()
@@ -121,7 +121,7 @@ def _plan(jaxpr: Any, wanted: Wanted) -> tuple[list[list[bool] | None], set[Any]
             continue
         can = _can_widen(equation)
         if equation.primitive.name in _LINEAR and any(var in asked for var in outs):
-            can = [False] * len(outs)  # one call makes all its parts of one type
+            can = [False] * len(outs)  # One call gives all its outputs the same dtype.
         mark = [
             able and var in asked_wide and var not in asked
             for able, var in zip(can, outs, strict=True)
@@ -133,22 +133,22 @@ def _plan(jaxpr: Any, wanted: Wanted) -> tuple[list[list[bool] | None], set[Any]
 
 
 def _takes_wide(equation: Any) -> bool:
-    """Whether the equation, made wide, reads its operands wide as well."""
+    """True if the equation, made wide, reads its operands wide as well."""
     name = equation.primitive.name
     return name in _LINEAR or name == "convert_element_type"
 
 
 def _can_widen(equation: Any) -> list[bool]:
-    """Which outputs of an equation can be had in float32."""
+    """Return for each output of an equation whether it can be computed in float32."""
     name = equation.primitive.name
     narrow = [is_narrow(getattr(var.aval, "dtype", int)) for var in equation.outvars]
-    if name in _PRODUCTS:  # of float8 and the like nothing is known
+    if name in _PRODUCTS:  # Only for 16-bit inputs, not for float8 and similar.
         return [narrow[0] and all(var.aval.dtype.itemsize == 2 for var in equation.invars)]
     if name in _LINEAR or name in _CALLS or name in _CHECKPOINTS:
         return narrow
     if name == "convert_element_type":
         return [narrow[0] and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating)]
-    if name == "scan":  # its stacked outputs: a carry is rounded in every turn by its own type
+    if name == "scan":  # Only stacked outputs: each iteration rounds a carry to its own dtype.
         carried = equation.params["num_carry"]
         sharded = any(mesh_axes(var.aval) for var in equation.invars)
         return [i >= carried and is_so and not sharded for i, is_so in enumerate(narrow)]
@@ -158,7 +158,7 @@ def _can_widen(equation: Any) -> list[bool]:
 def _bind(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
     parameters = equation.primitive.get_bind_params({**equation.params, **changed})
     functions: Sequence[Any] = ()
-    if isinstance(parameters, tuple):  # what older versions of jax give
+    if isinstance(parameters, tuple):  # Returned by older versions of JAX.
         functions, parameters = parameters
     with equation.ctx.manager:
         made = equation.primitive.bind(*functions, *operands, **parameters)
@@ -174,7 +174,7 @@ def _bind_wide(equation: Any, operands: Sequence[Any], is_wide: Wanted) -> list[
     if name in _CALLS:
         inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
         return _evaluate(inner.jaxpr, inner.consts, operands, is_wide)
-    if name in _CHECKPOINTS:  # kept as it is: its barriers are what saves the memory
+    if name in _CHECKPOINTS:  # Keep the checkpoint: its barriers save the memory.
         body = equation.params["jaxpr"]
         made = jax.make_jaxpr(lambda *args: _evaluate(body, (), args, is_wide))(*operands)
         inputs = [*made.jaxpr.constvars, *made.jaxpr.invars]
@@ -193,13 +193,13 @@ def _bind_wide(equation: Any, operands: Sequence[Any], is_wide: Wanted) -> list[
 
 
 def _product(equation: Any, operands: Sequence[Any]) -> Any:
-    """A product of 16-bit arrays, as it was summed: in float32."""
+    """Return a product of 16-bit arrays in float32, in which it is summed."""
     wanted = jnp.dtype(jnp.float32)
 
     def mixed(*values: Any) -> Any:
         return _bind(equation, values, preferred_element_type=wanted)[0]
 
-    def cast(*values: Any) -> Any:  # XLA has no mixed product on a CPU, and casts by itself there
+    def cast(*values: Any) -> Any:  # XLA has no mixed product on the CPU, and would cast too.
         return mixed(*(value.astype(wanted) for value in values))
 
     return jax.lax.platform_dependent(*operands, cpu=cast, default=mixed)

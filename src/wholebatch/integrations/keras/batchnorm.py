@@ -1,4 +1,4 @@
-"""`AccumBatchNormalization`: BatchNormalization whose running statistics are those of a window."""
+"""`AccumBatchNormalization`: BatchNormalization with the running statistics of a window."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["AccumBatchNormalization"]
 
 @keras.saving.register_keras_serializable(package="wholebatch")
 class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """BatchNormalization that moves its running mean and variance once per window.
+    """A BatchNormalization that updates its running mean and variance once per window.
 
-    They move by the mean and variance over all samples of the window, merged exactly, as they
-    would for the whole batch with the same inputs; BatchNormalization moves them `accum_steps`
-    times, by those of single micro-batches. Training still normalises each micro-batch by itself,
-    so that gradients are not those of the whole batch: no layer can know the micro-batches to come.
+    It updates them from the mean and variance over all samples of the window, merged exactly, as
+    for the whole batch with the same inputs. BatchNormalization updates them `accum_steps` times,
+    from single micro-batches. Training still normalises each micro-batch separately, because a
+    layer cannot know the micro-batches to come. So gradients are not those of the whole batch.
 
-    Inside a `GradientAccumulateModel` it follows its `accum_steps`; elsewhere give them.
+    Inside a `GradientAccumulateModel` it uses the model's `accum_steps`; elsewhere pass them.
     """
 
     momentum: float
@@ -48,7 +48,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
             setattr(self, f"window_{name}", variable)
 
     def follow(self, accum_steps: int) -> None:
-        """Take the model's windows; another number of one's own is refused."""
+        """Use the model's `accum_steps`; refuse a different number set on the layer."""
         if self.accum_steps not in (None, accum_steps):
             raise OptionError(
                 f"{self.name} has accum_steps={self.accum_steps}, the model {accum_steps}: leave "
@@ -66,7 +66,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
             )
         if replicas() > 1:
             raise UnsupportedError(f"{self.name}: AccumBatchNormalization on several replicas")
-        momentum, self.momentum = self.momentum, 1.0  # the layer below moves nothing
+        momentum, self.momentum = self.momentum, 1.0  # The base class then updates nothing.
         try:
             outputs = super().call(inputs, training=training, mask=mask)
         finally:
@@ -82,7 +82,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
             count = ops.cast(ops.size(inputs), dtype) / ops.cast(channels, dtype)
         else:
             count = ops.sum(ops.cast(mask, dtype))
-        # Chan's formula: two means and their squared distances as one.
+        # Chan's formula merges two means and their sums of squared distances.
         before = ops.convert_to_tensor(self.window_count)
         total = before + count
         gap = ops.cast(mean, dtype) - self.window_mean
@@ -95,7 +95,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
         return mean, variance
 
     def _move(self, closes: Any) -> None:
-        """Where the window closes: the running statistics move, and the window is emptied."""
+        """Update the running statistics and empty the window, if it closes."""
         closes = ops.logical_and(closes, self.window_count > 0)
         variance = ops.divide_no_nan(
             ops.convert_to_tensor(self.window_spread), ops.convert_to_tensor(self.window_count)
@@ -117,7 +117,7 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
             variable.assign(ops.where(closes, ops.zeros_like(now), now))
 
     def close_window(self) -> None:
-        """Move the running statistics by what a half-filled window holds."""
+        """Update the running statistics from a half-filled window."""
         self._move(ops.greater(self.window_count, 0))
 
     def get_config(self) -> dict[str, Any]:

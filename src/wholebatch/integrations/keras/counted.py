@@ -1,4 +1,4 @@
-"""What GradientAccumulateOptimizer needs around it when it works alone: a loss, and a callback."""
+"""The loss and the callback for a GradientAccumulateOptimizer that is used alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CountedLoss", "Tail"]
 
 @keras.saving.register_keras_serializable(package="wholebatch")
 class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
-    """A loss that hands its units to a GradientAccumulateOptimizer (`optimizer.loss(...)`)."""
+    """A loss that passes its units to a GradientAccumulateOptimizer (`optimizer.loss(...)`)."""
 
     def __init__(self, loss: Any, name: str | None = None) -> None:
         self.loss = loss if isinstance(loss, keras.losses.Loss) else None
@@ -51,7 +51,7 @@ class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
 
 
 class Tail(keras.callbacks.Callback):  # type: ignore[misc]
-    """Closes a half-filled window at the end of an epoch, before it is validated."""
+    """A callback that closes a half-filled window at the end of an epoch, before validation."""
 
     def _flush(self) -> None:
         flush = getattr(self.model, "flush", None) or self.model.optimizer.flush

@@ -1,4 +1,4 @@
-"""`GradientAccumulateModel`: a Keras model whose windows are exact; compile and fit as they are."""
+"""`GradientAccumulateModel`: a Keras model with exact windows, for the usual compile and fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OWN = ("accum_steps", "batchnorm")
 
 
 def _steps() -> Any:
-    """The micro-step of the backend that Keras runs on."""
+    """Return the module with the micro-step for the backend that Keras runs on."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
         from wholebatch.integrations.keras import steps_tensorflow as steps
@@ -37,20 +37,20 @@ def _steps() -> Any:
 
 @keras.saving.register_keras_serializable(package="wholebatch")
 class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
-    """Every update of `fit` is that of `accum_steps` batches taken as one.
+    """A Keras model whose updates in `fit` are those of `accum_steps` batches taken as one.
 
     ```python
     model = GradientAccumulateModel(accum_steps=4, inputs=model.inputs, outputs=model.outputs)
     ```
 
     or derive from it in place of `keras.Model`. `compile` and `fit` stay as they are: the batches
-    of `fit` are the micro-batches. Sample weights, masks, class weights, several outputs,
-    regularisers and all reductions of Keras's losses are weighed by what they are means over; the
-    window that is left at the end of an epoch is closed with the micro-batches it has.
+    of `fit` are the micro-batches. Every loss is weighted by its units, including sample weights,
+    masks, class weights, several outputs, regularisers and all reductions of Keras's losses. A
+    window that is not full at the end of an epoch is closed with the micro-batches it has.
 
-    `units(x, y, sample_weight)` counts what the loss is a mean over where the model cannot see it:
-    for a `compute_loss` of one's own, or a loss that returns a single number. `batchnorm` says what
-    to do about BatchNormalization layers, which see one micro-batch at a time.
+    `units(x, y, sample_weight)` counts the units if the model cannot see them: for a custom
+    `compute_loss`, or a loss that returns a single number. `batchnorm` sets how to treat
+    BatchNormalization layers, which see one micro-batch at a time.
     """
 
     train_function: Any
@@ -84,13 +84,13 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         auto_scale_loss: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As `keras.Model.compile`; the optimizer makes one update per window."""
+        """Compile as `keras.Model.compile` does; the optimizer makes one update per window."""
         self._audit()
         inner = keras.optimizers.get(optimizer)
         if not isinstance(inner, GradientAccumulateOptimizer):
             scaled = isinstance(inner, keras.mixed_precision.LossScaleOptimizer)
             if auto_scale_loss and self.dtype_policy.name == "mixed_float16" and not scaled:
-                # Inside: a window that overflows is skipped whole, as the whole batch would be.
+                # The loss scale is inside, so an overflow skips the window as a whole.
                 inner = keras.mixed_precision.LossScaleOptimizer(inner, name="loss_scale_optimizer")
             inner = GradientAccumulateOptimizer(inner, self.accum_steps)
         inner.driven = True
@@ -134,7 +134,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
     # -------------------------------------------------------------------- fit
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As `keras.Model.fit`; an epoch's last window is closed with what it has."""
+        """Fit as `keras.Model.fit` does; an epoch's last window is closed with what it has."""
         signature = inspect.signature(keras.Model.fit)
         bound = signature.bind(self, *args, **kwargs)
         given = bound.arguments.get("callbacks")
@@ -148,7 +148,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         return super().fit(**call)
 
     def flush(self) -> bool:
-        """Close a half-filled window now; whether there was one. `fit` does it by itself."""
+        """Close a half-filled window now, as `fit` does; return True if there was one."""
         closed = self.compiled and self.optimizer.built and self.optimizer.flush()
         if closed:
             for layer in self._flatten_layers(include_self=False):
@@ -159,7 +159,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
     def make_train_function(self, force: bool = False) -> Any:
         if self.train_function is None or force:
             self.train_function = _steps().train_function(self)
-        _ = self.optimizer.place  # read now: on JAX the variables are empty during a fit
+        _ = self.optimizer.place  # Read it now: on JAX the variables are empty during a fit.
         return self.train_function
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -192,7 +192,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
 
 def _plain(cls: type) -> type:
-    """The class of Keras's own that the methods come from."""
+    """Return the first base class that Keras itself defines."""
     return next(base for base in cls.__mro__ if base.__module__.startswith("keras."))
 
 

@@ -1,4 +1,4 @@
-"""The micro-step on the JAX backend: pure functions of the state, adding or closing."""
+"""The micro-step on the JAX backend: pure functions of the state that add or close."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["flush", "stateless_apply", "symbolic_build", "train_function"]
 
 
 def micro_step(model: Any, state: Any, data: Any, *, closes: bool) -> Any:
-    """Keras's own `train_step`, except that the gradient goes into the window."""
+    """Run Keras's own `train_step`, except that the gradient goes into the window."""
     import jax
     import jax.numpy as jnp
 
@@ -57,7 +57,7 @@ def _losses(
     y: Any,
     sample_weight: Any,
 ) -> tuple[Any, Any, list[Group]]:
-    """The loss of a micro-batch by groups of units (JAXTrainer.compute_loss_and_updates)."""
+    """Compute the losses of a micro-batch by units (as JAXTrainer.compute_loss_and_updates)."""
     training = {"training": True} if model._call_has_training_arg else {}
     y_pred, non_trainable, added = model.stateless_call(
         trainable, non_trainable, x, return_losses=True, **training
@@ -99,7 +99,7 @@ def _into_window(
     *,
     closes: bool,
 ) -> tuple[Any, list[Any]]:
-    """The optimizer's `add`, and `close` if asked, as a function of the variables' values."""
+    """Run the optimizer's `add`, and `close` if asked, as a function of the variables' values."""
     with _scope(optimizer, variables) as scope:
         if gradients:
             optimizer.add(gradients, units)
@@ -119,7 +119,7 @@ def _scope(optimizer: Any, variables: Sequence[Any]) -> Any:
 
 
 def stateless_apply(optimizer: Any, variables: Any, grads: Any, trainable: Any) -> Any:
-    """`GradientAccumulateOptimizer` alone: whether the window closes is decided on the device."""
+    """Apply a `GradientAccumulateOptimizer` used alone; the device decides if a window closes."""
     import jax
     import jax.numpy as jnp
 
@@ -186,7 +186,7 @@ def train_function(model: Any) -> Callable[[Any, Any], Any]:
 
 
 def symbolic_build(model: Any, build: Callable[..., None], iterator: Any, data_batch: Any) -> None:
-    """Find out how many groups of units the losses have before the state is handed to JAX."""
+    """Find the groups of units of the losses before the state is passed to JAX."""
     import jax
 
     if data_batch is None and iterator is not None:

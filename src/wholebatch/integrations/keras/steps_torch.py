@@ -14,7 +14,7 @@ __all__ = ["symbolic_build", "train_function"]
 
 
 def micro_step(model: Any, data: Any) -> Any:
-    """Keras's own `train_step`, except that the gradient goes into the window."""
+    """Run Keras's own `train_step`, except that the gradient goes into the window."""
     import torch
 
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

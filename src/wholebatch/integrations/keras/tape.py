@@ -1,4 +1,4 @@
-"""`TapeAccumulator`: exact windows in a loop of one's own around `tf.GradientTape`."""
+"""`TapeAccumulator`: exact windows in a custom loop with `tf.GradientTape`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TapeAccumulator"]
 
 
 class TapeAccumulator:
-    """One update of `optimizer` per `accum_steps` micro-batches, exactly that of their whole batch.
+    """An accumulator with one exact update of the whole batch per `accum_steps` micro-batches.
 
     ```python
     accumulator = TapeAccumulator(optimizer, model.trainable_variables, accum_steps=4)
@@ -29,8 +29,8 @@ class TapeAccumulator:
     accumulator.flush()                                   # the tail
     ```
 
-    `weigh` is called under the tape, with the sum over the micro-batch and its units (samples,
-    tokens, weights). Both may be in a `tf.function`.
+    Call `weigh` under the tape, with the sum over the micro-batch and its units (samples, tokens,
+    weights). `weigh` and `add` may be in a `tf.function`.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], *, accum_steps: int) -> None:
@@ -50,11 +50,11 @@ class TapeAccumulator:
 
     @property
     def place(self) -> int:
-        """Micro-batches in the open window."""
+        """The number of micro-batches in the open window."""
         return self.window.place
 
     def weigh(self, total: Any, *, units: Any) -> Any:
-        """What the tape is to differentiate, of a sum over this many units."""
+        """Return the loss for the tape to differentiate, from a sum over this many units."""
         counted = ops.cast(units, wide())
         self._units = counted
         mean = ops.divide_no_nan(ops.cast(total, wide()), counted)
@@ -62,7 +62,7 @@ class TapeAccumulator:
         return weighted
 
     def add(self, tape: Any, weighted: Any) -> None:
-        """Take the micro-batch in; the window's last one makes the update."""
+        """Add the micro-batch to the window; the last one makes the update."""
         if self._units is None:
             raise WindowError("add() without weigh(): call it under the tape first")
         gradients = tape.gradient(weighted, self._variables)
@@ -72,5 +72,5 @@ class TapeAccumulator:
         ops.cond(ops.greater_equal(window._place, window.accum_steps), window.close, lambda: None)
 
     def flush(self) -> bool:
-        """Close a half-filled window; whether there was one."""
+        """Close a half-filled window; return True if there was one."""
         return self.window.flush()

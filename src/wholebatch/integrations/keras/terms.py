@@ -1,6 +1,6 @@
-"""What a Keras loss is a mean over, seen while Keras computes it.
+"""The units of Keras losses, observed while Keras computes them.
 
-Keras reduces every loss to a number by itself (`keras.losses.Loss.reduction`):
+Keras reduces every loss to a number itself (`keras.losses.Loss.reduction`):
 
 | reduction | the number | units |
 |---|---|---|
@@ -8,10 +8,10 @@ Keras reduces every loss to a number by itself (`keras.losses.Loss.reduction`):
 | `mean_with_sample_weight` | Σ w·l / Σ w | Σ w, masked |
 | `sum`, none | Σ w·l | none: sums of micro-batches add up |
 
-`Observed` stands for a loss in the compiled model, returns what the loss returns, and notes those
-units. Losses with the same units share a window (`Group`); others need one of their own. What
-layers add (`add_loss`, activity regularisers) Keras takes per sample; weight regularisers are the
-same in every micro-batch, so that they may ride in any mean.
+`Observed` replaces a loss in the compiled model. It returns what the loss returns, and records
+those units. Losses with the same units share a window (`Group`); others need their own. Losses that
+layers add (`add_loss`, activity regularisers) are per sample in Keras. Weight regularisers are the
+same in every micro-batch, so they may be part of any mean.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SUM = "sum"
 
 
 def wide() -> str:
-    """The dtype that units are counted in: float32, or float64 where Keras computes in it."""
+    """Return the dtype that units are counted in: float64 if Keras computes in it, else float32."""
     return "float64" if keras.config.floatx() == "float64" else "float32"
 
 
 @dataclass(frozen=True)
 class Term:
-    """One loss of a micro-batch: its weighted number, and what it is a mean over."""
+    """One loss of a micro-batch: its weighted value and its units."""
 
     key: Hashable
     value: Any
@@ -50,14 +50,14 @@ class Term:
 
 @dataclass(frozen=True)
 class Group:
-    """Losses of a micro-batch with the same units; `units` is None for sums."""
+    """The losses of a micro-batch with the same units, added; `units` is None for sums."""
 
     loss: Any
     units: Any
 
 
 class Observed:
-    """A Keras loss that notes its units when it is called."""
+    """A Keras loss that records its units when it is called."""
 
     def __init__(self, loss: Any, weight: float | None, noted: list[Term]) -> None:
         self.loss = loss
@@ -73,7 +73,7 @@ class Observed:
             seen.append(original(y_true, y_pred))
             return seen[-1]
 
-        self.loss.call = call  # on the instance: the class and other losses are not touched
+        self.loss.call = call  # On the instance, so that other losses are not affected.
         try:
             value = self.loss(y_true, y_pred, sample_weight)
         finally:
@@ -109,14 +109,14 @@ class Observed:
             if all(isinstance(size, int) for size in shape[1:]):
                 return SAMPLES, ops.cast(ops.shape(values)[0], wide())
             return id(self), ops.cast(ops.size(values), wide())
-        # Keras weighs what the mask keeps by size(mask) / kept, then divides by size(values).
+        # Keras weights kept values by size(mask) / kept, then divides by size(values).
         kept = ops.sum(ops.cast(mask, wide()))
         ratio = ops.cast(ops.size(values), wide()) / ops.cast(ops.size(mask), wide())
         return id(self), kept * ratio
 
 
 def _merged(sample_weight: Any, mask: Any) -> Any:
-    """Weights times mask (Keras does it in place on torch, which may not happen twice)."""
+    """Return weights × mask. On torch, Keras multiplies in place, which must not happen twice."""
     if sample_weight is None or mask is None:
         return ops.cast(mask if sample_weight is None else sample_weight, wide())
     kept, weights = squeeze_or_expand_to_same_rank(
@@ -126,7 +126,7 @@ def _merged(sample_weight: Any, mask: Any) -> Any:
 
 
 class ObservedLosses(CompileLoss):  # type: ignore[misc]
-    """The compiled losses of a model, each of them observed."""
+    """The compiled losses of a model, each one observed."""
 
     _flat_losses: Any
 
@@ -145,15 +145,15 @@ class ObservedLosses(CompileLoss):  # type: ignore[misc]
         self.noted.clear()
         value = super().call(y_true, y_pred, sample_weight)
         if not tree.is_nested(y_true) and not tree.is_nested(y_pred):
-            del self.noted[1:]  # Keras computes them all there and takes the first
+            del self.noted[1:]  # Here Keras computes all losses but uses only the first.
         return value
 
 
 def groups_of(model: Any, loss: Any, *, samples: Any, units: Any, replicas: int) -> list[Group]:
-    """The micro-batch's losses by what they are means over; most models have one group.
+    """Return the micro-batch's losses grouped by units; most models have one group.
 
-    `loss` is what `compute_loss` returned; `samples` the size of the micro-batch; `units`, if not
-    None, what a user counted. Keras divides means by the number of replicas, and this undoes it.
+    `loss` is the result of `compute_loss`, `samples` the size of the micro-batch, and `units`, if
+    not None, the user's count. Keras divides means by the number of replicas; this undoes it.
     """
     loss = ops.cast(loss, wide())
     if units is not None:
@@ -167,7 +167,7 @@ def groups_of(model: Any, loss: Any, *, samples: Any, units: Any, replicas: int)
     if len(keys) == 1 and (not added or keys[0] == SAMPLES or (riding and keys[0] != SUM)):
         if keys[0] == SUM:
             return [Group(loss, None)]
-        # Several losses with SAMPLES differ by fixed shapes only: any one counts for all.
+        # Losses with SAMPLES differ only in fixed shapes: the units of one hold for all.
         return [Group(loss * replicas, noted[0].units)]
 
     groups: dict[Hashable, Group] = {}

@@ -1,4 +1,4 @@
-"""The model of training loops that the rules ask: built once per file, without running it."""
+"""The model of training loops that the rules query: built once per file, without running it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reads conditions: which one is the end of a window, how it counts, and where it starts counting.
+"""Conditions that end a window: how they count, and where the count starts.
 
-`(i + 1) % k == 0`, `i % k == k - 1`, `not (n % k)`, a counter that is set back to zero,
+`(i + 1) % k == 0`, `i % k == k - 1`, `not (n % k)`, a counter that is reset to zero,
 `accelerator.sync_gradients` and `... or last` all become a `Boundary`.
 """
 
@@ -24,8 +24,8 @@ _LAST_NAME = re.compile(r"last|final|end\b|is_end|len\(|num_batches|total|epoch_
 class Boundary:
     """The condition that ends a window.
 
-    `shift` is how many micro-batches the first window has too many (negative: too few), counted
-    modulo the window; None where that cannot be known. `inverse` marks the opposite condition.
+    `shift` is the number of extra micro-batches in the first window (negative: missing ones),
+    modulo the window; None if unknown. `inverse` marks the opposite condition.
     """
 
     kind: str  # "modulo", "reset", "dynamic", "last", "accelerate", "deepspeed"
@@ -37,16 +37,16 @@ class Boundary:
     spanning: bool = False
     after_first: bool = False
     pure: bool = True
-    partial: bool = False  # "... and something else": its negation says nothing
+    partial: bool = False  # "boundary and something else": its negation means nothing.
 
     @property
     def key(self) -> str:
-        """The count of micro-batches as text."""
+        """Return the number of micro-batches as text."""
         return "" if self.every is None else text(self.every)
 
 
 def of_guard(guard: Guard, loop: Loop, resolver: Resolver) -> Boundary | None:
-    """The boundary that a guard stands for, as seen from inside it."""
+    """Return the boundary that a guard represents, as seen from inside it."""
     found = boundary_of(resolver.resolve(guard.expr, guard.env), loop, resolver)
     if found is None:
         return None
@@ -57,7 +57,7 @@ def of_guard(guard: Guard, loop: Loop, resolver: Resolver) -> Boundary | None:
 
 
 def boundary_of(expr: ast.expr, loop: Loop, resolver: Resolver) -> Boundary | None:
-    """The boundary in a resolved condition, or None when it is another condition."""
+    """Return the boundary in a resolved condition, or None if it is another condition."""
     if isinstance(expr, ast.UnaryOp) and isinstance(expr.op, ast.Not):
         inner = boundary_of(expr.operand, loop, resolver)
         return None if inner is None else replace(inner, inverse=not inner.inverse)
@@ -79,7 +79,7 @@ def boundary_of(expr: ast.expr, loop: Loop, resolver: Resolver) -> Boundary | No
 
 
 def _choice(expr: ast.IfExp, loop: Loop, resolver: Resolver) -> Boundary | None:
-    """`True if i % k == 0 else False`, and the other way round."""
+    """Return the boundary of `True if i % k == 0 else False`, or the reverse."""
     values = [v.value if isinstance(v, ast.Constant) else None for v in (expr.body, expr.orelse)]
     if values not in ([True, False], [False, True]):
         return None
@@ -95,7 +95,7 @@ def _compound(expr: ast.BoolOp, loop: Loop, resolver: Resolver) -> Boundary | No
     others = [v for v, b in parts if b is None]
     if not known:
         return None
-    # The modulo is the boundary; "the last of the loop" beside it is the tail.
+    # The modulo is the boundary; "last of the loop" beside it handles the tail.
     known.sort(key=lambda b: b.kind == "last")
     main = known[0]
     ends = any(b.kind == "last" for b in known[1:])
@@ -124,7 +124,7 @@ def _compound(expr: ast.BoolOp, loop: Loop, resolver: Resolver) -> Boundary | No
 
 
 def _is_tail(expr: ast.expr, loop: Loop, resolver: Resolver) -> bool:
-    """`i == max_iters`, `last`, `step + 1 == len(loader)`: a certain iteration."""
+    """True for one particular iteration: `i == max_iters`, `last`, `step + 1 == len(loader)`."""
     if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
         sides = (expr.left, expr.comparators[0])
         if any(_linear(side, loop, resolver) is not None for side in sides):
@@ -206,7 +206,7 @@ def _last(
     loop: Loop,
     resolver: Resolver,
 ) -> Boundary | None:
-    # `i == n - 1` or `i + 1 == n`, where the loop runs over range(n) or over something of len n.
+    # `i == n - 1` or `i + 1 == n`, in a loop over range(n) or over something of length n.
     if not isinstance(op, (ast.Eq, ast.NotEq, ast.GtE, ast.Lt)):
         return None
     for a, b in ((left, right), (right, left)):
@@ -262,7 +262,7 @@ def _accumulates(expr: ast.expr) -> bool:
 
 
 def _linear(expr: ast.expr, loop: Loop, resolver: Resolver) -> tuple[Symbol, int, bool] | None:
-    """(symbol, constant, whether something fixed in this loop is added) for `i + c + epoch * n`."""
+    """Return (symbol, constant, True if a loop-invariant term is added) for `i + c + epoch * n`."""
     if isinstance(expr, ast.Name):
         symbol = resolver.symbols.get(expr.id)
         if symbol is None or symbol.kind == "opaque" or symbol.loop is not loop:
@@ -291,7 +291,7 @@ def _linear(expr: ast.expr, loop: Loop, resolver: Resolver) -> tuple[Symbol, int
 
 
 def _constant_part(expr: ast.expr) -> int:
-    """The 1 of `1 + epoch * len(loader)`: the rest is a whole number of epochs."""
+    """Return the 1 of `1 + epoch * len(loader)`: the rest is a whole number of epochs."""
     if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Add):
         return _constant_part(expr.left) + _constant_part(expr.right)
     return int(number(expr) or 0)
@@ -300,7 +300,7 @@ def _constant_part(expr: ast.expr) -> int:
 def _linear_attribute(
     expr: ast.Attribute, loop: Loop, resolver: Resolver
 ) -> tuple[Symbol, int, bool] | None:
-    # `engine.state.iteration` in a step function: a count that someone else keeps.
+    # `engine.state.iteration` in a step function: a counter kept by other code.
     root: ast.expr = expr
     while isinstance(root, ast.Attribute):
         root = root.value
@@ -314,7 +314,7 @@ def _linear_attribute(
 
 
 def says_accumulating(expr: ast.expr, key: str) -> bool | None:
-    """Whether a condition says "there is accumulation" (`k > 1`), its opposite, or neither."""
+    """True if a condition means "accumulation is on" (`k > 1`), False if "off", else None."""
     if isinstance(expr, ast.UnaryOp) and isinstance(expr.op, ast.Not):
         inner = says_accumulating(expr.operand, key)
         return None if inner is None else not inner
@@ -342,7 +342,7 @@ def _names_count(expr: ast.expr, key: str) -> bool:
 
 
 def _linear_length(kept: ast.expr, loop: Loop) -> tuple[Symbol, int, bool] | None:
-    # `len(losses) % k` after `losses.append(...)`: a list that is used as a counter.
+    # `len(losses) % k` after `losses.append(...)`: a list used as a counter.
     name = dotted(kept)
     for node in walk(loop.node):
         if isinstance(node, ast.Attribute) and node.attr == "append" and dotted(node.value) == name:

@@ -1,4 +1,4 @@
-"""From source text to the model: parse, walk every function once, find the windows."""
+"""The construction of the model: parse the source, walk every function once, find the windows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class File:
 
     @property
     def accumulating(self) -> list[Window]:
-        """The windows in which gradients of several micro-batches add up."""
+        """Return the windows that accumulate the gradients of several micro-batches."""
         return [w for w in self.windows if w.accumulates]
 
 
 def read(source: str) -> File:
-    """Parses and models one file; raises SyntaxError as Python does."""
+    """Parse and model one file; raise SyntaxError as Python does."""
     with warnings.catch_warnings():
-        # An invalid escape in somebody's string is not our business.
+        # Ignore warnings about invalid escapes in the file's strings.
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
     facts = gather(tree, source)
@@ -66,7 +66,7 @@ def read(source: str) -> File:
 
 
 def _settled(tree: ast.Module, env: Env) -> Env:
-    """The module's names that functions can rely on: set once, outside loops."""
+    """Return the module's names that functions can rely on: set once, outside loops."""
     return Env({n: d for n, d in env.items() if len(d) == 1 and not d[0].loops})
 
 

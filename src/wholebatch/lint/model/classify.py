@@ -1,7 +1,7 @@
-"""Which calls matter: backward, step, zero_grad, clip, unscale, scheduler, scaler, forward.
+"""The calls that matter: backward, step, zero_grad, clip, unscale, scheduler, scaler, forward.
 
-A method called `step` may belong to an optimizer, a schedule, a scaler, an engine or a game. What
-the receiver was made from decides; its name only where that is not in the file.
+A method called `step` may belong to an optimizer, a schedule, a scaler, an engine or a game. The
+constructor of the receiver decides. Its name decides only if the constructor is not in the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 @dataclass(frozen=True)
 class Act:
-    """What one call does."""
+    """The effect of one call."""
 
     kind: str
     receiver: ast.expr | None = None
@@ -54,7 +54,7 @@ class Act:
 
 
 def constructor(definition: Def) -> tuple[str, int | None]:
-    """What a definition was made by ("" when not by a call), and its place in a returned tuple."""
+    """Return a definition's constructor ("" if not a call), and its index in a returned tuple."""
     expr: ast.expr = definition.expr
     index: int | None = None
     if isinstance(expr, ast.Subscript) and isinstance(expr.slice, ast.Constant):
@@ -66,7 +66,7 @@ def constructor(definition: Def) -> tuple[str, int | None]:
 
 
 def constructors(receiver: ast.expr, env: Env) -> list[tuple[str, int | None]]:
-    """Everything that a receiver can have been made by, following plain aliases."""
+    """Return every possible constructor of a receiver, following plain aliases."""
     found: list[tuple[str, int | None]] = []
     todo: list[tuple[ast.expr, Env]] = [(receiver, env)]
     for _ in range(12):
@@ -84,14 +84,14 @@ def constructors(receiver: ast.expr, env: Env) -> list[tuple[str, int | None]]:
 
 
 def role(receiver: ast.expr, env: Env) -> str:
-    """optimizer, scheduler, scaler, engine or "" for a receiver."""
+    """Return the role of a receiver: optimizer, scheduler, scaler, engine or ""."""
     for made, index in constructors(receiver, env):
         if made.endswith("deepspeed.initialize") or made == "deepspeed.initialize":
             return ("engine", "optimizer", "", "scheduler")[index] if index in (0, 1, 3) else ""
         if made.endswith("GradScaler"):
             return "scaler"
         if index is not None:
-            continue  # one of several that a helper returned: its own name says which
+            continue  # One of several values that a helper returned: its own name decides.
         if _SCHEDULER_MADE.search(made):
             return "scheduler"
         if _OPTIMIZER_MADE.search(made):
@@ -114,7 +114,7 @@ def role(receiver: ast.expr, env: Env) -> str:
 
 
 def classify(call: ast.Call, env: Env) -> Act | None:
-    """What a call does to a window, or None when it does nothing we know."""
+    """Return the effect of a call on a window, or None if it has none that we know."""
     func = call.func
     name = last_part(func)
     if name in _CLIPS:
@@ -166,7 +166,7 @@ def _owner(func: ast.expr) -> ast.expr | None:
 
 
 def _native_scaler(call: ast.Call, func: ast.expr) -> Act | None:
-    # `loss_scaler(loss, optimizer, ..., update_grad=cond)`: backward and, when cond, the step.
+    # `loss_scaler(loss, optimizer, ..., update_grad=cond)`: a backward, and the step if cond.
     if not _NATIVE_SCALERS.search(last_part(func)) or len(call.args) < 2:
         return None
     return Act("native", func, positional(call, 0), "update_grad")

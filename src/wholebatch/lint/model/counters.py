@@ -1,4 +1,4 @@
-"""Counters: what value they have in the first iteration, and whether they go up by one."""
+"""Counters: their value in the first iteration, and their increments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .resolve import Resolver
 
 __all__ = ["first_value", "is_reset", "peel", "steps_by_one"]
 
-# Called around an iterable without changing what comes out of it.
+# Calls that wrap an iterable without changing its items.
 _WRAPPERS = {"tqdm", "trange", "track", "notebook_tqdm", "TQDM", "Progbar", "progress_bar", "iter"}
 
 
 def peel(iterable: ast.expr | None, env: Env, depth: int = 0) -> ast.expr | None:
-    """The iterable without progress bars and aliases: `enumerate(loader)` for `pbar`."""
+    """Return the iterable without progress bars and aliases: `enumerate(loader)` for `pbar`."""
     while iterable is not None and depth < 8:
         depth += 1
         if isinstance(iterable, ast.Call) and (
@@ -42,13 +42,13 @@ def peel(iterable: ast.expr | None, env: Env, depth: int = 0) -> ast.expr | None
 
 
 def first_value(symbol: Symbol, loop: Loop, resolver: Resolver) -> tuple[int | None, bool]:
-    """(the value in the first iteration or None, whether it goes on counting over outer loops)."""
+    """Return the first iteration's value (or None), and True if outer loops do not reset it."""
     if symbol.kind == "target":
         start = _target_start(symbol, loop, resolver)
-        # An index that starts somewhere else goes on from an earlier epoch or run.
+        # An index with another start continues from an earlier epoch or run.
         return start, start is None and _resumes(loop)
     start, spanning = _carried_start(symbol.init, resolver, 0)
-    # An attribute that was set when the object was made goes on counting from call to call.
+    # An attribute set in the constructor keeps counting from call to call.
     kept = symbol.name.startswith("self.") and any(d.node is None for d in symbol.init)
     return start, spanning or kept or loop.virtual
 
@@ -64,7 +64,7 @@ def _resumes(loop: Loop) -> bool:
 
 def _target_start(symbol: Symbol, loop: Loop, resolver: Resolver) -> int | None:
     if loop.virtual:
-        # A framework counts its batches from zero (Lightning's batch_idx).
+        # Frameworks count batches from zero (Lightning's batch_idx).
         return 0
     iterable = peel(loop.iterable, loop.entry)
     if not isinstance(iterable, ast.Call):
@@ -108,7 +108,7 @@ def _carried_start(
 
 
 def steps_by_one(symbol: Symbol, loop: Loop, resolver: Resolver) -> bool:
-    """Whether every iteration adds one to a hand-kept counter, or sets it back to a literal."""
+    """True if every iteration adds one to a manual counter, or resets it to a literal."""
     counted = False
     for definition in loop.exit.get(symbol.name, ()):
         if isinstance(definition.expr, ast.Constant):
@@ -127,5 +127,5 @@ def steps_by_one(symbol: Symbol, loop: Loop, resolver: Resolver) -> bool:
 
 
 def is_reset(symbol: Symbol, loop: Loop) -> bool:
-    """Whether the loop sets a counter back to a literal on some path."""
+    """True if the loop resets a counter to a literal on some path."""
     return any(isinstance(d.expr, ast.Constant) for d in loop.exit.get(symbol.name, ()))

@@ -1,4 +1,4 @@
-"""What the whole file says: its functions and classes, the wrappers it uses, the names it sets."""
+"""Facts about the whole file: its functions and classes, its wrappers, and the names it sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ACTS = {
 }  # fmt: skip
 _DDP = {"DistributedDataParallel", "DDP"}
 _FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
-# A helper of another file that says what it does: `wrap_model_with_fsdp(model)`.
+# A helper from another file, recognised by its name: `wrap_model_with_fsdp(model)`.
 _FSDP_HELPER = re.compile(
     r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
 )
@@ -29,7 +29,7 @@ _FSDP_HELPER = re.compile(
 
 @dataclass
 class ClassFacts:
-    """A class of the file: its methods, what it sets once on self, and its bases."""
+    """A class of the file: its methods, the attributes it sets once on self, and its bases."""
 
     node: ast.ClassDef
     methods: dict[str, FunctionNode]
@@ -40,7 +40,7 @@ class ClassFacts:
 
 @dataclass
 class Facts:
-    """Facts of one file that no single loop shows."""
+    """Facts about one file that no single loop shows."""
 
     tree: ast.Module
     source: str
@@ -53,33 +53,33 @@ class Facts:
     every_function: list[FunctionNode]
 
     def made(self, *names: str) -> list[ast.Call]:
-        """The calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
+        """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
 
     @property
     def wraps_ddp(self) -> bool:
-        """Whether the file itself wraps a model in DistributedDataParallel."""
+        """True if this file wraps a model in DistributedDataParallel."""
         return bool(self.ddp_calls)
 
     @property
     def ddp_calls(self) -> list[ast.Call]:
-        """The calls that wrap a model in DistributedDataParallel."""
+        """Return the calls that wrap a model in DistributedDataParallel."""
         return self.made(*_DDP)
 
     @property
     def wraps_fsdp(self) -> bool:
-        """Whether the file itself shards a model."""
+        """True if this file shards a model."""
         return bool(self.made(*_FSDP)) or any(_FSDP_HELPER.search(name) for name in self.called)
 
     @property
     def accelerator(self) -> ast.Call | None:
-        """The call that makes the Accelerator, when it is in this file."""
+        """Return the call that creates the Accelerator, if it is in this file."""
         found = self.made("Accelerator")
         return found[0] if found else None
 
     @property
     def accelerator_divides(self) -> bool | None:
-        """Whether Accelerate divides the loss: True, False, or None when it cannot be seen."""
+        """True if Accelerate divides the loss, False if not, None if this file does not show it."""
         call = self.accelerator
         if call is None:
             return None
@@ -96,7 +96,7 @@ class Facts:
 
 
 def gather(tree: ast.Module, source: str) -> Facts:
-    """Reads the file once for everything that is not about one loop."""
+    """Collect everything from the file that is not about one loop."""
     calls: list[ast.Call] = []
     imports: set[str] = set()
     owners: list[ast.ClassDef] = []
@@ -131,7 +131,7 @@ def gather(tree: ast.Module, source: str) -> Facts:
 
 
 def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:
-    """What each function calls, by lines: a call lies in every function around it."""
+    """Add each call, by its line, to the calls of every function around it."""
     lines = [c.lineno for c in calls]
     for function, names in uses.items():
         first = bisect_left(lines, function.lineno)
@@ -140,7 +140,7 @@ def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> Non
 
 
 def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
-    """The functions in which, or in whose helpers, something of a window happens."""
+    """Return the functions that contain a training call, directly or in their helpers."""
     names = set(_ACTS)
     found: set[FunctionNode] = set()
     while True:
@@ -170,7 +170,7 @@ def _class(node: ast.ClassDef) -> ClassFacts:
             changed |= {n for n in assigned_names(method.body) if n.startswith("self.")}
     facts.changed = frozenset(changed)
     facts.attributes = {n: values[0] for n, values in seen.items() if len(values) == 1}
-    # A counter that starts in __init__ and goes on elsewhere still has a known start.
+    # A counter that starts in __init__ and changes elsewhere still has a known start.
     init = methods.get("__init__")
     if init is not None:
         for stmt in walk(init):
@@ -182,7 +182,7 @@ def _class(node: ast.ClassDef) -> ClassFacts:
 
 
 def class_env(facts: ClassFacts, env: Env) -> Env:
-    """The environment of a method: the module's names and what the class sets on self."""
+    """Return the environment of a method: the module's names and the class's attributes on self."""
     inner = Env(env)
     for name, value in facts.attributes.items():
         inner.bind(name, (Def(value, env, ()),))

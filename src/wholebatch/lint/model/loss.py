@@ -1,4 +1,4 @@
-"""Where a loss came from and by what it was divided on the way to `backward`."""
+"""The origin of a loss, and its divisors on the way to `backward`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _THROUGH = {
 }  # fmt: skip
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
-# Divisors that have nothing to do with the number of micro-batches of a window.
+# Divisors that are unrelated to the number of micro-batches of a window.
 _UNRELATED = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|get_world_size", re.I)
-# The size of the micro-batch itself: what makes a sum a mean.
+# The size of the micro-batch itself: dividing by it turns a sum into a mean.
 _OWN_SIZE = re.compile(r"\.shape\[\d\]$|\.size\(\d?\)$|\.numel\(\)$")
 _MAX_CHAINS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Divisor:
-    """One division of the loss: by what (resolved), and where it is written."""
+    """One division of the loss: the resolved divisor, and where it is written."""
 
     expr: ast.expr
     node: ast.AST
@@ -37,23 +37,23 @@ class Divisor:
 
     @property
     def names_accumulation(self) -> bool:
-        """Whether the divisor says by its name that it counts micro-batches."""
+        """True if the name of the divisor says that it counts micro-batches."""
         return is_accumulation_name(self.key) or is_accumulation_name(self.written)
 
     @property
     def own_size(self) -> bool:
-        """Whether the divisor is the size of the micro-batch, which makes a mean of a sum."""
+        """True if the divisor is the size of the micro-batch, which turns a sum into a mean."""
         return bool(_OWN_SIZE.search(self.key))
 
     @property
     def unrelated(self) -> bool:
-        """Whether it is a count of devices or a plain number, not of micro-batches."""
+        """True if the divisor is a number of devices or a literal."""
         return bool(_UNRELATED.search(self.key)) or number(self.expr) is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """One way a loss can have come about, from `backward` back to where it was computed."""
+    """One possible derivation of a loss, from `backward` back to where it was computed."""
 
     divisors: tuple[Divisor, ...] = ()
     factors: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Chain:
 
 
 def trace(expr: ast.expr | None, env: Env, resolver: Resolver) -> list[Chain]:
-    """Every way a loss can have come about; at least one, at most eight."""
+    """Return every possible derivation of a loss: at least one, at most eight."""
     if expr is None:
         return [Chain()]
     return _trace(expr, env, resolver, Chain(), 0)[:_MAX_CHAINS]

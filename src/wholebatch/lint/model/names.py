@@ -1,4 +1,4 @@
-"""Small questions about expressions: what is it called, what does it say, what is its value."""
+"""Small helpers for expressions: their names, text and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "walk",
 ]
 
-# How people spell "micro-batches per update". Kept strict: a bare "steps" or "freq" says nothing.
+# Spellings of "micro-batches per update". Kept strict: a bare "steps" or "freq" means nothing.
 ACCUMULATION_NAME = re.compile(
     r"accum|accu_|grad_?acc|\bgas\b|acc_?steps?|acc_(grad|batch|num)|batch_acc|subdivisions?|acc_?iter|iter_?size|update_?freq|micro_?(steps|batches)"
     r"|num_?micro|n_?micro|virtual_?batch|batch_?multiplier|batch_?split|batches?_per_(step|update)"
@@ -31,12 +31,12 @@ ACCUMULATION_NAME = re.compile(
 
 
 def is_accumulation_name(name: str) -> bool:
-    """Whether a name by itself says that it counts micro-batches per update."""
+    """True if the name alone says that it counts micro-batches per update."""
     return ACCUMULATION_NAME.search(name) is not None
 
 
 def dotted(node: ast.AST) -> str | None:
-    """`self.opt.step` as text when the expression is a plain chain of names, else None."""
+    """Return a plain chain of names as text (`self.opt.step`), or None for another expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -48,7 +48,7 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def place(node: ast.AST) -> str | None:
-    """Like `dotted`, and also `state['step']`: a slot that a counter can live in."""
+    """Return the same as `dotted`, and also `state['step']`: any slot that can hold a counter."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         owner = dotted(node.value)
         if owner is not None and isinstance(node.slice.value, str):
@@ -57,7 +57,7 @@ def place(node: ast.AST) -> str | None:
 
 
 def last_part(node: ast.AST) -> str:
-    """The last name of a chain: `step` for `self.opt.step`, "" when there is none."""
+    """Return the last name of a chain: `step` for `self.opt.step`, or ""."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):
@@ -66,12 +66,12 @@ def last_part(node: ast.AST) -> str:
 
 
 def text(node: ast.AST) -> str:
-    """The expression as normalised source, so that two spellings with other spacing are equal."""
+    """Return the expression as normalised source, so that spacing does not matter."""
     return ast.unparse(node)
 
 
 def number(node: ast.AST | None) -> float | None:
-    """The value of a numeric literal (also a negative one), else None."""
+    """Return the value of a numeric literal (also a negative one), else None."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = number(node.operand)
         return None if inner is None else -inner
@@ -81,12 +81,12 @@ def number(node: ast.AST | None) -> float | None:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The value given to a keyword of a call, or None when it is not given."""
+    """Return the value of a keyword argument of a call, or None."""
     return next((k.value for k in call.keywords if k.arg == name), None)
 
 
 def positional(call: ast.Call, index: int) -> ast.expr | None:
-    """The positional argument at an index, unless a `*args` before it hides the position."""
+    """Return the positional argument at an index, or None if a `*args` comes before it."""
     for at, argument in enumerate(call.args):
         if isinstance(argument, ast.Starred):
             return None
@@ -101,7 +101,7 @@ _FIELDS: dict[type[ast.AST], tuple[str, ...]] = {}
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """The nodes directly inside a node, in the order of the source; without operators."""
+    """Return the direct child nodes in source order, without operators."""
     kind = type(node)
     names = _FIELDS.get(kind)
     if names is None:
@@ -118,7 +118,7 @@ def children(node: ast.AST) -> list[ast.AST]:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and everything inside it; like `ast.walk` but without operators, and quicker."""
+    """Yield a node and everything inside it: a faster `ast.walk` without operators."""
     todo = [node]
     while todo:
         current = todo.pop()
@@ -127,7 +127,7 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Every call of an expression, in the order Python evaluates them (inner ones first)."""
+    """Yield every call of an expression in evaluation order (inner calls first)."""
     if isinstance(node, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return
     for child in children(node):

@@ -1,7 +1,7 @@
 """The values of the model: definitions, loops, guards and events.
 
 A function is walked once and becomes a flat list of events. Each event knows its path: the loops,
-conditions and `with` blocks around it, outermost first. Everything that a rule asks ("is this clip
+conditions and `with` blocks around it, outermost first. Every question of a rule ("is this clip
 under the boundary?") is a question about such paths.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Def:
-    """One assignment: the expression, the names it was made from, and the loops it was made in."""
+    """One assignment: the expression, its environment, and the loops around it."""
 
     expr: ast.expr
     env: Env
@@ -35,7 +35,7 @@ class Def:
 
 
 class Env(dict[str, tuple[Def, ...]]):
-    """What each name can stand for at one place; `frozen()` is a copy, shared until a change."""
+    """The possible definitions of each name at one place."""
 
     __slots__ = ("_copy",)
 
@@ -44,18 +44,18 @@ class Env(dict[str, tuple[Def, ...]]):
         self._copy: Env | None = None
 
     def bind(self, name: str, defs: tuple[Def, ...]) -> None:
-        """The only way to change what a name stands for."""
+        """Set the definitions of a name. All changes must go through this method or `replace`."""
         self[name] = defs
         self._copy = None
 
     def replace(self, names: Mapping[str, tuple[Def, ...]]) -> None:
-        """Forgets everything and takes these instead."""
+        """Replace all names with these."""
         self.clear()
         self.update(names)
         self._copy = None
 
     def frozen(self) -> Env:
-        """A copy of this moment, the same object for all who ask before the next change."""
+        """Return a copy of the present state. The copy is shared until the next change."""
         if self._copy is None:
             self._copy = Env(self)
         return self._copy
@@ -75,7 +75,7 @@ class Loop:
 
     @property
     def virtual(self) -> bool:
-        """Whether the loop itself is somewhere else and only its body is in this file."""
+        """True if the loop itself is elsewhere and only its body is in this file."""
         return isinstance(self.node, (ast.FunctionDef, ast.AsyncFunctionDef))
 
 
@@ -103,7 +103,7 @@ PathItem = Loop | Guard | Context
 
 @dataclass(frozen=True, eq=False)
 class Symbol:
-    """A name whose value changes from one iteration to the next, as it appears in `name@7`."""
+    """A name whose value changes from one iteration to the next, written `name@7`."""
 
     name: str
     loops: tuple[Loop, ...]
@@ -114,7 +114,7 @@ class Symbol:
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """Something that matters to accumulation, where and under which conditions it happens."""
+    """Something relevant to accumulation, with its place and its conditions."""
 
     kind: str
     node: ast.AST
@@ -129,19 +129,19 @@ class Event:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """The loops around the event, outermost first."""
+        """Return the loops around the event, outermost first."""
         return tuple(item for item in self.path if isinstance(item, Loop))
 
     @property
     def line(self) -> int:
-        """The line of the source, counted from 1."""
+        """Return the source line, counted from 1."""
         return int(getattr(self.node, "lineno", 1))
 
     @property
     def column(self) -> int:
-        """The column of the source, counted from 1."""
+        """Return the source column, counted from 1."""
         return int(getattr(self.node, "col_offset", 0)) + 1
 
     def inside(self, loop: Loop) -> tuple[PathItem, ...]:
-        """What is on the path between a loop and the event."""
+        """Return the path between a loop and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop in self.path else ()

@@ -1,7 +1,7 @@
-"""Follows names to what they stand for: `accum` becomes `args.gradient_accumulation_steps`.
+"""Resolution of names to their definitions: `accum` becomes `args.gradient_accumulation_steps`.
 
-Names that change from one iteration to the next stay symbols (`i@3`), so that a condition such as
-`(n + 1) % accum == 0` reads the same whether `n` came from `enumerate` or is counted by hand.
+Names that change from one iteration to the next stay symbols (`i@3`). So a condition such as
+`(n + 1) % accum == 0` reads the same for an `n` from `enumerate` and for a manual counter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_DEPTH = 12
 
 
 class Resolver:
-    """Turns expressions into ones over symbols, literals and outside names."""
+    """Rewrites expressions in terms of symbols, literals and outside names."""
 
     def __init__(self) -> None:
         self.symbols: dict[str, Symbol] = {}
@@ -29,13 +29,13 @@ class Resolver:
     def new_symbol(
         self, name: str, loops: tuple[Loop, ...], kind: str, loop: Loop, init: tuple[Def, ...] = ()
     ) -> ast.Name:
-        """A name for what a loop changes."""
+        """Return a new name for a value that a loop changes."""
         key = f"{name}@{len(self.symbols)}"
         self.symbols[key] = Symbol(name, loops, kind, loop, init)
         return ast.Name(id=key, ctx=ast.Load())
 
     def resolve(self, expr: ast.expr, env: Env, depth: int = 0) -> ast.expr:
-        """The expression with every name followed as far as it is certain."""
+        """Return the expression with every name followed as far as is certain."""
         if depth > _MAX_DEPTH:
             return expr
         name = dotted(expr)
@@ -93,7 +93,7 @@ class Resolver:
         defs = env.get(name)
         if defs is None:
             head, _, rest = name.rpartition(".")
-            # `cfg.accum` where only `cfg` is known: follow the part that is.
+            # `cfg.accum` where only `cfg` is known: resolve that part.
             if head and isinstance(expr, ast.Attribute) and _known_prefix(head, env):
                 return ast.Attribute(self.resolve(expr.value, env, depth + 1), rest, ctx=ast.Load())
             return expr
@@ -125,7 +125,7 @@ class Resolver:
         return key
 
     def symbols_in(self, expr: ast.AST) -> list[Symbol]:
-        """The changing names of a resolved expression."""
+        """Return the symbols in a resolved expression."""
         return [
             self.symbols[node.id]
             for node in walk(expr)
@@ -133,11 +133,11 @@ class Resolver:
         ]
 
     def varies(self, expr: ast.AST, loop: Loop) -> bool:
-        """Whether a resolved expression can differ between two iterations of a loop."""
+        """True if a resolved expression can differ between two iterations of a loop."""
         return any(loop in s.loops or s.loop is loop for s in self.symbols_in(expr))
 
     def key(self, expr: ast.expr, env: Env) -> str:
-        """A text by which two spellings of the same count of micro-batches are equal."""
+        """Return a text that is equal for two spellings of the same number of micro-batches."""
         return text(strip_casts(self.resolve(expr, env)))
 
 
@@ -146,7 +146,7 @@ def _known_prefix(name: str, env: Env) -> bool:
 
 
 def is_simple(expr: ast.expr) -> bool:
-    """Whether an expression can stand in for the name it was assigned to."""
+    """True if an expression can replace the name it was assigned to."""
     if isinstance(expr, (ast.Constant, ast.Name)):
         return True
     if isinstance(expr, ast.Attribute):
@@ -167,11 +167,11 @@ def is_simple(expr: ast.expr) -> bool:
         name = dotted(expr.func)
         if name in _PURE_CALLS:
             return all(is_simple(a) for a in expr.args) and not expr.keywords
-        # A dictionary of settings, or a flag that a framework computes, is as good as a name.
+        # A settings dictionary counts as a name.
         if isinstance(expr.func, ast.Attribute) and is_simple(expr.func.value):
             if last_part(expr.func) == "get":
                 return all(isinstance(a, ast.Constant) for a in expr.args)
-            # A method that computes the count, or the flag that a framework keeps.
+            # So does a method that computes the number of steps, or a framework's flag.
             return is_accumulation_name(last_part(expr.func)) and all(
                 is_simple(a) for a in expr.args
             )
@@ -179,7 +179,7 @@ def is_simple(expr: ast.expr) -> bool:
 
 
 def strip_casts(expr: ast.expr) -> ast.expr:
-    """`int(max(1, k))` and `k` are the same count."""
+    """Remove casts: `int(max(1, k))` and `k` are the same number."""
     while isinstance(expr, ast.Call) and expr.args and not expr.keywords:
         name = dotted(expr.func)
         if name in {"int", "float", "round"} and len(expr.args) == 1:

@@ -1,4 +1,4 @@
-"""What statements assign: the names a body changes, and which value goes to which name."""
+"""Assignments: the names that statements change, and the value of each name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["assigned_names", "bind_pairs"]
 
 
 def bind_pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """(name, expression) for an assignment; `a, b = f()` gives `f()[0]` and `f()[1]`."""
+    """Yield (name, expression) for an assignment; `a, b = f()` gives `f()[0]` and `f()[1]`."""
     if isinstance(target, (ast.Tuple, ast.List)):
         matched = (
             isinstance(value, (ast.Tuple, ast.List))
@@ -45,7 +45,7 @@ def _targets(target: ast.expr) -> Iterator[str]:
 
 
 def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
-    """Every name (also `self.x`) that the statements change, without looking into functions."""
+    """Return every name (also `self.x`) that the statements change, except inside functions."""
     found: set[str] = set()
     todo: list[ast.AST] = list(body)
     while todo:

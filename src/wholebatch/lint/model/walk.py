@@ -1,4 +1,4 @@
-"""Walks a function from top to bottom and writes down what matters, following local helpers."""
+"""The walk of a function from top to bottom: it records events and follows local helpers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _EMPTY = Env()
 
 @dataclass
 class Scope:
-    """What can be called by name from here, and the class we are in."""
+    """The functions and methods that can be called by name here."""
 
     functions: dict[str, FunctionNode]
     methods: dict[str, FunctionNode] = field(default_factory=dict)
-    # Attributes of self that some method other than __init__ changes: counters kept between calls.
+    # Attributes of self that methods other than __init__ change: counters kept between calls.
     changed: frozenset[str] = frozenset()
-    # Functions with something of a window in them; others are only followed for what they return.
+    # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
 
 
 @dataclass
 class _Exit:
-    """A way out of a block before its end: the kind, and the condition of taking it."""
+    """A way out of a block before its end: its kind and its condition."""
 
     kind: str
     conditions: tuple[tuple[ast.expr, Env, bool], ...]
@@ -53,7 +53,7 @@ class Walker:
         self.events: list[Event] = []
         self.loops: list[Loop] = []
         self.covered: set[FunctionNode] = set()
-        # Functions inside functions, with what they can see: a framework may call them.
+        # Functions inside functions, with their environment: a framework may call them.
         self.nested: list[tuple[FunctionNode, Env, Scope]] = []
         self._inlines = 0
         self._stack: list[FunctionNode] = []
@@ -65,14 +65,14 @@ class Walker:
     def block(
         self, body: Sequence[ast.stmt], env: Env, path: tuple[PathItem, ...], scope: Scope
     ) -> list[_Exit]:
-        """Walks statements in order; what follows a conditional `continue` is guarded by it."""
+        """Walk statements in order; a conditional `continue` guards all that follows it."""
         exits: list[_Exit] = []
         for stmt in body:
             self._stmt = stmt
             for leaving in self._statement(stmt, env, path, scope):
                 exits.append(leaving)
                 if not leaving.conditions:
-                    return exits  # Nothing below is reached.
+                    return exits
                 path = (*path, *_negated(leaving, self.resolver))
         return exits
 
@@ -175,14 +175,14 @@ class Walker:
         entered = env.frozen()
         self.block(stmt.body, env, (*path, loop), scope)
         loop.exit = env.frozen()
-        # What only could have changed (an attribute that some method counts up) did not.
+        # An attribute that might have changed, but did not, keeps its definition.
         for name in loop.carried:
             if name in before and env.get(name) is entered.get(name):
                 env.bind(name, before[name])
         self.block(stmt.orelse, env, path, scope)
 
     def enter(self, loop: Loop, env: Env, body: Sequence[ast.stmt], scope: Scope) -> None:
-        """Gives every name that the loop changes a symbol for "its value in this iteration"."""
+        """Give every name that the loop changes a symbol for "its value in this iteration"."""
         self.loops.append(loop)
         around = (*loop.parents, loop)
         loop.carried = assigned_names(body) | scope.changed
@@ -253,7 +253,7 @@ class Walker:
     def _emit(
         self, act: Act, node: ast.AST, stmt: ast.stmt, env: Env, path: tuple[PathItem, ...]
     ) -> None:
-        # Calls and assignments outside loops are in the environment already.
+        # The environment already holds calls and assignments outside loops.
         if act.kind in {"call", "assign", "augment"} and not _loops(path):
             return
         spelled = ""
@@ -283,7 +283,7 @@ class Walker:
         return scope.functions.get(name)
 
     def _worth(self, helper: FunctionNode, path: tuple[PathItem, ...], scope: Scope) -> bool:
-        """What a helper returns matters inside a loop (a loss, a condition), or if it is short."""
+        """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
         if helper in scope.relevant:
             return True
         if len(helper.body) <= 2:
@@ -318,7 +318,7 @@ class Walker:
         self.resolver.returns[id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt
-        # What a method leaves on self (a counter, a flag) is seen by its caller.
+        # Attributes that a method sets on self (a counter, a flag) are visible to its caller.
         for name, defs in inner.items():
             if name.startswith("self.") and env.get(name) is not defs:
                 env.bind(name, defs)
@@ -352,7 +352,7 @@ def _arguments(
 def _load(target: ast.expr) -> ast.expr:
     made = ast.parse(ast.unparse(target), mode="eval").body
     for node in walk(made):
-        ast.copy_location(node, target)  # so that a finding there points at the statement
+        ast.copy_location(node, target)  # A finding there then points at the statement.
     return made
 
 
@@ -361,7 +361,7 @@ def _loops(path: Iterable[PathItem]) -> tuple[Loop, ...]:
 
 
 def _negated(leaving: _Exit, resolver: Resolver) -> tuple[Guard, ...]:
-    """The guard of everything behind a conditional `continue`, `break` or `return`."""
+    """Return the guard of everything after a conditional `continue`, `break` or `return`."""
     origin = "skip" if leaving.kind == "continue" else "break"
     if len(leaving.conditions) == 1:
         expr, env, positive = leaving.conditions[0]

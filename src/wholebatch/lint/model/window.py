@@ -1,4 +1,4 @@
-"""The windows of a file: which loop accumulates, over how many micro-batches, and where it ends."""
+"""The windows of a file: the loop that accumulates, its micro-batch count, and its boundary."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 @dataclass(eq=False)
 class Window:
-    """One training loop. `shape` says how its windows end:
+    """One training loop. `shape` says how its windows end.
 
-    boundary (a condition on a counter), nested (an inner loop over the micro-batches), accelerate,
-    deepspeed, or plain (an update for every batch: nothing is accumulated).
+    The shapes are boundary (a condition on a counter), nested (an inner loop over the
+    micro-batches), accelerate, deepspeed, and plain (an update for every batch: nothing is
+    accumulated).
     """
 
     loop: Loop
@@ -43,25 +44,25 @@ class Window:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of several micro-batches are meant to add up here."""
+        """True if the gradients of several micro-batches are meant to add up here."""
         return self.shape != "plain"
 
     @cached_property
     def every_key(self) -> str:
-        """The count of micro-batches as comparable text, "" when unknown."""
+        """Return the number of micro-batches as comparable text, or "" if unknown."""
         return "" if self.every is None else text(self.every)
 
     @property
     def every_name(self) -> str:
-        """The count of micro-batches as a person wrote it."""
+        """Return the number of micro-batches as written in the source."""
         return re.sub(r"@\d+", "", self.every_key) or "K"
 
     def of(self, *kinds: str) -> list[Event]:
-        """The events of some kinds inside the loop, in order."""
+        """Return the events of these kinds inside the loop, in order."""
         return [e for e in self.events if e.kind in kinds]
 
     def when(self, event: Event) -> str:
-        """How often an event happens: always, boundary, inside, sometimes, outside or never.
+        """Return how often an event happens: always, boundary, inside, sometimes, outside or never.
 
         "inside" is every micro-batch but the last; "outside" is after the loop.
         """
@@ -70,7 +71,7 @@ class Window:
         return self._when[event]
 
     def forget(self) -> None:
-        """Drops what was concluded before the boundary was known."""
+        """Drop conclusions that were made before the boundary was known."""
         self._when.clear()
         self.__dict__.pop("every_key", None)
 
@@ -94,7 +95,7 @@ class Window:
         return "sometimes" if sometimes else "always"
 
     def is_ours(self, found: Boundary) -> bool:
-        """Whether a condition is the end of these windows and not, say, a logging interval."""
+        """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
             return found.kind in {"accelerate", "deepspeed", "last"}
         if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
@@ -102,7 +103,7 @@ class Window:
         return found.key == self.every_key
 
     def _without_accumulation(self, guard: Guard) -> bool:
-        """Whether this is the branch for people who do not accumulate (`if k == 1`)."""
+        """True if this is the branch without accumulation (`if k == 1`)."""
         said = says_accumulating(self.resolver.resolve(guard.expr, guard.env), self.every_key)
         return said is not None and said != guard.positive
 
@@ -111,21 +112,21 @@ class Window:
         return self.resolver.varies(resolved, self.loop)
 
     def counts(self, divisor: Divisor) -> bool:
-        """Whether a divisor of the loss is the number of micro-batches of a window."""
+        """True if a divisor of the loss is the number of micro-batches of a window."""
         return divisor.names_accumulation or self.is_count(divisor.key)
 
     def is_count(self, key: str) -> bool:
-        """Whether a text means the number of micro-batches of a window."""
+        """True if a text means the number of micro-batches of a window."""
         return (bool(key) and key == self.every_name) or is_accumulation_name(key)
 
     @cached_property
     def backwards(self) -> list[Event]:
-        """The backward calls that add into the window."""
+        """Return the backward calls that add to the window."""
         return [e for e in self.of("backward") if self.when(e) != "never"]
 
     @cached_property
     def chains(self) -> list[tuple[Event, Chain]]:
-        """Every (backward, way its loss came about)."""
+        """Return every pair of a backward and a derivation of its loss."""
         return [
             (event, chain)
             for event in self.backwards
@@ -134,17 +135,17 @@ class Window:
 
     @cached_property
     def text(self) -> str:
-        """The source of the loop, for words that settle a doubt."""
+        """Return the source of the loop."""
         node = self.loop.node
         lines = self.facts.source.splitlines()[node.lineno - 1 : node.end_lineno]
         return "\n".join(lines)
 
     @cached_property
     def finite(self) -> bool:
-        """Whether the loop runs over something with an end that it meets every epoch."""
+        """True if the loop runs over something that ends every epoch."""
         iterable = peel(self.loop.iterable, self.loop.entry)
         if iterable is None:
-            # Lightning calls the step function with an index that starts again every epoch.
+            # Lightning calls the step function with an index that restarts every epoch.
             return self.loop.virtual and "batch_idx" in text(self.loop.node.args)  # type: ignore[union-attr]
         inner = iterable
         if isinstance(inner, ast.Call) and last_part(inner.func) == "enumerate" and inner.args:
@@ -168,7 +169,7 @@ class Window:
         return not self._left_by_count()
 
     def _left_by_count(self) -> bool:
-        """Whether the loop stands alone and is left by a number of updates: one without an end."""
+        """True if a top-level loop is left after a number of updates: its iterable has no end."""
         if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
             return False
         line = self.loop.node.lineno
@@ -176,7 +177,7 @@ class Window:
             f for f in self.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)
         ]
         if any("epoch" in f"{f.name} {text(f.args)}" for f in around):
-            return False  # called once per epoch
+            return False  # Called once per epoch.
         return any(
             isinstance(node, ast.If)
             and isinstance(node.test, ast.Compare)
@@ -188,10 +189,10 @@ class Window:
 
 
 def find_windows(walker: Walker, facts: Facts) -> list[Window]:
-    """Every training loop of the file that is understood."""
+    """Return every training loop of the file that is understood."""
     found: list[Window] = []
     for loop in walker.loops:
-        # The innermost loop around a backward is the one that iterates micro-batches.
+        # The innermost loop around a backward iterates over micro-batches.
         inner = [e for e in walker.events if e.kind == "backward" and e.loops[-1:] == (loop,)]
         if not inner:
             continue
@@ -233,7 +234,7 @@ def _accelerate(window: Window, inner: list[Event]) -> bool:
     if not any(accumulating(e) for e in inner):
         return False
     if window.facts.accelerator_divides is False:
-        # `accumulate()` of an Accelerator that was not given a number of steps does nothing.
+        # `accumulate()` of an Accelerator without a number of steps does nothing.
         return all(window.when(e) == "always" for e in window.of("step"))
     window.shape = "accelerate"
     call = window.facts.accelerator
@@ -250,7 +251,7 @@ def _deepspeed(window: Window, inner: list[Event]) -> bool:
         return False
     if any(e.detail in {"tensor", "accelerate"} for e in inner):
         return False
-    # Whether the engine accumulates is in its configuration; the file must at least speak of it.
+    # The engine's configuration decides whether it accumulates; the file must at least mention it.
     accumulates = re.search(r"gradient_accumulation|\bgas\b", window.facts.source)
     window.shape = "deepspeed" if accumulates else "plain"
     return bool(accumulates)
@@ -297,7 +298,10 @@ def _only_without_accumulation(window: Window, others: list[Event]) -> bool:
 
 
 def _stepped_always(window: Window, steps: list[Event]) -> bool:
-    """No step is conditional; an accumulation can still be meant where clearing is."""
+    """Classify a loop whose steps are all unconditional.
+
+    A conditional clearing can still show that accumulation is meant.
+    """
     for event in window.of("zero"):
         for item in event.inside(window.loop):
             if not isinstance(item, Guard):
@@ -344,7 +348,7 @@ def _nested(window: Window) -> bool:
 
 
 def steps_after(window: Window) -> list[Event]:
-    """The optimizer steps after an inner loop, also those in a loop over several optimizers."""
+    """Return the optimizer steps after an inner loop, also in a loop over several optimizers."""
     parents = window.loop.parents
     return [
         e
@@ -359,7 +363,7 @@ def _over_optimizers(loop: Loop) -> bool:
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:
-    """How often `range(n)`, `range(0, n)` and `range(1, n + 1)` go round."""
+    """Return the number of iterations of `range(n)`, `range(0, n)` and `range(1, n + 1)`."""
     if len(args) == 1:
         return args[0]
     if len(args) != 2 or number(args[0]) not in {0, 1}:

@@ -1,4 +1,4 @@
-"""Findings as text, JSON, SARIF or GitHub annotations."""
+"""Output formats of findings: text, JSON, SARIF and GitHub annotations."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {
 
 
 def render(findings: Sequence[Finding], form: str) -> str:
-    """The findings in a format, without a newline at the end."""
+    """Return the findings in a format, without a trailing newline."""
     return FORMATS[form](findings)

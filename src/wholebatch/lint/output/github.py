@@ -1,4 +1,4 @@
-"""Workflow commands, which GitHub shows beside the lines of a pull request."""
+"""GitHub workflow commands, shown beside the lines of a pull request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COMMANDS = {"note": "notice", "warning": "warning", "error": "error"}
 
 
 def github(findings: Sequence[Finding]) -> str:
-    """One workflow command per finding."""
+    """Return one workflow command per finding."""
     return "\n".join(
         f"::{_COMMANDS[f.level]} title=wholebatch {f.code},file={_property(f.path)},"
         f"line={f.line},col={f.column}::{_data(_message(f))}"

@@ -1,4 +1,4 @@
-"""SARIF 2.1.0, which code-scanning services read."""
+"""SARIF 2.1.0, the format of code-scanning services."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["sarif"]
 
 
 def sarif(findings: Sequence[Finding]) -> str:
-    """One run with all rules and the findings as results."""
+    """Return one SARIF run with all rules and the findings as results."""
     indices = {rule.code: index for index, rule in enumerate(RULES)}
     log = {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",

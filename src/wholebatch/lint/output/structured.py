@@ -11,7 +11,10 @@ __all__ = ["as_json"]
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Stable keys: code, name, level, message, path, cell, line, column, end_line, fixable."""
+    """Return JSON with stable keys.
+
+    The keys are code, name, level, message, path, cell, line, column, end_line, fixable.
+    """
     rows = [
         {
             "code": f.code,

@@ -1,4 +1,4 @@
-"""`file:line:col CODE message`, one line each, as the linters people know."""
+"""Plain text as other linters print it: `file:line:col CODE message`, one line each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["as_text"]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """One line per finding; a `[*]` marks those that `--fix` repairs."""
+    """Return one line per finding; `[*]` marks those that `--fix` repairs."""
     return "\n".join(
         f"{f.place} {f.code} {'[*] ' if f.fix else ''}"
         f"{'note: ' if f.level == 'note' else ''}{f.message}"

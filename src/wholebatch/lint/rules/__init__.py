@@ -49,5 +49,5 @@ RULES: tuple[Rule, ...] = (
 
 
 def rule(code: str) -> Rule | None:
-    """The rule with a code, or None."""
+    """Return the rule with this code, or None."""
     return next((r for r in RULES if r.code == code.upper()), None)

@@ -1,4 +1,4 @@
-"""Questions that several rules ask of a window."""
+"""Questions about a window that several rules ask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPO
 
 
 def stepped(window: Window) -> list[Event]:
-    """The optimizer steps that close the window: at the boundary, or after the inner loop."""
+    """Return the optimizer steps that close the window, at the boundary or after the inner loop."""
     if window.shape == "nested":
         return steps_after(window)
     wanted = {"always"} if window.shape in {"plain", "accelerate"} else {"boundary"}
@@ -33,7 +33,7 @@ def stepped(window: Window) -> list[Event]:
 
 
 def steps_every_micro_batch(window: Window) -> bool:
-    """Whether only the clearing waits for the boundary, so that there is no window to speak of."""
+    """True if only the clearing waits for the boundary: every micro-batch is an update."""
     steps = window.of("step")
     return (
         window.shape == "boundary"
@@ -43,12 +43,12 @@ def steps_every_micro_batch(window: Window) -> bool:
 
 
 def same_receiver(first: Event, second: Event) -> bool:
-    """Whether two calls are on the same object, as far as its spelling shows."""
+    """True if two calls are on the same object, judged by its spelling."""
     return bool(first.receiver_text) and first.receiver_text == second.receiver_text
 
 
 def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
-    """Whether a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
+    """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
     if any(same_receiver(zero, step) for step in steps):
         return True
     names = {s.receiver_text for s in steps}
@@ -57,13 +57,13 @@ def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
 
 
 def exclusive(first: Event, second: Event) -> bool:
-    """Whether two events are on opposite branches of one condition and never happen together."""
+    """True if two events are on opposite branches of one condition."""
     mine = {(text(g.expr), g.positive) for g in first.path if isinstance(g, Guard)}
     return any(isinstance(g, Guard) and (text(g.expr), not g.positive) in mine for g in second.path)
 
 
 def gradients_rescaled(file: File) -> bool:
-    """Whether gradients themselves are multiplied or divided somewhere in the file."""
+    """True if the file multiplies or divides gradients themselves."""
     return bool(
         re.search(
             r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad)|\.grad(\.data)?\.(div_|mul_)"
@@ -74,12 +74,12 @@ def gradients_rescaled(file: File) -> bool:
 
 
 def scaled_by_count(window: Window) -> bool:
-    """Whether some path divides the loss by the number of micro-batches of a window."""
+    """True if some path divides the loss by the number of micro-batches of a window."""
     return any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
 
 
 def framework_accumulates(file: File) -> bool:
-    """Whether a Trainer of Lightning or transformers that is made here accumulates by itself."""
+    """True if a Lightning or transformers Trainer created here accumulates by itself."""
     for call in file.facts.calls:
         given = keyword(call, "accumulate_grad_batches")
         if given is None and last_part(call.func) in _ARGUMENTS:
@@ -90,5 +90,5 @@ def framework_accumulates(file: File) -> bool:
 
 
 def root_name(expr: ast.expr) -> str:
-    """The first name of a chain: `args` of `args.accum`."""
+    """Return the first name of a chain: `args` of `args.accum`."""
     return (dotted(expr) or "").partition(".")[0]

@@ -1,4 +1,4 @@
-"""A rule is data and a question asked of the model; its page is the docstring of its module."""
+"""The rule: data and a check of the model. Its page is the docstring of its module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Check = Callable[[File], Iterator[Report]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: its code, a name of a few words, how grave it is, and the question."""
+    """One rule: its code, a short name, its level, and its check."""
 
     code: str
     name: str
@@ -27,7 +27,11 @@ class Rule:
 
     @property
     def page(self) -> str:
-        """The rule's page in Markdown: what, why it is bad, known problems, example, instead."""
+        """Return the rule's page in Markdown.
+
+        It says what the rule does, why it matters, its known problems, an example, and what to use
+        instead.
+        """
         module = inspect.getmodule(self.check)
         body = inspect.cleandoc(module.__doc__ or "") if module is not None else ""
         grade = "note" if self.level == "note" else "warning"

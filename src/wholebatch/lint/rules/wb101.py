@@ -5,13 +5,13 @@ Finds loops that call `backward` for several micro-batches before one `optimizer
 neither the loss nor the gradients by their number.
 
 ## Why is this bad?
-`backward` adds gradients. K micro-batches, each with a mean loss, give a gradient that is K times
-that of the whole batch. With SGD the learning rate is silently K times larger; clipping by norm
-cuts K times too early; Adam hides it almost entirely until weight decay or epsilon matter.
+`backward` adds gradients. K micro-batches, each with a mean loss, give K times the gradient of the
+whole batch. With SGD the learning rate is silently K times larger. Clipping by norm cuts K times
+too early. Adam hides it almost entirely until weight decay or epsilon matter.
 
 ## Known problems
-Silent where the loss comes from a function that is given the number of steps, where a loss is a
-sum, or where gradients are rescaled by hand, since the division may be there.
+Not reported if the loss comes from a function that is given the number of steps, if the loss is a
+sum, or if gradients are rescaled by hand: the division may be there.
 
 ## Example
 ```python
@@ -54,7 +54,7 @@ _KNOWN_MEANS = re.compile(
     r"^(torch\.nn\.functional|nn\.functional|F)\.(cross_entropy|mse_loss|nll_loss|l1_loss"
     r"|binary_cross_entropy\w*|smooth_l1_loss|huber_loss)$"
 )
-# Losses that are normalised over the whole window by other means.
+# Losses that are normalised over the whole window elsewhere.
 _ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.I)
 _MODELISH = re.compile(
     r"model|net\b|network|criterion|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
@@ -62,7 +62,7 @@ _MODELISH = re.compile(
 
 
 def check(file: File) -> Iterator[Report]:
-    """One report per window whose loss nobody divides."""
+    """Yield one report per window whose loss is never divided."""
     if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
         return
     for window in file.accumulating:
@@ -70,7 +70,7 @@ def check(file: File) -> Iterator[Report]:
             continue
         if window.boundary is not None and window.boundary.kind in {"dynamic", "accelerate"}:
             continue
-        # A window that changes its size while training normalises by something else.
+        # A window whose size changes during training normalises by something else.
         if window.every is not None and window.resolver.varies(window.every, window.loop):
             continue
         if scaled_by_count(window) or not all(_plain(e, file) for e in window.backwards):
@@ -88,13 +88,13 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _divides_by_count(window: Window) -> bool:
-    """Whether anything in the loop is divided by the count: it may be how the loss is scaled."""
+    """True if something in the loop is divided by the count: it may scale the loss."""
     done = max(e.line for e in window.backwards)
     return any(
         isinstance(node, (ast.BinOp, ast.AugAssign))
         and isinstance(node.op, ast.Div)
         and is_accumulation_name(text(node.right if isinstance(node, ast.BinOp) else node.value))
-        # A loss that is divided after the last backward is one for the log.
+        # A loss that is divided after the last backward is only logged.
         and not (
             isinstance(node, ast.BinOp) and node.lineno > done and "loss" in text(node.left).lower()
         )
@@ -131,7 +131,7 @@ def _undivided(chain: Chain, window: Window) -> bool:
         return False
     if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(base, chain, window):
         return False
-    # The step count may travel inside the settings object and be used where we cannot see.
+    # The number of steps may be passed inside the settings object and used out of sight.
     if window.every is not None and not _MODELISH.search(last_part(base.func)):
         root = root_name(window.every)
         if root and any(text(a) == root for a in base.args):
@@ -168,7 +168,7 @@ def _fix(window: Window, event: Event) -> tuple[Edit, ...]:
 
 
 def _written_count(window: Window) -> str | None:
-    """The count as the condition spells it, so that it is in scope beside it."""
+    """Return the count as the condition spells it, so that the name is in scope."""
     if window.boundary is None:
         return None
     for node in walk(window.boundary.expr):

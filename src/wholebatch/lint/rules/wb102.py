@@ -2,15 +2,15 @@
 
 ## What it does
 Finds a division by the accumulation steps where Accelerate, DeepSpeed, Lightning or the HF Trainer
-divide already, and loops that divide the same loss (or the loss and the gradients) two times.
+already divides, and loops that divide the same loss (or the loss and the gradients) twice.
 
 ## Why is this bad?
-The gradient is K times too small. The run looks healthy and learns slowly; with SGD the learning
+The gradient is K times too small. The run looks healthy and learns slowly: with SGD the learning
 rate is K times smaller than written.
 
 ## Known problems
-An `Accelerator` made in another file, without `accumulate()` here, is not judged: whether it
-divides cannot be seen.
+An `Accelerator` created in another file, without `accumulate()` here, is not judged: this file does
+not show whether it divides.
 
 ## Example
 ```python
@@ -44,7 +44,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """Loops that divide where a framework does, and classes that do so inside one."""
+    """Yield loops that divide where a framework does, and classes that do so inside one."""
     for window in file.accumulating:
         framework = _framework(window, file)
         yield from _by_hand(window, framework)
@@ -125,7 +125,7 @@ def _fix(divisor: Divisor) -> tuple[Edit, ...]:
     node = divisor.node
     if getattr(node, "augmented", False):
         return ()
-    # `accelerator.backward(loss / k)` or `loss = model(...).loss / k`: the left side is right.
+    # `accelerator.backward(loss / k)` or `loss = model(...).loss / k`: keep the left side.
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
         return ()
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):

@@ -6,12 +6,12 @@ a mask, labels of -100) and these means are then averaged with equal weight.
 
 ## Why is this bad?
 Micro-batches hold different numbers of valid tokens, so a token in a short micro-batch weighs more
-than one in a long micro-batch. The result is not the loss of the whole batch; the difference grows
+than one in a long micro-batch. The result is not the loss of the whole batch. The difference grows
 with the spread of lengths and does not average out.
 
 ## Known problems
-Whether labels are really padded is only seen when the file shows it (a collator, -100, a mask).
-Files that build their data elsewhere are not reported.
+Padded labels are recognised only if the file shows them (a collator, -100, a mask). Files that
+build their data elsewhere are not reported.
 
 ## Example
 ```python
@@ -68,7 +68,7 @@ _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "L
 
 
 def check(file: File) -> Iterator[Report]:
-    """At most one report per window, and per `compute_loss` of a Trainer that accumulates."""
+    """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_trainers(file)
     yield from _in_lightning(file)
     if (
@@ -87,7 +87,7 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _in_trainers(file: File) -> Iterator[Report]:
-    """transformers gives `compute_loss` the tokens of the window; a plain mean does not use it."""
+    """Check `compute_loss`: a plain mean ignores the window's tokens, which transformers passes."""
     if "gradient_accumulation_steps" not in file.facts.source:
         return
     for owner in file.facts.classes:
@@ -103,7 +103,7 @@ def _in_trainers(file: File) -> Iterator[Report]:
 
 
 def _in_lightning(file: File) -> Iterator[Report]:
-    """The Trainer of Lightning averages what `training_step` returns, whatever it is a mean of."""
+    """Check `training_step`: Lightning's Trainer averages its results with equal weight."""
     if not framework_accumulates(file):
         return
     for owner in file.facts.classes:
@@ -120,7 +120,7 @@ def _in_lightning(file: File) -> Iterator[Report]:
 
 
 def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
-    """`return self.model(**batch).loss`, by a name or not, of labels that are masked here."""
+    """True for `return self.model(**batch).loss`, also through a name, with masked labels."""
     value = node.value
     if not (isinstance(value, ast.Attribute) and value.attr == "loss"):
         return False
@@ -163,7 +163,7 @@ def _call(base: ast.expr, chain: Chain) -> ast.Call | None:
 
 
 def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
-    """Cross-entropy with an ignored label and the mean as its reduction."""
+    """True for a cross-entropy with an ignored label and reduction "mean"."""
     if _masks_mean(call):
         return True
     made = [d.expr for d in chain.base_env.get(text(call.func), ())]
@@ -178,7 +178,7 @@ def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
 
 
 def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
-    """What a criterion that came in as an argument is where the file makes one of that name."""
+    """Return the calls that assign this name elsewhere, for a criterion passed as an argument."""
     if not _CRITERION.search(name):
         return []
     made = [
@@ -191,7 +191,7 @@ def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
 
 
 def _is_masking(made: ast.Call, file: File) -> bool:
-    """Whether a loss class of the file computes a cross-entropy that ignores labels."""
+    """True if a loss class of the file computes a cross-entropy that ignores labels."""
     owners = [c.node for c in file.facts.classes if c.node.name == last_part(made.func)]
     return any(
         isinstance(node, ast.Call) and _masks_mean(node, _defaults(owner))
@@ -201,7 +201,7 @@ def _is_masking(made: ast.Call, file: File) -> bool:
 
 
 def _defaults(owner: ast.AST) -> dict[str, ast.expr]:
-    """The default values of the parameters of a class's methods."""
+    """Return the default values of the parameters of a class's methods."""
     found: dict[str, ast.expr] = {}
     for node in walk(owner):
         if isinstance(node, ast.arguments):
@@ -215,7 +215,7 @@ def _defaults(owner: ast.AST) -> dict[str, ast.expr]:
 
 
 def _selects(call: ast.Call, chain: Chain) -> bool:
-    """A mean loss over what a mask picks out: `criterion(logits[mask], labels[mask])`."""
+    """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
     if not _CRITERION.search(text(call.func)) or keyword(call, "reduction") is not None:
         return False
     return len(call.args) > 1 and all(_is_selection(a, chain) for a in call.args[:2])
@@ -224,7 +224,7 @@ def _selects(call: ast.Call, chain: Chain) -> bool:
 def _is_selection(expr: ast.expr, chain: Chain) -> bool:
     for _ in range(6):
         if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute):
-            expr = expr.func.value  # `.view(-1)`, `.float()`
+            expr = expr.func.value  # For example `.view(-1)` or `.float()`.
         elif isinstance(expr, ast.Name):
             made = chain.base_env.get(expr.id, ())
             if len(made) != 1:
@@ -258,7 +258,7 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if not re.search(r"model|net", text(call.func), re.I):
         return False
     source = file.facts.source
-    if _MASKED_LABELS.search(source):  # whatever the model is, its labels are masked here
+    if _MASKED_LABELS.search(source):  # Whatever the model is, its labels are masked here.
         return True
     return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
 

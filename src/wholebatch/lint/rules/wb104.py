@@ -5,11 +5,11 @@ Finds `zero_grad()` (or `p.grad = None`) that runs for every micro-batch in a lo
 `optimizer.step()` runs only at the end of a window.
 
 ## Why is this bad?
-Nothing is accumulated: the update is made from the last micro-batch alone, and the work of all the
-others is thrown away. If the loss is divided by K, the gradient is K times too small as well.
+Nothing is accumulated: the update is made from the last micro-batch alone, and the work on all the
+others is lost. If the loss is divided by K, the gradient is K times too small as well.
 
 ## Known problems
-None known. Under `accelerator.accumulate()` the call is right, because Accelerate skips it inside
+None known. Under `accelerator.accumulate()` the call is correct, because Accelerate skips it inside
 a window.
 
 ## Example
@@ -44,7 +44,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """Every clearing call that is not at the boundary."""
+    """Yield every clearing call that is not at the boundary."""
     for window in file.accumulating:
         if window.shape not in {"boundary", "nested"}:
             continue
@@ -62,7 +62,7 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _every_micro_batch(zero: Event, window: Window, steps: list[Event]) -> bool:
-    """Unconditional, or under no other condition than its step, but for the boundary."""
+    """True if it runs on every micro-batch: unconditionally, or under conditions of its step."""
     if window.when(zero) == "always":
         return True
     if window.when(zero) != "sometimes":

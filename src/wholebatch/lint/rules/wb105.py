@@ -5,12 +5,12 @@ Finds gradient clipping that runs for every micro-batch of a window instead of o
 update.
 
 ## Why is this bad?
-Clipping a half-filled gradient is not clipping the gradient of the whole batch: early micro-batches
-are cut again and again, late ones are not, and the final gradient has a direction that belongs to
-no batch. It also costs a pass over all parameters for each micro-batch.
+Clipping a partial gradient is not clipping the gradient of the whole batch. Early micro-batches are
+clipped again and again, late ones are not, and the final gradient has the direction of no batch. It
+also costs a pass over all parameters for each micro-batch.
 
 ## Known problems
-Calls that only measure the norm (`max_norm=float("inf")`) are left alone.
+Calls that only measure the norm (`max_norm=float("inf")`) are not reported.
 
 ## Example
 ```python
@@ -46,7 +46,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """Every clipping call that is not at the boundary."""
+    """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
         if window.shape == "deepspeed":
             continue

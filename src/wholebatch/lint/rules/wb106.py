@@ -1,17 +1,17 @@
 """Gradients are clipped while they are still multiplied by the loss scale.
 
 ## What it does
-Finds clipping of gradients that come from `scaler.scale(loss).backward()` with no
+Finds clipping of gradients from `scaler.scale(loss).backward()` without
 `scaler.unscale_(optimizer)` before it.
 
 ## Why is this bad?
 With fp16 the gradients are scaled by something like 65536. A limit of 1.0 on them is a limit of
-1.5e-5 on the real ones: nearly every update is cut to almost nothing, and the cut changes whenever
-the scale does.
+1.5e-5 on the real ones: nearly every update is cut to almost nothing, and the limit changes
+whenever the scale does.
 
 ## Known problems
 `accelerator.clip_grad_norm_` and `fabric.clip_gradients` unscale by themselves and are not
-reported. A scaler built with `enabled=False` at run time is not seen.
+reported. A scaler that is disabled at run time with `enabled=False` is not recognised.
 
 ## Example
 ```python
@@ -48,7 +48,7 @@ _UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|self\.cl
 
 
 def check(file: File) -> Iterator[Report]:
-    """Clipping after a scaled backward with no unscaling between."""
+    """Yield clipping after a scaled backward without unscaling in between."""
     for window in file.windows:
         events = [*window.events, *window.after] if window.shape == "nested" else window.events
         scaled = [e for e in events if e.kind == "backward" and _scaler(e) is not None]
@@ -73,7 +73,7 @@ def _source(clip: Event, scaled: list[Event]) -> Event | None:
 
 
 def _scaler(event: Event) -> str | None:
-    """The scaler of `scaler.scale(loss).backward()`, also when the scaled loss has a name."""
+    """Return the scaler of `scaler.scale(loss).backward()`, also if the scaled loss has a name."""
     return None if event.argument is None else _scale_call(event.argument, event.env)
 
 

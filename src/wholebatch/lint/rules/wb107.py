@@ -8,9 +8,9 @@ The schedule runs K times too fast: warm-up is over after 1/K of the updates it 
 and the learning rate reaches its end long before training does.
 
 ## Known problems
-Calls with an argument (`scheduler.step(epoch + i / n)`) follow another clock and are left alone.
-Where the schedule was built with the number of micro-batches the shape comes out right, but the
-learning rate still changes inside a window.
+Calls with an argument (`scheduler.step(epoch + i / n)`) follow another clock and are not reported.
+If the schedule was built for the number of micro-batches, its shape is right, but the learning rate
+still changes inside a window.
 
 ## Example
 ```python
@@ -45,7 +45,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """Every schedule step that is not at the boundary."""
+    """Yield every schedule step that is not at the boundary."""
     for window in file.accumulating:
         if window.shape == "deepspeed":
             continue
@@ -66,7 +66,7 @@ def _has_argument(event: Event) -> bool:
 
 
 def _prepared(event: Event, file: File) -> bool:
-    """Whether Accelerate wraps the schedule (then it skips inside a window), or we cannot tell."""
+    """True if Accelerate wraps the schedule and so skips inside a window, or if this is unknown."""
     calls = file.facts.made("prepare")
     if not calls or event.receiver is None or isinstance(event.receiver, ast.Subscript):
         return True

@@ -7,7 +7,7 @@ of the update waits for the end of the window.
 ## Why is this bad?
 `update()` may change the loss scale in the middle of a window: gradients with different scales are
 then added together and unscaled with only one of them. `step()` on every micro-batch is no
-accumulation at all: each update re-uses the gradients of the micro-batches before.
+accumulation at all: each update re-uses the gradients of the earlier micro-batches.
 
 ## Known problems
 None known.
@@ -44,7 +44,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """Scaler calls, and steps beside a conditional clear, that are not at the boundary."""
+    """Yield scaler calls, and steps beside a conditional clearing, that are not at the boundary."""
     for window in file.accumulating:
         if window.shape not in {"boundary", "nested"}:
             continue

@@ -1,19 +1,19 @@
 """The last, short window of an epoch is dropped, leaks, or is divided by the wrong number.
 
 ## What it does
-Finds loops over a finite loader whose windows end only at multiples of K, with nothing for the
-remaining micro-batches, and loops that do handle them but divide by K all the same.
+Finds loops over a finite loader whose windows end only at multiples of K and ignore the remaining
+micro-batches, and loops that handle them but still divide by K.
 
 ## Why is this bad?
-Up to K-1 micro-batches of every epoch are lost (where gradients are cleared before the next epoch),
-or they leak into the first window of the next epoch, or after the end nothing is done with them at
-all. A short window divided by the nominal K gives an update that is too small: with one micro-batch
-of 8 left, 8 times.
+Up to K-1 micro-batches of every epoch are lost if gradients are cleared before the next epoch.
+Otherwise they leak into the first window of the next epoch; those of the last epoch are never used.
+A short window divided by the nominal K gives an update that is too small: 8 times with one
+micro-batch of 8 left.
 
 ## Known problems
-Counters that go on over epochs are not reported, since their windows span epochs and only the very
-last one is lost, unless gradients are cleared at the start of every epoch. A loader whose length is
-known to be a multiple of K is not seen as such, unless the file asks for it.
+Counters that continue over epochs are not reported: their windows span epochs and only the very
+last one is lost. They are reported if gradients are cleared at the start of every epoch. A loader
+whose length is a multiple of K is recognised only if the file enforces it.
 
 ## Example
 ```python
@@ -46,7 +46,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """At most one report per window."""
+    """Yield at most one report per window."""
     for window in file.accumulating:
         boundary = window.boundary
         if window.shape != "boundary" or boundary is None or not boundary.pure:
@@ -77,7 +77,7 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _is_multiple(window: Window) -> bool:
-    """Whether the file itself asks that the loader's length be a multiple."""
+    """True if the file itself makes the loader's length a multiple of the window."""
     name = re.escape(window.every_name.rpartition(".")[2])
     pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
     return bool(re.search(pattern, window.facts.source))

@@ -1,16 +1,16 @@
 """The boundary is off by one: the first window has the wrong number of micro-batches.
 
 ## What it does
-Follows the counter of the boundary condition from its first value and finds conditions such as
-`i % K == 0` with a counter that starts at 0, which are true after one micro-batch.
+Follows the counter of the boundary condition from its first value. It finds conditions such as
+`i % K == 0` with a counter that starts at 0: they are true after one micro-batch.
 
 ## Why is this bad?
 The first update of every epoch (or of the run) is made from one micro-batch, or from K-1 or K+1,
-while the loss was divided by K. All later windows are shifted, and the tail is different from what
-the arithmetic of the batch says.
+while the loss was divided by K. All later windows are shifted, and the tail has another length than
+planned.
 
 ## Known problems
-Counters whose start cannot be seen (a resumed step, a counter kept by a framework) are not judged.
+Counters with an unknown start (a resumed step, a framework's counter) are not judged.
 
 ## Example
 ```python
@@ -42,7 +42,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """Boundaries whose first window is not K micro-batches long."""
+    """Yield boundaries whose first window does not have K micro-batches."""
     for window in file.accumulating:
         boundary = window.boundary
         if window.shape != "boundary" or boundary is None or boundary.shift is None:
@@ -62,7 +62,7 @@ def check(file: File) -> Iterator[Report]:
 
 
 def first_window(window: Window) -> str:
-    """What is wrong with the size of the first window: "" nothing, "one", or "+ 1", "- 1" ..."""
+    """Return the error in the first window's size: "" if none, "one", "+ 1", "- 1" and so on."""
     boundary = window.boundary
     assert boundary is not None
     assert boundary.shift is not None
@@ -84,7 +84,7 @@ def _fix(window: Window) -> tuple[Edit, ...]:
     boundary = window.boundary
     if boundary is None or boundary.tail or boundary.after_first:
         return ()
-    # `i % k == 0` with an enumerate from 0: the same text with `(i + 1)`.
+    # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr
     if not isinstance(expr, ast.Compare) or not isinstance(expr.left, ast.BinOp):
         return ()

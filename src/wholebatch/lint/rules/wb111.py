@@ -1,14 +1,14 @@
 """DistributedDataParallel synchronises on every micro-batch.
 
 ## What it does
-Finds accumulating loops over a model that the same file wraps in `DistributedDataParallel`, with no
-`no_sync()` and no `require_backward_grad_sync`; and loops that hold the synchronisation too late:
-the flag or the context comes after the forward that reads it.
+Finds accumulating loops over a model that the same file wraps in `DistributedDataParallel`, without
+`no_sync()` and `require_backward_grad_sync`. It also finds loops that disable the synchronisation
+too late: the flag or the context comes after the forward that reads it.
 
 ## Why is this bad?
-All gradients travel over the network K times per update instead of once. DDP decides in the
-*forward* whether the next backward will synchronise, so a flag set between forward and backward, or
-a `no_sync()` around the backward alone, has no effect or the wrong one.
+All gradients are all-reduced K times per update instead of once. DDP decides in the *forward*
+whether the next backward will synchronise. So a flag set between forward and backward, or a
+`no_sync()` around the backward alone, has no effect or the wrong one.
 
 ## Known problems
 A model that is wrapped in another file is not seen. For very small models the cost may not matter.
@@ -53,7 +53,7 @@ _HELD = re.compile(
 
 
 def check(file: File) -> Iterator[Report]:
-    """Windows under DDP that never hold the synchronisation, or hold it after the forward."""
+    """Yield windows under DDP that never disable the synchronisation, or do so too late."""
     for window in file.accumulating:
         if window.shape not in {"boundary", "nested"}:
             continue
@@ -75,7 +75,7 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _wrapped(file: File) -> bool:
-    """Whether a model is wrapped here, and not only where nothing is accumulated (apex's way)."""
+    """True if a model is wrapped here, and not only where nothing is accumulated (as with apex)."""
     if not file.facts.wraps_ddp:
         return False
     otherwise = {
@@ -106,7 +106,7 @@ def _late_flag(window: Window) -> Event | None:
         before = [f for f in window.of("forward") if f.order < flag.order]
         after = [f for f in window.of("forward") if f.order > flag.order]
         backward = [b for b in window.backwards if b.order > flag.order]
-        # Only the forward of the same model, with none of it after the flag.
+        # Only forwards of the same model count, and none may follow the flag.
         if (
             any(_root(f) == _first(name) for f in before)
             and backward
@@ -135,7 +135,7 @@ def _in_no_hold(event: Event) -> bool:
 
 
 def holds_sync(context: Context) -> bool:
-    """Whether a `with` item is (or was assigned from) a `no_sync()`."""
+    """True if a `with` item is (or was assigned from) a `no_sync()`."""
     spelled = text(context.expr)
     if re.search(r"\bno_sync\b", spelled):
         return True

@@ -1,16 +1,16 @@
-"""A sharded model holds its synchronisation, which costs a whole unsharded gradient.
+"""A sharded model delays its gradient reduction, which costs a whole unsharded gradient.
 
 ## What it does
 Notes `no_sync()` or `set_requires_gradient_sync(False)` in an accumulating loop of a file that
 shards its model with FSDP.
 
 ## Why is this bad?
-FSDP keeps gradients sharded by reducing them after every backward. Holding that keeps the full,
-unsharded gradient on every rank until the end of the window: the memory that sharding saved comes
-back, and large models run out of it. Under FSDP2 the parameters are unsharded as well.
+FSDP keeps gradients sharded by reducing them after every backward. Delaying the reduction keeps the
+full, unsharded gradient on every rank until the end of the window. The memory that sharding saved
+is used again, and large models run out of it. Under FSDP2 the parameters stay unsharded as well.
 
 ## Known problems
-This is a note: on few ranks, or with much memory to spare, holding is the faster choice.
+This is a note: on few ranks, or with memory to spare, delaying the reduction is faster.
 
 ## Example
 ```python
@@ -20,7 +20,7 @@ with model.no_sync():
 ```
 
 ## Use instead
-Reduce on every micro-batch, or hold only where the unsharded gradient fits.
+Reduce on every micro-batch, or delay the reduction only if the unsharded gradient fits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """At most one note per window."""
+    """Yield at most one note per window."""
     if not file.facts.wraps_fsdp:
         return
     for window in file.accumulating:

@@ -5,12 +5,13 @@ Finds accumulating loops in a file that builds BatchNorm layers, or a model know
 (torchvision's and timm's ResNets, EfficientNets and the like).
 
 ## Why is this bad?
-BatchNorm normalises by the statistics of the batch it sees, which is the micro-batch. Neither the
-forward nor the gradient is that of the whole batch, however the loss is divided; with micro-batches
-of 2 or 4 training visibly suffers, and the running statistics are updated K times per update.
+BatchNorm normalises by the statistics of the batch it sees, which is the micro-batch. So neither
+the forward nor the gradient is that of the whole batch, however the loss is divided. Training
+visibly suffers with micro-batches of 2 or 4, and the running statistics are updated K times per
+update.
 
 ## Known problems
-A model that is built in another file is not seen. Layers that are frozen by a name we do not know
+A model that is built in another file is not recognised. Layers that are frozen by an unknown helper
 may be reported.
 
 ## Example
@@ -58,7 +59,7 @@ _FROZEN = re.compile(
 
 
 def check(file: File) -> Iterator[Report]:
-    """One report per file, where the layers are made."""
+    """Yield one report per file, where the layers are created."""
     if not _SPEAKS.search(file.facts.source) or _FROZEN.search(file.facts.source):
         return
     if not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(

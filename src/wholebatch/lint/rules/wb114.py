@@ -5,12 +5,12 @@ Finds accumulating loops whose loss compares every sample with every other sampl
 micro-batch: CLIP-like losses, InfoNCE, NT-Xent, multiple-negatives ranking.
 
 ## Why is this bad?
-The other samples of the batch are the negatives. A micro-batch of 8 has 7 of them, whatever K is:
-eight accumulated micro-batches of 8 are eight easy problems, not one hard problem of 64. Dividing
-by K does not help; the loss does not decompose.
+The other samples of the batch are the negatives. A micro-batch of 8 has 7 of them, whatever K is.
+Eight accumulated micro-batches of 8 are eight easy problems, not one hard problem of 64. Dividing
+by K does not help: the loss does not decompose.
 
 ## Known problems
-A loss that is built in another file under a name of its own is not seen.
+A loss that is built in another file under an unknown name is not recognised.
 
 ## Example
 ```python
@@ -54,7 +54,7 @@ _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 
 
 def check(file: File) -> Iterator[Report]:
-    """At most one report per window."""
+    """Yield at most one report per window."""
     if not _SPEAKS.search(file.facts.source) or _CACHED.search(file.facts.source):
         return
     yield from _in_training_steps(file)
@@ -65,7 +65,7 @@ def check(file: File) -> Iterator[Report]:
 
 
 def _in_training_steps(file: File) -> Iterator[Report]:
-    """Lightning's own accumulation: the loss is in `training_step`, the loop is not here."""
+    """Check Lightning's own accumulation: the loss is in `training_step`, the loop is elsewhere."""
     if not framework_accumulates(file):
         return
     for owner in file.facts.classes:
@@ -104,7 +104,7 @@ def _named(window: Window) -> ast.AST | None:
 
 
 def _is_coupled_class(name: str, window: Window) -> bool:
-    """Whether a loss class of this file compares all samples of its batch with each other."""
+    """True if a loss class of this file compares all samples of its batch with each other."""
     for owner in window.facts.classes:
         if owner.node.name == name and "Loss" in name:
             body = text(owner.node)
@@ -118,7 +118,7 @@ def _true(expr: ast.expr | None) -> bool:
 
 
 def _by_arange(window: Window) -> ast.AST | None:
-    """`cross_entropy(a @ b.T, arange(n))`: the labels are the diagonal."""
+    """Return a `cross_entropy(a @ b.T, arange(n))`, whose labels are the diagonal."""
     for event, call in _calls(window):
         if not re.search(r"cross_entropy|CrossEntropy|criterion|loss|ce$", text(call.func), re.I):
             continue

@@ -1,16 +1,16 @@
 """The reported loss is the divided one, or only that of the last micro-batch.
 
 ## What it does
-Finds `loss.item()` that goes to a log, a progress bar or an average after the loss was divided by
-K, and logs at the end of a window that show the loss of its last micro-batch as that of the window.
+Finds a `loss.item()` in a log, a progress bar or an average after the loss was divided by K. It
+also finds logs at the end of a window that show the loss of the last micro-batch as the window's.
 
 ## Why is this bad?
-Curves are K times too low, so runs with different K cannot be compared; or they show one K-th of
-the data, with the noise of a micro-batch.
+The first kind of curve is K times too low, so runs with different K cannot be compared. The second
+shows one K-th of the data, with the noise of a micro-batch.
 
 ## Known problems
-Sums that are divided by the number of *updates* later are right and not reported. Logging each
-micro-batch's own, undivided loss is not reported.
+Sums that are later divided by the number of *updates* are correct and not reported. The undivided
+loss of each micro-batch is not reported either.
 
 ## Example
 ```python
@@ -59,13 +59,13 @@ _LAST = "reported loss is that of the last micro-batch, not of the window"
 
 
 def check(file: File) -> Iterator[Report]:
-    """At most one report of each sort per window."""
+    """Yield at most one report of each kind per window."""
     shown: set[int] = set()
     for window in file.accumulating:
         bases = _bases(window)
         if not bases:
             continue
-        # One of two loops (`if amp: ... else: ...`) made the loss that is logged after both.
+        # One of two loops (`if amp: ... else: ...`) computed the loss that is logged after both.
         for other in file.accumulating:
             if other.shape == window.shape and other.loop.parents == window.loop.parents:
                 bases |= _bases(other)
@@ -93,7 +93,7 @@ def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
     for event in events:
         if event.kind != "call" or not isinstance(event.node, ast.Call) or not _is_sink(event.node):
             continue
-        # A loop inside (an evaluation, say) has losses of its own.
+        # An inner loop (an evaluation, say) has losses of its own.
         if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
             continue
         for value, env in _values(event.node, event.env):
@@ -116,7 +116,7 @@ def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
 
 
 def _where(event: Event, value: ast.expr, env: Env, window: Window, file: File) -> ast.AST:
-    """The call; but where a helper of the file makes it, the statement that made its value."""
+    """Return the call, or the statement that computed its value if a helper makes the call."""
     function = _function_of(window, file)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return event.node
@@ -131,7 +131,7 @@ def _where(event: Event, value: ast.expr, env: Env, window: Window, file: File) 
 def _is_sink(call: ast.Call) -> bool:
     name = last_part(call.func)
     if isinstance(call.func, ast.Name) and _BAR.fullmatch(name):
-        return len(call.args) > 1  # a bar that is called: `pbar(step, {"loss": ...})`
+        return len(call.args) > 1  # A callable progress bar: `pbar(step, {"loss": ...})`.
     owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if name in _SINKS:
         return not (name in _MATH and owner in {"math", "torch", "np", "numpy"})
@@ -141,7 +141,7 @@ def _is_sink(call: ast.Call) -> bool:
 
 
 def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
-    """The numbers that a log call shows: through f-strings, dictionaries and `%`."""
+    """Yield the values that a log call shows: through f-strings, dictionaries and `%`."""
     todo = [(a, env, 0) for a in (*call.args, *(k.value for k in call.keywords))]
     while todo:
         expr, where, depth = todo.pop(0)
@@ -176,7 +176,7 @@ def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
 
 
 def _is_divided(chain: Chain, window: Window) -> bool:
-    """Divided by K and not multiplied by it again."""
+    """True if it is divided by K and not multiplied by it again."""
     if any(window.is_count(f) for f in chain.factors):
         return False
     return any(window.counts(d) for d in chain.divisors)
@@ -189,7 +189,7 @@ def _is_last(event: Event, window: Window) -> bool:
 
 
 def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
-    """`running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
+    """Yield `running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
     if window.shape != "boundary":
         return
     for event in window.of("augment"):
@@ -197,9 +197,9 @@ def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
         if name is None or "loss" not in name.lower() or window.when(event) != "boundary":
             continue
         if event.loops[-1] is not window.loop:
-            continue  # an evaluation has losses of its own
+            continue  # An evaluation has losses of its own.
         if any(window.when(e) != "boundary" for e in window.of("augment") if _same(e, name)):
-            continue  # the other micro-batches are added on another branch
+            continue  # The other micro-batches are added on another branch.
         chains = trace(event.argument, event.env, window.resolver)
         if chains and all(id(c.base) in bases for c in chains):
             yield Report(event.node, _LAST)
@@ -211,7 +211,7 @@ def _same(event: Event, name: str) -> bool:
 
 
 def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
-    """`total += loss.item()` of a divided loss, shown as `total / (number of micro-batches)`."""
+    """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
     if window.shape == "nested":
         return
     counters = _micro_counters(window)
@@ -250,7 +250,7 @@ def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> b
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
         return False
     left, right = text(node.left), text(node.right)
-    # The name itself; `(total - before) / steps` runs on another clock.
+    # Only the name itself: `(total - before) / steps` uses another count.
     if left not in {name, f"{name}.item()"} or is_accumulation_name(right):
         return False
     if re.fullmatch(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)", right):

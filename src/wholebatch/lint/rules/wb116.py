@@ -6,13 +6,13 @@ counters with an update's name (`global_step`, `num_updates`, `completed_steps`)
 micro-batch and are then compared with a number of updates.
 
 ## Why is this bad?
-A schedule of `len(loader) * epochs` steps that advances once every K batches ends at 1/K of its
+A schedule of `len(loader) * epochs` steps that advances once every K batches gets only 1/K of the
 way: warm-up lasts K times too long and the decay never comes. A counter that runs K times too fast
 stops the training at 1/K of its updates.
 
 ## Known problems
-Only counters that are compared with a limit by name are judged; a micro-batch counter that is used
-as such is fine, whatever it is called.
+Only counters that are compared with a limit by name are judged. A counter that is used for
+micro-batches is fine, whatever its name.
 
 ## Example
 ```python
@@ -70,7 +70,7 @@ _LENGTH = re.compile(
 
 
 def check(file: File) -> Iterator[Report]:
-    """Schedules and counters of each window."""
+    """Yield the schedules and counters of each window that count micro-batches."""
     for window in file.accumulating:
         yield from _schedules(window)
         yield from _counters(window)
@@ -118,12 +118,12 @@ def _length(call: ast.Call) -> ast.expr | None:
         return positional(call, 2)
     at = _POSITIONS.get(last_part(call.func))
     if at is None and re.match(r"\w*Warmup\w*(Scheduler|Schedule|LR)$", last_part(call.func)):
-        at = 2  # (optimizer, warm-up, length), as everyone writes it
+        at = 2  # The usual signature: (optimizer, warm-up, length).
     return None if at is None else positional(call, at)
 
 
 def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
-    """The length counts batches of a loader, and no way to it divides by the window."""
+    """True if the length counts batches of a loader and is nowhere divided by the window."""
     spelled = _spellings(expr, env)
     if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
         return False
@@ -134,7 +134,7 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
 
 
 def _times(window: Window) -> set[str]:
-    """How often the loop over micro-batches goes round, where it says so: `range(total)`."""
+    """Return the loop's number of iterations as text, if it is written: `range(total)`."""
     iterable = peel(window.loop.iterable, window.loop.entry)
     if not isinstance(iterable, ast.Call) or last_part(iterable.func) not in {"range", "trange"}:
         return set()
@@ -146,7 +146,7 @@ def _has_count(spelled: str, window: Window) -> bool:
     if not window.every_key:
         return False
     if window.every is not None and number(window.every) is not None:
-        # A literal count: only a division by it says so, not a 4 that stands somewhere.
+        # With a literal count, only a division by it is evidence, not any 4 in the text.
         return bool(re.search(rf"/ *{re.escape(name)}(?![\w.])", spelled))
     return bool(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", spelled))
 
@@ -180,7 +180,7 @@ def _counters(window: Window) -> Iterator[Report]:
 
 
 def _is_the_clock(name: str, window: Window) -> bool:
-    """Whether the boundary divides this counter, so that it counts micro-batches on purpose."""
+    """True if the boundary uses this counter, so that it counts micro-batches on purpose."""
     return window.boundary is not None and bool(
         re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", text(window.boundary.expr))
     )

@@ -1,15 +1,15 @@
 """Gradients are cleared between `backward` and `step`.
 
 ## What it does
-Finds `zero_grad()` after the backward and before the `step()` that should use its gradients, and
-clearing at the end of a window just before its last backward.
+Finds `zero_grad()` after the backward and before the `step()` that should use its gradients. It
+also finds clearing at the end of a window just before its last backward.
 
 ## Why is this bad?
-In the first case the optimizer sees zeros (or None) and only weight decay and momentum move the
-model. In the second the update is made from the last micro-batch alone.
+In the first case the optimizer sees zeros (or None), and only weight decay and momentum move the
+model. In the second case the update is made from the last micro-batch alone.
 
 ## Known problems
-Loops with several optimizers are judged only where the receiver of `zero_grad` is that of `step`.
+Loops with several optimizers are judged only if `zero_grad` and `step` have the same receiver.
 
 ## Example
 ```python
@@ -45,7 +45,7 @@ __all__ = ["RULE"]
 
 
 def check(file: File) -> Iterator[Report]:
-    """Clearing calls that come between a backward and its step."""
+    """Yield clearing calls between a backward and its step."""
     for window in file.windows:
         if window.shape in {"deepspeed"} or (window.loop.virtual and window.shape == "plain"):
             continue
@@ -88,7 +88,7 @@ def _cleared_before(zero: Event, steps: list[Event], window: Window) -> Event | 
             for b in window.backwards
             if b.order < zero.order and not exclusive(b, zero) and not exclusive(b, step)
         ]
-        # An earlier step of the same optimizer has used what is cleared here.
+        # An earlier step of the same optimizer has used the gradients cleared here.
         used = [s for s in steps if s.order < zero.order and not exclusive(s, zero)]
         if before and not between and not used:
             return step
@@ -96,7 +96,7 @@ def _cleared_before(zero: Event, steps: list[Event], window: Window) -> Event | 
 
 
 def _holds_others(zero: Event, step: Event) -> bool:
-    """Whether the optimizer was made from the parameters of another model than the cleared one."""
+    """True if the optimizer holds the parameters of another model than the cleared one."""
     made = [d.expr for d in step.env.get(step.receiver_text, ())]
     names = {n for m in made for n in re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text(m))}
     return (
@@ -117,7 +117,7 @@ def _before_last_backward(zero: Event, steps: list[Event], window: Window) -> bo
     mine = _boundary(zero, window)
     if mine is None or mine.shift != window.boundary.shift:
         return False
-    # A second clear after the step makes this one no less wrong.
+    # A second clear after the step does not make this one right.
     return not mine.after_first and window.boundary.kind == "modulo"
 
 

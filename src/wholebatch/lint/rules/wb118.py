@@ -1,15 +1,15 @@
 """Gradients are accumulated although the whole batch would fit.
 
 ## What it does
-Notes accumulation with a literal number of steps and a literal batch size over a model of a few
-small linear layers, all of whose sizes are literals in the same file.
+Notes accumulation with a literal number of steps and a literal batch size, over a model of a few
+small linear layers whose sizes are all literals in the same file.
 
 ## Why is this bad?
-Accumulation trades time for memory. Where the whole batch needs a few megabytes it only costs time:
-K small launches instead of one, and a loop that is easier to get wrong.
+Accumulation trades time for memory. If the whole batch needs a few megabytes, it only costs time: K
+small launches instead of one, and a loop that is easier to get wrong.
 
 ## Known problems
-This is a note. Only models whose size can be added up from literals are judged.
+This is a note. Only models whose size can be computed from literals are judged.
 
 ## Example
 ```python
@@ -47,7 +47,7 @@ _LARGE_PARTS = re.compile(
 
 
 def check(file: File) -> Iterator[Report]:
-    """One note per file at most."""
+    """Yield at most one note per file."""
     windows = [w for w in file.accumulating if w.shape in {"boundary", "nested"}]
     if not windows or _LARGE_PARTS.search(file.facts.source):
         return

@@ -1,4 +1,4 @@
-"""A benchmark's JSON as a table of everything it measured, and its times as bars."""
+"""The JSON of a benchmark as a table of all its measurements, with its times as bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 
 def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
-    """One section for every file."""
+    """Return one section for every file."""
     sections = []
     for at, (name, data) in enumerate(found):
         labels, rows = _rows(data)
@@ -39,7 +39,7 @@ def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
 
 
 def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
-    """The rows with their names: `results` has them as keys, `rows` in their words."""
+    """Return the rows with their labels: the keys of `results`, or the texts in each of `rows`."""
     results = data.get("results")
     if isinstance(results, Mapping):
         items = [(str(name), row) for name, row in results.items() if isinstance(row, Mapping)]

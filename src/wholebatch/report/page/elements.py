@@ -1,4 +1,4 @@
-"""What a page is made of: sections of prose, tables and charts; values only, no markup yet."""
+"""The elements of a page: sections of text, tables and charts, as values without markup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["SERIES", "Callout", "Chart", "Page", "Section", "Table", "Text", "series_color"]
 
 SERIES = 8
-"""How many colours for series a page has; `assets/page.css` gives each in light and in dark."""
+"""The number of series colours; `assets/page.css` defines each for light and dark."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Callout:
-    """An answer: one line, with a sign, and what stands behind it. `mood`: good, bad or plain."""
+    """An answer: one line with a sign, and its details. `mood`: good, bad or plain."""
 
     head: str
     lines: tuple[str, ...] = ()
@@ -30,22 +30,21 @@ class Callout:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head. The first column names the row; `bold` are the numbers of marked rows."""
+    """Rows under a head. The first column labels the row; `bold` holds the indices of bold rows."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
     bold: frozenset[int] = frozenset()
     folded: bool = False
-    """Shown when asked for: the numbers of a chart, for those who cannot see it."""
+    """Folded until opened: the numbers of a chart, for those who cannot see it."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot as plotly.js takes it, with colours by name (`series_color`), so that both schemes
-    have their own.
+    """A plot for plotly.js, with colours by name (`series_color`) for the light and dark scheme.
 
-    A trace may have `xs`, a table of x by name; the page then lets the reader choose which.
+    A trace may have `xs`, a table of x values by name; the reader of the page then chooses one.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Chart:
     caption: str = ""
     height: int = 320
     wide: bool = False
-    """Takes the whole width of the page, where two others stand side by side."""
+    """True to take the whole width of the page instead of half."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it."""
+    """The whole page."""
 
     title: str
     subtitle: str
@@ -77,14 +76,14 @@ class Page:
 
     @property
     def charts(self) -> list[Chart]:
-        """Every chart, in the order of the page."""
+        """Return every chart, in the order of the page."""
         return [
             part for section in self.sections for part in section.parts if isinstance(part, Chart)
         ]
 
 
 def series_color(index: int) -> str:
-    """The name of a series' colour; they come round again after `SERIES`.
+    """Return the name of a series' colour; the colours repeat after `SERIES`.
 
     >>> series_color(0), series_color(9)
     ('--series-1', '--series-2')

@@ -1,7 +1,7 @@
-"""A page as one HTML file that needs nothing else: no network, no neighbour, no font.
+"""A page as one self-contained HTML file: no network, no other files, no fonts.
 
-The plotting library (plotly.js, from the Python package) and everything drawn with it are inside.
-A content policy in the head forbids the browser to load anything from anywhere.
+It contains the plotting library (plotly.js, from the Python package) and all data. A content
+security policy in the head forbids the browser to load anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
 
 
 def write_page(page: Page, path: Path) -> Path:
-    """Write the page and return where it is; folders on the way are made."""
+    """Write the page and return its path; create missing folders."""
     text = render(page)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def write_page(page: Page, path: Path) -> Path:
 
 
 def render(page: Page) -> str:
-    """The whole file as text."""
+    """Return the whole file as text."""
     charts = {chart.name: _spec(chart) for chart in page.charts}
     if len(charts) != len(page.charts):
         raise ValueError("two charts of a page have the same name")
@@ -94,7 +94,7 @@ def _spec(chart: Chart) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Texts as they are: the library takes `<b>` in the name of a run for its own markup."""
+    """Escape all text: plotly would treat `<b>` in the name of a run as markup."""
     if isinstance(value, str):
         return value.replace("&", "&amp;").replace("<", "&lt;")
     if isinstance(value, Mapping):
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand inside a script element; what is not finite becomes null."""
+    """Return JSON that is safe inside a script element; non-finite numbers become null."""
     return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -117,7 +117,7 @@ def _section(section: Section) -> str:
     in_grid = False
     for part in section.parts:
         narrow = isinstance(part, Chart) and not part.wide
-        if narrow != in_grid:  # charts that follow each other stand side by side
+        if narrow != in_grid:  # Consecutive narrow charts stand side by side.
             parts.append('<div class="grid">' if narrow else "</div>")
             in_grid = narrow
         parts.append(_part(part))
@@ -132,7 +132,7 @@ def _section(section: Section) -> str:
 
 
 def _axes(section: Section) -> str:
-    """Buttons for what is along x, where the charts of a section leave it open."""
+    """Return buttons to choose the x axis, if the charts of a section offer more than one."""
     names: list[str] = []
     for part in section.parts:
         if isinstance(part, Chart):

@@ -1,4 +1,4 @@
-"""A page of whatever was given: runs, plans, tunings, verdicts and benchmarks, in that order."""
+"""A page of everything given: runs, plans, tunings, verdicts and benchmarks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _UNITS = {"bytes-gpt": "bytes", "digits-cnn": "images"}
 
 
 def write_report(paths: Sequence[Path], to: Path, *, title: str | None = None) -> Path:
-    """The page of these runs and files, written; what `wholebatch report` does."""
+    """Write the page of these runs and files; this is `wholebatch report`."""
     return write_page(make_page(read_sources(paths), title=title), to)
 
 
 def make_page(sources: Sources, *, title: str | None = None) -> Page:
-    """Every section that there is something to say in."""
+    """Return a page with every section that has content."""
     units = [_unit_of(run) for run in sources.runs]
     verdicts: dict[str, dict[str, Any]] = dict(sources.verdicts)
     plans = [*sources.plans, *_plans_of(sources.tunings)]
@@ -65,7 +65,7 @@ def _unit_of(run: Run) -> str:
 def _plans_of(
     tunings: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """What tunings predicted on the way, in the form of a plan."""
+    """Return the memory predictions of tunings in the form of a plan."""
     return [
         (name, {**tuned["memory"], "subject": tuned.get("subject"), "by": "tune"})
         for name, tuned in tunings
@@ -74,7 +74,7 @@ def _plans_of(
 
 
 def _splits(sources: Sources) -> list[tuple[str, Mapping[str, float]]]:
-    """The fastest settings of each tuning, and runs that recorded their split."""
+    """Return the splits of each tuning's fastest settings, and of runs that recorded theirs."""
     found: list[tuple[str, Mapping[str, float]]] = []
     for name, tuned in sources.tunings:
         measured = [trial for trial in tuned["trials"] if trial.get("split")]

@@ -1,4 +1,4 @@
-"""Memory by category over micro-batch sizes, as `wholebatch plan` and `wholebatch tune` say it."""
+"""Memory by category over micro-batch sizes, from `wholebatch plan` and `wholebatch tune`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["memory", "scale_of"]
 
 
 def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
-    """One stacked chart for each plan, with its budget as a line."""
+    """Return one stacked chart for each plan, with its budget as a line."""
     parts: list[Chart | Table | Text] = []
     for at, (name, plan) in enumerate(plans):
         points = plan["points"]
@@ -37,7 +37,7 @@ def _chart(
     for at, category in enumerate(CATEGORIES):
         values = [point["by_category"].get(category, 0) / scale for point in points]
         if max(values) * 200 < max(point["peak"] for point in points) / scale:
-            continue  # not to be seen
+            continue  # Too small to see.
         traces.append(
             {
                 "type": "bar",
@@ -49,11 +49,12 @@ def _chart(
             }
         )
     highest = max(point["peak"] for point in points)
-    if budget is not None and budget < 3 * highest:  # beyond, it would flatten everything else
+    # A budget far above would flatten everything else.
+    if budget is not None and budget < 3 * highest:
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines" if len(sizes) > 1 else "lines+markers",  # no line through one point
+                "mode": "lines" if len(sizes) > 1 else "lines+markers",  # One point gives no line.
                 "name": "budget",
                 "x": sizes,
                 "y": [budget / scale] * len(sizes),
@@ -76,7 +77,7 @@ def _chart(
 
 
 def scale_of(most: float) -> tuple[float, str]:
-    """What to divide bytes by, and the unit that they are then in, for the largest of them."""
+    """Return the divisor and the unit for byte values up to `most`."""
     for size, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
         if most >= size:
             return size, unit

@@ -1,8 +1,8 @@
-"""What a page is about, read from where commands wrote it: runs, plans, verdicts, tunings.
+"""The sources of a page, read from files that commands wrote: runs, plans, verdicts, tunings.
 
-A folder is a run of `wholebatch train` (`config.json`, `metrics.jsonl`), with what else lies in it:
-`verify.json`, `plan.json`, `tune.json`. A file is what `wholebatch verify --json`, `wholebatch plan
---json`, `wholebatch tune` or a benchmark wrote; which of them, its content says.
+A folder is a run of `wholebatch train` (`config.json`, `metrics.jsonl`), with optional
+`verify.json`, `plan.json` and `tune.json`. A file comes from `wholebatch verify --json`,
+`wholebatch plan --json`, `wholebatch tune` or a benchmark; its content shows which.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: what it was asked to do, and one record for every window."""
+    """One training run: its configuration, and one record for every window."""
 
     name: str
     path: Path
@@ -32,14 +32,14 @@ class Run:
 
     @property
     def settings(self) -> Data:
-        """The settings that decided the run."""
+        """Return the settings of the run."""
         found: Data = self.config.get("settings", {})
         return found
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything that was given, by kind; the others with the name they go by."""
+    """Everything that was given, by kind; all but runs as (name, data)."""
 
     runs: list[Run] = field(default_factory=list)
     plans: list[tuple[str, Data]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Sources:
     benchmarks: list[tuple[str, Data]] = field(default_factory=list)
 
     def add(self, kind: str, name: str, data: Data) -> None:
-        """Put what a file holds where it belongs."""
+        """Add the content of a file to its kind."""
         {
             "plan": self.plans,
             "tune": self.tunings,
@@ -58,7 +58,7 @@ class Sources:
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read every path; a StateError names the first that is nothing a page can show."""
+    """Read every path; raise a StateError for the first that a page cannot show."""
     sources = Sources()
     names = _names(paths)
     for path, name in zip(paths, names, strict=True):
@@ -73,7 +73,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 
 
 def kind_of(data: object) -> str | None:
-    """What a JSON file of the library is: plan, tune, verdict, benchmark; None for others.
+    """Return the kind of a JSON file: plan, tune, verdict or benchmark; None for others.
 
     >>> kind_of({"same": True, "line": "same update: ..."}), kind_of([1, 2])
     ('verdict', None)
@@ -122,7 +122,7 @@ def _read_folder(path: Path, name: str, sources: Sources) -> None:
 
 
 def _records(path: Path) -> list[Data]:
-    """The lines that are whole: a run that goes on now may be writing the last one."""
+    """Return the complete lines: an active run may still be writing the last one."""
     if not path.is_file():
         return []
     records = []
@@ -147,7 +147,7 @@ def _load(path: Path) -> Any:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Short names that tell the paths apart: the last part, else with its parent, else all."""
+    """Return short, distinct names of the paths: the last part, else with its parent, else all."""
     absolute = [path.resolve() for path in paths]
     stems = [path.name if path.is_dir() else path.stem for path in absolute]
     longer = [f"{path.parent.name}/{stem}" for path, stem in zip(absolute, stems, strict=True)]

@@ -1,4 +1,4 @@
-"""What `wholebatch tune` measured: the answer, settings side by side, where the time goes."""
+"""The results of `wholebatch tune`: the answer, all settings, and the split of the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Data = Mapping[str, Any]
 
 
 def tuning(tunings: Sequence[tuple[str, Data]]) -> Section | None:
-    """The recommendation, why, and everything that was measured on the way to it."""
+    """Return the recommendation, the reasons, and all measurements."""
     parts: list[Any] = []
     for at, (name, tuned) in enumerate(tunings):
         bottleneck = tuned["bottleneck"]
@@ -104,7 +104,7 @@ def _speeds(at: int, tuned: Data, measured: Sequence[Data]) -> Chart:
 
 
 def _trials(tuned: Data) -> Table:
-    """Measured settings by their speed; those that were left out for one reason share a row."""
+    """Return a table of settings by speed; those left out for the same reason share a row."""
     rows: list[tuple[str, ...]] = []
     bold = set()
     measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
@@ -177,7 +177,7 @@ def _ranks(at: int, ranks: Data) -> Chart:
 
 
 def split(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Section | None:
-    """Where a window's time goes: one bar for every setting or run, in milliseconds."""
+    """Return the split of a window's time: one bar for every setting or run, in milliseconds."""
     if not splits:
         return None
     names = [name for name, _ in splits]

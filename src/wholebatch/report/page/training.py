@@ -17,16 +17,16 @@ from wholebatch.words import bytes_said
 __all__ = ["MOST_POINTS", "overview", "thinned", "training"]
 
 MOST_BARS = 60
-"""Points of a curve that are drawn with their intervals."""
+"""The most points of a curve that are drawn with their intervals."""
 MOST_POINTS = 800
-"""Of a curve. Longer runs are shown by the means of as many stretches."""
+"""The most points of a curve; longer runs are shown by means over stretches."""
 
 _PLACE = {"updates": "update", "epochs": "epoch", "tokens": "token"}
 Record = dict[str, Any]
 
 
 def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
-    """What happened over the windows of every run; `units` are the words for their units."""
+    """Return charts over the windows of every run; `units` are the names of their units."""
     shown = [(run, unit) for run, unit in zip(runs, units, strict=True) if run.records]
     if not shown:
         return None
@@ -82,7 +82,7 @@ def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
 
 
 def memory_of(record: Record) -> float | None:
-    """The peak of a window in bytes, where the run recorded one."""
+    """Return the peak of a window in bytes, if the run recorded one."""
     for name in ("memory", "memory_bytes", "peak_memory"):
         value = record.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -100,7 +100,7 @@ def _chart(
     from_zero: bool = False,
     bounds: tuple[str, str] | None = None,
 ) -> Chart | None:
-    """One curve for every run; with `bounds`, one through the windows that were measured."""
+    """Return one curve for every run; with `bounds`, only through windows with a value."""
     traces = []
     for place, (run, unit) in enumerate(shown):
         ys = [_number(value(record)) for record in run.records]
@@ -133,13 +133,13 @@ def _chart(
         "yaxis": {"title": {"text": label}, "rangemode": "tozero" if from_zero else "normal"},
         "showlegend": len(shown) > 1,
     }
-    if bounds is not None:  # an interval may end at ten times the value
+    if bounds is not None:  # An interval may end at ten times the value.
         layout["yaxis"] = {"title": {"text": label}, "type": "log", **_ticks(traces)}
     return Chart(name, title, traces, layout)
 
 
 def _ticks(traces: Sequence[Record]) -> dict[str, str]:
-    """2, 5 and 10 of every decade, where there is a whole one; else the library finds better."""
+    """Return ticks at 2, 5 and 10 of every decade, if the axis spans one; else plotly's own."""
     ends = [y for trace in traces for y in trace["y"] if y]
     for trace in traces:
         bars = trace.get("error_y", {})
@@ -155,7 +155,7 @@ def _bars(
     *,
     color: str,
 ) -> dict[str, Any]:
-    """The interval of every point; none upwards where it has no end."""
+    """Return the interval of every point; an open end is not drawn."""
 
     def between(ends: Sequence[float | None]) -> list[float]:
         pairs = zip(ys, ends, strict=True)
@@ -173,7 +173,7 @@ def _bars(
 
 
 def _along(records: Sequence[Record], unit: str) -> dict[str, list[float | None]]:
-    """What can be along x: windows, units seen, time spent in windows."""
+    """Return the choices for the x axis: windows, units seen, time spent in windows."""
     units = list(itertools.accumulate(_number(r.get("units")) or 0.0 for r in records))
     seconds = itertools.accumulate(_number(r.get("seconds")) or 0.0 for r in records)
     return {
@@ -184,7 +184,7 @@ def _along(records: Sequence[Record], unit: str) -> dict[str, list[float | None]
 
 
 def thinned(columns: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """The same columns with at most `MOST_POINTS` rows, each the mean of a stretch."""
+    """Return the columns with at most `MOST_POINTS` rows, each the mean of a stretch."""
     length = len(columns[0])
     if length <= MOST_POINTS:
         return [list(column) for column in columns]
@@ -206,7 +206,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def overview(
     runs: Sequence[Run], units: Sequence[str], verdicts: dict[str, dict[str, Any]]
 ) -> Section | None:
-    """The runs as columns of one table; rows in which they differ are marked."""
+    """Return a table with the runs as columns; rows in which they differ are marked."""
     if not runs:
         return None
     rows: list[tuple[str, ...]] = []
@@ -256,7 +256,7 @@ def overview(
 
 def _batch_said(run: Run) -> str:
     arithmetic = run.manifest.get("arithmetic")
-    if isinstance(arithmetic, list):  # a batch size that changes on the way
+    if isinstance(arithmetic, list):  # The batch size changes during the run.
         place = _PLACE.get(arithmetic[0].get("by", ""), "")
         sizes = ", ".join(f"{one['global_batch']} from {one['from']:,}" for one in arithmetic)
         return f"samples by {place}: {sizes}; micro-batch {arithmetic[0]['micro_batch']}"

@@ -1,4 +1,4 @@
-"""What `wholebatch verify` found: the answer, how far off, and by what rounding explains."""
+"""The result of `wholebatch verify`: the answer, the distances, and the share of rounding."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from wholebatch.report.page.elements import Callout, Chart, Section, Table, seri
 __all__ = ["verification"]
 
 Data = Mapping[str, Any]
-_SMALLEST = 1e-18  # what is exactly equal has no place on a logarithmic axis
+_SMALLEST = 1e-18  # Zero has no place on a logarithmic axis.
 
 
 def verification(verdicts: Sequence[tuple[str, Data]]) -> Section | None:
-    """Every verdict, with its distances against their tolerances."""
+    """Return every verdict, with its distances and their tolerances."""
     parts: list[Callout | Chart | Table] = []
     for at, (name, verdict) in enumerate(verdicts):
         parts.append(_answer(name, verdict))
@@ -89,7 +89,7 @@ def _found(key: str | None) -> str:
 def _distances(
     name: str, labels: Sequence[str], distances: Sequence[float], tolerances: Sequence[float]
 ) -> Chart:
-    """Distance and tolerance of each comparison on one logarithmic axis."""
+    """Return a chart of distances and tolerances on one logarithmic axis."""
 
     def points(what: str, values: Sequence[float], color: str, symbol: str) -> dict[str, Any]:
         width = 0 if symbol == "circle" else 3
