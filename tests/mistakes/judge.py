@@ -64,11 +64,14 @@ def of_a_host(warning: warnings.WarningMessage) -> bool:
 
 
 def split(door: str, samples: int, draw: random.Random) -> list[int]:
-    """Uneven sizes of micro-batches that add up to the batch."""
+    """Uneven sizes of micro-batches that add up to the batch.
+
+    `WholeBatch` sees all samples. Other doors see the first micro-batch when they look: it has four
+    samples or more, because what two of them do to each other may be nothing.
+    """
     if door == "WholeBatch":
         return [draw.randint(3, 7)]
-    number = draw.randint(3, 4)
-    sizes = [draw.randint(2, 4) for _ in range(number - 1)]
+    sizes = [draw.randint(4, 6), *(draw.randint(1, 3) for _ in range(draw.randint(1, 2)))]
     return [*sizes, samples - sum(sizes)]
 
 

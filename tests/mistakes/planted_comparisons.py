@@ -185,7 +185,7 @@ def advantages_normalised_in_the_micro_batch(task: Task) -> Task:
     return task.but(loss=loss, announced=lambda micro: len(next(iter(micro.values()))))
 
 
-@mistake(COUPLES, only=CLASSIFIERS)
+@mistake(COUPLES + "|mean", only=CLASSIFIERS)
 def class_weights_by_frequency_in_the_batch(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         _, losses = samples_of(task, model, micro)

@@ -24,6 +24,7 @@ from tests.mistakes.states import (
     Observer,
     OwnBatchNorm,
     OwnSpectralNorm,
+    ScaledByStatistic,
     SoftmaxOverSamples,
     TorchSpectralNorm,
     Wrapped,
@@ -112,7 +113,13 @@ def a_capacity_of_experts(task: Task) -> Task:
 
 
 @mistake(COUPLES)
+def outputs_scaled_by_a_statistic_of_the_batch(task: Task) -> Task:
+    return around(ScaledByStatistic)(task)
+
+
+@mistake(COUPLES, doors=("WholeBatch",))
 def outputs_halved_by_a_statistic_of_the_batch(task: Task) -> Task:
+    """A decision that eight samples show and two may not: a host may have no more to look at."""
     return around(HalvedByStatistic)(task)
 
 

@@ -177,6 +177,17 @@ class HalvedByStatistic(nn.Module):
         return x * 0.5 if float(x.detach().mean()) > self.bound else x
 
 
+class ScaledByStatistic(nn.Module):
+    """Makes the signal smaller, the larger the batch is on the whole."""
+
+    def __init__(self, out: Tensor) -> None:
+        super().__init__()
+        self.bound = float(out.mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.5 - torch.sigmoid(x.detach().mean() - self.bound))
+
+
 class MixedUp(nn.Module):
     """Mixup with the next sample."""
 

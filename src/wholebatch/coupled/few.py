@@ -26,7 +26,7 @@ from wholebatch.precision import SIXTEEN_BIT
 from wholebatch.splitting.layout import Layout
 from wholebatch.splitting.structure import flatten
 
-__all__ = ["Few", "Run", "Sum", "Uncheckable", "evaluating", "weight_norms"]
+__all__ = ["Few", "GoesBack", "Run", "Sum", "Uncheckable", "evaluating", "weight_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,20 @@ class Few:
         with self.draws.serving(start, stop, self.count, to_the_end=backward):
             return self._made(start, stop, scale=scale, backward=backward)
 
+    def of(self, rows: list[int]) -> Run:
+        """Run any samples without a backward; they draw anew, from the generators as found."""
+        self._begin()
+        return self._made(0, len(rows), scale=1.0, backward=False, rows=rows)
+
     def _begin(self) -> None:
         self.start.restore()
         self.fixed.begin()
 
-    def _made(self, start: int, stop: int, *, scale: float, backward: bool) -> Run:
+    def _made(
+        self, start: int, stop: int, *, scale: float, backward: bool, rows: list[int] | None = None
+    ) -> Run:
         # Copies, so that a function that changes its batch in place does not change the user's.
-        batch = self.layout.take(list(range(start, stop)))
+        batch = self.layout.take(list(range(start, stop)) if rows is None else rows)
         holding: AbstractContextManager[Any] = nullcontext()
         if not self.graph:
             holding = saved_tensors_hooks(_dropped, _gone)
@@ -235,7 +242,7 @@ class Uncheckable(Exception):
     """Nothing can be told of this loss."""
 
 
-class _GoesBack(Uncheckable):
+class GoesBack(Uncheckable):
     """The loss function runs a backward of its own, and there is no memory for it."""
 
 
@@ -244,7 +251,7 @@ def _dropped(tensor: Tensor) -> None:
 
 
 def _gone(nothing: None) -> Tensor:
-    raise _GoesBack
+    raise GoesBack
 
 
 class Called:
