@@ -172,7 +172,7 @@ def _is_divided_by_its_count(term: _Term, units: float) -> bool:
     if _close(count, term.count):
         return True
     # Of [units, units] losses, a division may be by the features; by 2, it may be of two terms.
-    return _close(count, units) and units > 2 and term.count != units * units
+    return _close(count, units) and not _close(units, 2) and term.count != units * units
 
 
 def _is_undone(term: _Term, counts: tuple[float, ...]) -> bool:

@@ -195,7 +195,8 @@ def class_weights_by_frequency_in_the_batch(task: Task) -> Task:
     return task.but(loss=loss)
 
 
-@mistake(COUPLES + "|random")
+# Nothing is told of draws that cannot be held in a loss that runs a backward of its own.
+@mistake(COUPLES + "|random", never=frozenset({"physics"}))
 def negatives_drawn_from_the_batch(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         z, losses = samples_of(task, model, micro)

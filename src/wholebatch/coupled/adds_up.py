@@ -34,6 +34,7 @@ __all__ = ["AddsUp", "Look"]
 _log = logging.getLogger("wholebatch")
 
 _SAMPLES = 8
+_DRAWS = 8
 _COMPARES = (
     "%s seems to compare samples with each other: with the same random numbers, the losses of two "
     "groups of %d samples are together %.6g, and %.6g when they exchange halves. Each micro-batch "
@@ -284,9 +285,9 @@ class _Looking:
         if not part:
             return
         a, b, c, d = (list(range(i * part, (i + 1) * part)) for i in range(4))
-        for joined in (_one_after_the_other, _in_turns):  # a draw may keep to one of them
+        for skip in range(_DRAWS):  # one draw may happen to keep the parts apart
             try:
-                runs = [few.of(joined(*pair)) for pair in ((a, b), (c, d), (c, b), (a, d))]
+                runs = [few.of(x + y, skip) for x, y in ((a, b), (c, d), (c, b), (a, d))]
             except (torch.OutOfMemoryError, Uncheckable, RuntimeError, ValueError):
                 return
             one, other = (runs[0].total + runs[1].total, runs[2].total + runs[3].total)
@@ -328,14 +329,6 @@ class _Looking:
                 return (found,)
             layers = causes.by_changing_a_sample(few, self._more, self._name)
             return layers or (() if tolerance.adds_up(runs[0], runs[1:]) else (found,))
-
-
-def _one_after_the_other(first: list[int], second: list[int]) -> list[int]:
-    return first + second
-
-
-def _in_turns(first: list[int], second: list[int]) -> list[int]:
-    return [row for pair in zip(first, second, strict=True) for row in pair]
 
 
 def _drew_alike(runs: Sequence[Run]) -> bool:

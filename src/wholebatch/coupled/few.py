@@ -142,9 +142,11 @@ class Few:
         with self.draws.serving(start, stop, self.count, to_the_end=backward):
             return self._made(start, stop, scale=scale, backward=backward)
 
-    def of(self, rows: list[int]) -> Run:
-        """Run any samples without a backward; they draw anew, from the generators as found."""
+    def of(self, rows: list[int], skip: int = 0) -> Run:
+        """Run any samples without a backward; they draw anew, after `skip` draws."""
         self._begin()
+        device = next(self.model.parameters()).device
+        torch.rand(skip, device=device)
         return self._made(0, len(rows), scale=1.0, backward=False, rows=rows)
 
     def _begin(self) -> None:
