@@ -23,6 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "batchnorm.md",
         "contrastive.md",
         "gradients.md",
+        "whole-gradient.md",
         "distributed.md",
         "engines.md",
     ),

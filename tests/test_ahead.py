@@ -201,3 +201,21 @@ def test_what_the_loader_raises_comes_when_its_batch_is_asked_for(here: list[int
     assert train.step(next(batches)).update == 1
     with pytest.raises(OSError, match="no such file"):
         next(batches)
+
+
+def test_not_where_the_gradient_is_worked_on_or_left(here: list[int]) -> None:
+    model, plain = make()
+    plain.gradient(batch(0))
+    model.zero_grad()
+    named: list[str] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=lambda m, b: wb.mean_loss(m(b["x"]).square().mean(), len(b["x"])),
+        micro_batch=4,
+        on_gradient=lambda given: named.extend(name for name, _ in given),
+    )
+    train.step(batch(0))
+    assert here == []
+    assert named

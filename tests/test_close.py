@@ -17,6 +17,7 @@ from tests.support import (
     Whole,
     adamw,
     distance,
+    knows_grad_scale,
     mlp,
     pieces,
     samples,
@@ -52,7 +53,12 @@ def test_fused_optimizers_take_the_factor_without_a_pass(name: str, clip: float 
     optimizer = make(model)
     seen = Seen(model, optimizer)
     scales = []
-    optimizer.register_step_pre_hook(lambda o, *_: scales.append(getattr(o, "grad_scale", None)))
+
+    def look(o: torch.optim.Optimizer, *_: Any) -> None:
+        scales.append(getattr(o, "grad_scale", None))
+
+    knows_grad_scale(look)
+    optimizer.register_step_pre_hook(look)
     step = window(
         model, wb.Accumulator(model, optimizer, steps=4, clip_norm=clip), batch, [5, 1, 7, 11]
     )

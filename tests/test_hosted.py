@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
-from wholebatch.hosted import Given, Hosted, Options
+from wholebatch.hosted import FirstLook, Given, Hosted, Options
 
 CPU = torch.device("cpu")
 
@@ -98,6 +100,34 @@ def test_sparse_gradients_are_settled_too() -> None:
     window.settle()
     assert table.weight.grad is not None
     assert table.weight.grad.to_dense()[:, 0].tolist() == [0.75, 0, 0, 0.25, 0]
+
+
+def test_a_first_look_leaves_its_host_as_it_was() -> None:
+    class Host:
+        def __init__(self) -> None:
+            self.metrics: Any = defaultdict(list, {"loss": [1.0]})
+            self.seen, self.steps, self.last = {1}, 0, deque([1, 2], maxlen=2)
+
+    host, model = Host(), mlp()
+    window = Hosted([model], [], device=CPU, owns_forward=True)
+    look = FirstLook(model, window, host=host, off="audit=False")
+    kept = host.metrics["loss"]
+
+    def run(few: Any) -> wb.Loss:
+        host.metrics["loss"].append(2.0)
+        host.metrics["other"].append(2.0)
+        host.seen.add(2)
+        host.last.append(3)
+        host.steps += 1
+        host.added = True  # type: ignore[attr-defined]
+        return wb.mean_loss(mean(model, few), len(few["y"]))
+
+    assert look.pending
+    look.at(run, samples(8))
+    assert not look.pending
+    assert vars(host) == vars(Host())
+    assert host.metrics["loss"] is kept
+    assert host.last.maxlen == 2
 
 
 def test_spectral_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -66,9 +66,9 @@ def test_what_may_be_done_in_a_window() -> None:
 
 def test_losses_that_lead_to_no_parameter_of_the_optimizer() -> None:
     model, another = mlp(), mlp()
-    acc = wb.Accumulator(model, sgd(another), steps=1)
+    acc = wb.Accumulator(model, sgd(model), steps=1)
     with pytest.raises(WindowError, match="lead to none of the optimizer's parameters"):
-        acc.backward(summed(model, MICROS[0]), units=5)
+        acc.backward(summed(another, MICROS[0]), units=5)
 
 
 def test_a_layer_that_moves_with_every_forward_is_named(caplog: pytest.LogCaptureFixture) -> None:

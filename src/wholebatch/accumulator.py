@@ -22,11 +22,13 @@ from wholebatch.feed import Feed
 from wholebatch.forward_state import ForwardState
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
+from wholebatch.hooks import OnGradient
 from wholebatch.loss import Loss, Terms, Units, mean_loss
 from wholebatch.step import Step
 from wholebatch.steps import Steps
 from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
+from wholebatch.turn import Turn
 from wholebatch.untouched import Untouched
 from wholebatch.window import Window
 
@@ -56,18 +58,23 @@ class Accumulator:
     `acc.backward(mean=..., units=...)`. Without `over`, `backward` closes every `steps`-th time,
     and `flush()` closes a short last window.
 
-    `audit=True` reads from the graph of the first losses whether what is given as a sum is a mean,
-    and whether the loss compares samples with each other.
+    `audit=True` looks at the first window: what is given as a sum must not be a mean, the loss must
+    not compare samples, and the model must not let them act on each other or move state of its own.
+
+    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
+    whole gradient. With `optimizer=None` a window ends with that gradient in `.grad`, for you to
+    step with and to clear.
     """
 
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         *,
         steps: int | dict[int, int] | Steps,
         clip_norm: ClipNorm = None,
         clip_value: float | None = None,
+        on_gradient: OnGradient | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         ema: Ema | None = None,
@@ -80,6 +87,7 @@ class Accumulator:
         allow_untested_device: bool = False,
         audit: bool = True,
     ) -> None:
+        self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
         if batchnorm == "exact":
             raise OptionError(
                 'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
@@ -99,9 +107,14 @@ class Accumulator:
             sync=engine,
         )
         store = choose_store(
-            gradients, optimizer_on=optimizer_on, target=target, options=options, sync=engine
+            gradients,
+            optimizer_on=optimizer_on,
+            target=target,
+            options=options,
+            sync=engine,
+            on_gradient=on_gradient is not None,
         )
-        self._window = Window(target, options, engine, store)
+        self._window = Window(target, options, engine, store, on_gradient)
         self._untouched = Untouched(self._window)
         reduce = engine.sum_tensor if engine.ranks > 1 else None
         self._batchnorms = [
@@ -170,21 +183,32 @@ class Accumulator:
         micro-batch are the sum over its backwards: give 0 with all but one if they are terms over
         the same units.
         """
+        with self._turn:
+            return self._backward(total, units, mean, more)
+
+    def _backward(
+        self,
+        total: Tensor | Loss | Terms | None,
+        units: Units | None,
+        mean: Tensor | None,
+        more: bool,
+    ) -> Step | None:
         if self._place_done and self._driver is not None:
             raise WindowError(
                 "a second backward for one micro-batch: pass more=True on all but its last"
             )
         if self._places == 0 and self._driver is None:
             self._open_place()
-        total, units = self._read(total, units, mean)
+        summed, counted = self._read(total, units, mean)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         self._window.closing = is_last and not more
         self._untouched.check()
-        self._window.add(total, units)
+        self._window.add(summed, counted)
         self._untouched.remember()
         if more:
             return None
-        self._look.done()
+        if self._look.active:
+            self._look.done()
         if not self._window.weightless:
             self._window.micro_batch_done()
         for policy in self._batchnorms:
@@ -210,13 +234,15 @@ class Accumulator:
                     "backward(mean=...) without units=: say what it is the mean over "
                     "(units=samples, tokens or weights)"
                 )
-            self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
+            if self._look.active:
+                self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
             loss = mean_loss(mean, units)
             return loss.total, loss.units
         if isinstance(total, Loss):
             if units is not None:
                 raise LossError("units= beside a wb.Loss, which carries its own: give one")
-            self._look.at_backward(total, in_parts=self._in_parts)
+            if self._look.active or type(total) is not Loss:
+                self._look.at_backward(total, in_parts=self._in_parts)
             return total.total, total.units
         if isinstance(total, Terms):
             self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
@@ -232,7 +258,8 @@ class Accumulator:
                 "(units=samples, tokens or weights), or say that it is a mean: "
                 "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
             )
-        self._look.at_backward(total, units, in_parts=self._in_parts)
+        if self._look.active:
+            self._look.at_backward(total, units, in_parts=self._in_parts)
         return total, units
 
     @property
@@ -249,10 +276,11 @@ class Accumulator:
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
-        if not self._window.is_open:
-            self._places = 0
-            return None
-        return self._close()
+        with self._turn:
+            if not self._window.is_open:
+                self._places = 0
+                return None
+            return self._close()
 
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""

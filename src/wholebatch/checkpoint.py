@@ -18,11 +18,8 @@ then the first rank adds `rest.pt`, which lists them with their sizes, and renam
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import shutil
-import zipfile
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import StateError
+from wholebatch.loading import load_tensors
 
 __all__ = ["Checkpoints", "Found", "check_model", "check_optimizer", "write_atomically"]
 
@@ -40,16 +38,6 @@ _KIND = "wholebatch checkpoint"
 _FORMAT = 1
 _NAME = re.compile(r"window-(\d+)(?:\+(\d+))?\.(?:pt|sharded)")
 _REST = "rest.pt"
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    pickle.UnpicklingError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    NotImplementedError,  # zipfile, of a compression method that no torch.save writes
-)
 
 
 @dataclass(frozen=True)
@@ -192,7 +180,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:
     absent = [
         name
         for name in optimizer.defaults
-        if any(name not in group for group in optimizer.param_groups)
+        if name != "differentiable"  # torch adds it to the defaults of every optimizer it loads
+        and any(name not in group for group in optimizer.param_groups)
     ]
     if absent:
         raise StateError(
@@ -221,6 +210,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         return _read_file(path)
     state = _read_file(path / _REST)
+    if not isinstance(state.get("files"), dict):
+        raise StateError(f"{path} is damaged: {_REST} does not list its files")
     for name, size in state["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
@@ -230,21 +221,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()  # torch.load does not look at the checksums of tensors
-        if broken is not None:
-            raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise StateError(f"{path} cannot be read: {_one_line(error)}") from error
-    except _DAMAGE as error:
-        raise StateError(f"{path} is damaged: {_one_line(error)}") from error
+    state = load_tensors(path)
     if not isinstance(state, dict) or state.get("kind") != _KIND:
         raise StateError(f"{path} is not a checkpoint of wholebatch train")
-    if state["format"] != _FORMAT:
+    if state.get("format") != _FORMAT:
         raise StateError(
-            f"{path} is a checkpoint of format {state['format']}, this version reads format "
+            f"{path} is a checkpoint of format {state.get('format')}, this version reads format "
             f"{_FORMAT}: use the version of wholebatch that wrote it"
         )
     return state

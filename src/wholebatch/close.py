@@ -10,14 +10,14 @@ scale (with the loss scale in it). The gradient that the optimizer must see is
     factor    = normalise × clip
 
 A fused optimizer multiplies by it inside its own kernel (`grad_scale`), so that no pass over the
-gradients is made; elsewhere it is one `_foreach_mul_`.
+gradients is made; elsewhere, and where code of the user's looks at the gradients in between, it is
+one `_foreach_mul_`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeAlias, cast
@@ -26,22 +26,23 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import LossError, OptionError
+from wholebatch.optimizer_step import takes_grad_scale
 
 __all__ = [
     "CloseOptions",
     "Closed",
     "Holder",
-    "blame",
     "check_counts",
+    "check_terms",
     "close_gradients",
     "dense_gradients",
     "first_nonfinite",
+    "first_seed",
     "power_of_two_near",
     "read_scalars",
     "read_units",
     "scalar_on",
-    "stepping",
-    "takes_grad_scale",
+    "where_nonfinite",
 ]
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
@@ -52,6 +53,12 @@ class Holder(Protocol):
     """What holds a gradient: a parameter, or an engine's slice of some."""
 
     grad: Tensor | None
+
+
+class _Ranks(Protocol):
+    ranks: int
+
+    def largest(self, value: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -124,19 +131,28 @@ def close_gradients(
     normalise: float,
     *,
     before_clip: Callable[[], None] | None = None,
+    on_gradient: Callable[[], None] | None = None,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
     in_place: bool = False,
 ) -> Closed:
     """Bring the gradients of a window to what the optimizer must see.
 
-    `before_clip` (the user's gradient hooks) sees complete, normalised gradients, as it would
-    for the undivided batch. `in_place` forces the factor into the gradients.
+    `before_clip` (hooks on parameters) and then `on_gradient` see complete, normalised gradients,
+    as they would for the undivided batch. `on_gradient` is called for a finite gradient only: it
+    could hide that another one was not. `in_place` forces the factor into the gradients.
     """
     gradients = [dense_gradients(group) for group in groups]
-    if before_clip is not None:
+    if before_clip is not None or on_gradient is not None:
         _multiply(_flat(gradients), normalise)
         normalise = 1.0
+    if before_clip is not None:
         before_clip()
+        gradients = [dense_gradients(group) for group in groups]
+    if on_gradient is not None:
+        norm = math.hypot(*_norms(gradients, options.clip_norm, total_norm))
+        if not math.isfinite(norm):
+            return Closed(norm=norm, clip=1.0, finite=False)
+        on_gradient()
         gradients = [dense_gradients(group) for group in groups]
     raw_norms = _norms(gradients, options.clip_norm, total_norm)
     norms = [raw * normalise for raw in raw_norms]
@@ -164,25 +180,6 @@ def close_gradients(
         return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
     _multiply(flat, factor)
     return Closed(norm=norm, clip=clips[0], finite=True)
-
-
-@contextmanager
-def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:
-    """Within it, `optimizer.step()` multiplies the gradients by `remaining` in its own kernel."""
-    if remaining == 1.0:
-        yield
-        return
-    device = optimizer.param_groups[0]["params"][0].device
-    fused = cast("_TakesGradScale", optimizer)
-    fused.grad_scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
-    try:
-        yield
-    finally:
-        del fused.grad_scale
-
-
-class _TakesGradScale:
-    grad_scale: Tensor
 
 
 def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
@@ -214,6 +211,16 @@ def power_of_two_near(value: float) -> float:
     return float(2.0 ** round(math.log2(value)))
 
 
+def first_seed(units: Tensor | float, sync: _Ranks, device: torch.device) -> float | Tensor:
+    """A power of two near 1/units of the first micro-batch of all, the same on every rank."""
+    if isinstance(units, Tensor):  # stays on the device: no synchronisation
+        largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
+        return torch.exp2(-torch.log2(largest).round())
+    if sync.ranks > 1:
+        units = float(sync.largest(torch.tensor(float(units), device=device)))
+    return power_of_two_near(1.0 / max(float(units), 1.0))
+
+
 def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]) -> int | None:
     """The first micro-batch with a total that is not finite; `owners` says whose each total is."""
     bad = [
@@ -225,19 +232,17 @@ def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]
     return min(bad, default=None)
 
 
-def blame(culprit: int | None, count: int, *, on: str, others: str, losses_finite: bool) -> str:
-    """Say what of a window is not finite; `culprit` is the micro-batch of this rank, if it is one.
-
-    `on` names this rank where there are several, `others` who it is if no loss of this rank is.
-    """
+def where_nonfinite(
+    culprit: int | None, micro_batches: int, *, rank: int | None, losses: bool, own: bool
+) -> str:
+    """Say where something is not finite: `losses`, or only gradients; `own`: this rank has data."""
     bad = "a loss that is not finite"
     if culprit is not None:
-        return f"micro-batch {culprit + 1} of {count}{on} has {bad}"
-    return (
-        "the losses are finite but the gradients are not"
-        if losses_finite
-        else f"{others} has {bad}"
-    )
+        on = "" if rank is None else f" on rank {rank}"
+        return f"micro-batch {culprit + 1} of {micro_batches}{on} has {bad}"
+    if losses:
+        return f"{'another rank' if own else 'the batch'} has {bad}"
+    return "the losses are finite but the gradients are not"
 
 
 def read_units(units: Sequence[Tensor | float]) -> float:
@@ -261,6 +266,22 @@ def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> N
                 f"units= counted {counted:g} units{what} in this window, but the losses "
                 f"returned {returned[name]:g}: both must count the same thing"
             )
+
+
+def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) -> None:
+    """The terms of a loss are those whose units were counted before the first backward."""
+    if known is None:
+        raise LossError(
+            f"a loss of several terms ({', '.join(terms)}) in a stream: each term is divided by "
+            "its own total over the window, which must be known before the first backward; use "
+            "WholeBatch with units=, a function of the micro-batch that counts the units of each "
+            "term"
+        )
+    if known.keys() != terms.keys():
+        raise LossError(
+            f"units= counts the terms {sorted(known)}, but the loss has the terms "
+            f"{sorted(terms)}: they must be the same"
+        )
 
 
 def dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
@@ -309,16 +330,3 @@ def _norms(
 def _wide_norm(gradients: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> float:
     """The norm again in float64: finite fp32 gradients above 1e19 overflow when squared."""
     return math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in gradients]))
-
-
-def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer multiplies by a float32 factor in its kernel, exactly enough."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        group.get("fused")
-        and all(
-            parameter.grad is None
-            or (parameter.grad.dtype is torch.float32 and type(parameter.grad) is Tensor)
-            for parameter in group["params"]
-        )
-        for group in optimizer.param_groups
-    )

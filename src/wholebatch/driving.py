@@ -96,7 +96,8 @@ def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[
     if len(accumulators) > 1:
         raise OptionError(
             "wb.over with several accumulators on a sharded model: their forwards would have to "
-            "agree with each other too; give one Accumulator a list of optimizers"
+            "agree with each other too; give one Accumulator a list of optimizers (DeepSpeed's "
+            "engines: a loop for each)"
         )
     [accumulator] = accumulators
     window = accumulator._window

@@ -16,10 +16,10 @@ from wholebatch.errors import NonFiniteError, StateError, WindowError
 from wholebatch.execute import Execute
 from wholebatch.gradients import GradientsOn, OptimizerOn
 from wholebatch.gradients import choose as choose_store
+from wholebatch.hooks import OnGradient
 from wholebatch.joining import batches_of, join
 from wholebatch.memory.budget import Memory
 from wholebatch.memory.fitting import Fitting
-from wholebatch.memory.sizing import Sizing
 from wholebatch.noise import Noise, NoiseScale, Probe, check_noise
 from wholebatch.runners.feeding import (
     AfterMicro,
@@ -36,7 +36,8 @@ from wholebatch.splitting.layout import check_layout
 from wholebatch.step import Step
 from wholebatch.sync import choose as choose_sync
 from wholebatch.target import Ema, Scheduler, build_target
-from wholebatch.units import SINGLE, UnitsFunction, count_units
+from wholebatch.turn import Turn
+from wholebatch.units import UnitsCount, UnitsFunction
 from wholebatch.window import Window
 
 __all__ = ["WholeBatch"]
@@ -68,24 +69,26 @@ class WholeBatch:
     that couples its samples in another way is refused before its first split step, by name
     (`audit=False` trains it knowingly).
 
-    A loss that compares samples with each other is `loss=wb.Coupled(encode, loss)`; `model` may be
-    a list or dict of models. With `dropout="per-sample"` masks follow their samples: with a seed,
-    the update is the same however the batch is split.
+    A loss that compares samples is `loss=wb.Coupled(encode, loss)`; `model` may be a list or dict
+    of models. With `dropout="per-sample"` masks follow their samples, however the batch is split.
+
+    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
+    whole gradient, before it is clipped, and may change it in place. To step yourself, give
+    `optimizer=None` and call `gradient(batch)`.
 
     `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
     fraction, or what is free). A window that runs out of memory all the same begins again with
-    smaller micro-batches, and makes the update that it would have made with those from the start.
+    smaller micro-batches, and later windows begin with those: the update is the same.
 
-    `gradients="host"` sums the gradients in the host's memory, and `optimizer_on="host"` keeps the
-    optimizer's state there too; `"swap"` lets Adam's moments wait on the host in the gradients'
-    place; `"release"` uses and frees them in the last backward: the same update, in less memory of
-    the device. `"moments"` (Adam accumulation) is an approximation.
+    `gradients="host"` sums the gradients in host memory, and `optimizer_on="host"` keeps the
+    optimizer's state there; `"swap"` lets Adam's moments wait there in the gradients' place;
+    `"release"` frees them in the last backward. `"moments"` (Adam accumulation) is approximate.
     """
 
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         *,
         loss: LossFunction | Coupled,
         micro_batch: MicroBatch = "auto",
@@ -93,6 +96,7 @@ class WholeBatch:
         precision: str = "full",
         clip_norm: ClipNorm = None,
         clip_value: float | None = None,
+        on_gradient: OnGradient | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         ema: Ema | None = None,
@@ -112,6 +116,7 @@ class WholeBatch:
         static: str | Sequence[str] = (),
         allow_untested_device: bool = False,
     ) -> None:
+        self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
         micro_batch = check_micro_batch(micro_batch)
         check_noise(noise)
@@ -130,11 +135,10 @@ class WholeBatch:
             allow_untested_device=allow_untested_device,
             sync=engine,
         )
-        self.model = model
-        self._root = root
+        self.model, self._root = model, root
         self.micro_batch = micro_batch
         self.last_step: Step | None = None
-        self._units = units
+        self._count = None if units is None else UnitsCount(units, engine)
         self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
         keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
@@ -145,8 +149,9 @@ class WholeBatch:
             options=options,
             sync=engine,
             counts_units=units is not None or isinstance(loss, Coupled),
+            on_gradient=on_gradient is not None,
         )
-        self._window = Window(target, options, engine, store)
+        self._window = Window(target, options, engine, store, on_gradient)
         self._feeding = Feeding(
             model,
             loss,
@@ -159,7 +164,6 @@ class WholeBatch:
             dropout=dropout,
             audit=audit,
         )
-        self._counted: list[str] = [SINGLE]
         self._fitting = Fitting(
             root,
             loss.stand_in if isinstance(loss, Coupled) else loss,
@@ -178,13 +182,10 @@ class WholeBatch:
         if self._feeding.whole_loss is not None:
             keeping = self._feeding.whole_loss.keeping
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
-        if self._feeding.whole_loss is not None and engine.ranks > 1:
-            self._fitting.recovers = False  # a rank that begins again would gather alone
+            self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
         coupled = self._feeding.needs_every_rank() is not None
         self._probe = Probe(noise, self._window, coupled=coupled)
-        self._stepping = False
-        self._done = 0  # micro-batches of the open window that are in it
-        self._of = 0
+        self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
     def updates(self) -> int:
@@ -193,9 +194,9 @@ class WholeBatch:
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples in a micro-batch: as given, or what "auto" has chosen; None where it has not."""
-        given = self.micro_batch
-        return given if isinstance(given, int) else self._fitting.size
+        """Samples in a micro-batch: as given, or what was found to fit; None before that."""
+        given = self.micro_batch if isinstance(self.micro_batch, int) else None
+        return self._fitting.size or given
 
     @property
     def recoveries(self) -> int:
@@ -223,9 +224,21 @@ class WholeBatch:
         `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
         it, and the step with the same batch after `load_state_dict()` goes on from there.
         """
-        micros = self._fitting.split(batch)
-        self._feeding.look_at(batch, micros, self._layout)
-        self.last_step = self._window_of(micros, after_micro)
+        if not self._window.target.steps:
+            raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
+        with self._turn, self._window.sync.failures():
+            self.last_step = self._window_of(batch, after_micro)
+        return self.last_step
+
+    def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
+        """Make the gradient of the whole batch and leave it in `.grad`: the step is yours.
+
+        It is normalised and clipped, and has the parameters' dtype. No optimizer, scheduler or EMA
+        is stepped. Clear the gradients after your step: the next window refuses to begin on them.
+        """
+        self._window.store.check_hand_over()
+        with self._turn, self._window.sync.failures():
+            self.last_step = self._window_of(batch, after_micro, steps=False)
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:
@@ -233,37 +246,36 @@ class WholeBatch:
 
         Two lines, or None where nothing was predicted. On several ranks, all of them call it.
         """
-        self._fitting.split(batch)
+        with self._turn:
+            self._fitting.split(batch)
         return self._fitting.said
 
-    def _window_of(self, micros: list[Any], after_micro: AfterMicro | None) -> Step:
+    def _window_of(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
+        micros = self._fitting.split(batch)
+        self._feeding.look_at(batch, micros, self._layout)
         window = self._window
         start = randomness.capture(every=False)
         first = self._resume_at(micros) if window.is_open else 0
-        known = self._count(micros) if self._units is not None and not window.is_open else None
+        known = self._count(micros) if self._count is not None and not window.is_open else None
+
+        def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
+            if not window.is_open:
+                self._begin(known)
+            together = self._feeding.in_lock_step(parts)
+            own = self._feeding.executor.by_autograd
+            self._probe.begin(first=first, together=together, own=own)
+            self._run(parts, first, at, after_micro)
+
         self._precision.begin()
-        self._stepping = True
         try:
-
-            def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
-                if not window.is_open:
-                    self._begin(known)
-                self._probe.begin(
-                    first=first,
-                    together=self._feeding.in_lock_step(parts),
-                    own=self._feeding.executor.by_autograd,
-                )
-                self._run(parts, first, at, after_micro)
-
             if first or not self._fitting.recovers:  # a resumed window cannot begin again
                 attempt(micros, lambda index: None)
             else:
                 micros = self._fitting.run(micros, attempt, self._begin_again)
             self._precision.end()
             replays = not first and not self._feeding.in_lock_step(micros)
-            return self._close(micros, start if replays else None)
+            return self._close(micros, start if replays else None, steps)
         finally:
-            self._stepping = False
             self._probe.end()
             self._precision.end()
             window.sync.restore()
@@ -275,8 +287,7 @@ class WholeBatch:
     def _begin(self, known: dict[str, float] | None) -> None:
         if known is not None:
             self._window.begin(known=known)
-        numbered = self._feeding.numbers_samples
-        self._feeding.begin_window(self._fitting.samples if numbered else 0)
+        self._feeding.begin_window(self._fitting.samples if self._feeding.numbers_samples else 0)
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -294,16 +305,22 @@ class WholeBatch:
         after_micro: AfterMicro | None,
     ) -> None:
         """The forwards and backwards of a window, by whoever is to run them."""
-        window = self._window
         self._done, self._of = first, len(micros)
+
+        def told(done: int, of: int) -> None:
+            self._done = done
+            self._probe.micro_batch_done()
+            if after_micro is not None:
+                after_micro(done, of)
+
         # A rank that must begin again would leave the others in a reduction.
         alone = self._fitting.recovers or self._probe.active
         self._feeding.run(
             micros,
             first=first,
-            reduces=window.sync.ranks == 1 or not alone,
+            reduces=self._window.sync.ranks == 1 or not alone,
             before_micro=at,
-            after_micro=self._told(after_micro),
+            after_micro=told,
             numbers=self._fitting.numbers_of(micros) if self._feeding.numbers_samples else (),
         )
 
@@ -320,32 +337,16 @@ class WholeBatch:
 
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
-        self._probe.begin()
-        self.last_step = join(self, like)
-        self._probe.closed(None, self.last_step)
+        with self._turn:
+            self._probe.begin()
+            self.last_step = join(self, like)
+            self._probe.closed(None, self.last_step)
         return self.last_step
 
-    def _told(self, after_micro: AfterMicro | None) -> AfterMicro:
-        def told(done: int, of: int) -> None:
-            self._done = done
-            self._probe.micro_batch_done()
-            if after_micro is not None:
-                after_micro(done, of)
-
-        return told
-
-    def _count(self, micros: Sequence[Any]) -> dict[str, float]:
-        """All units, by term, over the window and the ranks, before the first backward."""
-        assert self._units is not None
-        counted = count_units(self._units, micros) or dict.fromkeys(self._counted, 0.0)
-        self._counted = sorted(counted)
-        sums = self._window.sync.sum([counted[name] for name in self._counted])
-        return dict(zip(self._counted, sums, strict=True))
-
-    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None) -> Step:
+    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         try:
             seen = self._probe.look()
-            step = self._window.close()
+            step = self._window.close(steps=steps)
             self._probe.closed(seen, step)
             self._feeding.end_window()
             return step
@@ -362,30 +363,27 @@ class WholeBatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, in the middle of a window too (not model and optimizer)."""
-        if self._stepping and self._feeding.whole_loss is not None:
+        if self._turn.taken and self._feeding.whole_loss is not None:
             raise StateError(
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
                 "this window alone; save between steps"
             )
         saved = state.progress("WholeBatch", self._window)
         saved.update(
-            sizing=None if self._fitting.sizing is None else self._fitting.sizing.state_dict(),
-            most=None if self._fitting.sizing is None else self._fitting.sizing.most,
             done=self._done,
             of=self._of,
             noise=self._probe.state_dict(),
+            **self._fitting.state_dict(),
             **self._feeding.state_dict(),
         )
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
-        if self._stepping:
+        if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
         state.load_progress("WholeBatch", self._window, saved)
-        if saved["sizing"] is not None:
-            self._fitting.sizing = Sizing(saved["sizing"]["size"], most=saved["most"])
-            self._fitting.sizing.load_state_dict(saved["sizing"])
+        self._fitting.load_state_dict(saved)
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
         self._probe.load_state_dict(saved.get("noise"))

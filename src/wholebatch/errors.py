@@ -20,6 +20,8 @@ Each also is the built-in exception a caller would guess, so `except ValueError`
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "EmptyWindowError",
     "LossError",
@@ -92,3 +94,8 @@ class MissingExtraError(WholebatchError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {package}: pip install 'wholebatch[{extra}]'")
+        self.package, self.extra, self.purpose = package, extra, purpose
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made from: `args` holds the message."""
+        return type(self), (self.package, self.extra, self.purpose), vars(self)

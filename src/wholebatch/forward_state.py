@@ -25,8 +25,15 @@ _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _MUTABLE = (Tensor, list, tuple, dict, deque, set, torch.Generator)
 _TORCHS = frozenset(vars(nn.Module()))
 # Wrappers keep the books of their engine in attributes; those are not the model's.
-_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.", "deepspeed.")
-_WRAPPERS += ("accelerate.", "lightning.fabric.", "lightning_fabric.")
+_WRAPPERS = (
+    "torch.nn.parallel.",
+    "torch.distributed.",
+    "torch._dynamo.",
+    "deepspeed.",
+    "accelerate.",
+    "lightning.fabric.",
+    "lightning_fabric.",
+)
 _LARGE = 1 << 24
 _MANY = 256
 _DEEP = 3
@@ -225,9 +232,9 @@ def _restored(kept: Kept) -> Any:
         found.clear()
         found.update(values)
     elif isinstance(found, (list, deque)):
-        values = [_restored(value) for value in copy]
+        held = [_restored(value) for value in copy]
         found.clear()
-        found.extend(values)
+        found.extend(held)
     elif isinstance(found, tuple):
         for value in copy:
             _restored(value)

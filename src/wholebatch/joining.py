@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from wholebatch.errors import RankError
 from wholebatch.runners.sequential import run_sequential
 from wholebatch.step import Step
-from wholebatch.units import count_units
 
 if TYPE_CHECKING:
     from wholebatch.engine import WholeBatch
@@ -70,15 +69,15 @@ def join(train: WholeBatch, like: Any) -> Step:
     """One step of the other ranks, with nothing to add; `like` is a batch that is not counted."""
     window = train._window
     window.has_more = False
-    why = train._feeding.needs_every_rank()
+    why = _needs_every_rank(train)
     if why is not None:
         raise RankError(
             f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch larger"
         )
     train._feeding.join_look()
-    if train._units is not None and like is not NOTHING:
-        train._counted = sorted(count_units(train._units, [like]))
-    known = None if train._units is None else train._count([])
+    if train._count is not None and like is not NOTHING:
+        train._count.learn(like)
+    known = None if train._count is None else train._count([])
     train._feeding.begin_window()
     if not window.sync.counts_must_agree:
         return window.join(known)
@@ -100,11 +99,18 @@ def join(train: WholeBatch, like: Any) -> Step:
         window.sync.restore()
 
 
+def _needs_every_rank(train: WholeBatch) -> str | None:
+    """Why no rank may be without data; None where one may."""
+    if train._window.leaves_gradients:
+        return "after gradient() the step is made by each rank's own loop"
+    return train._feeding.needs_every_rank()
+
+
 def _all_have_data(train: WholeBatch) -> None:
     window = train._window
     if window.ranks_with_more == window.sync.ranks:
         return
-    why = train._feeding.needs_every_rank()
+    why = _needs_every_rank(train)
     if why is not None:
         raise RankError(
             f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import OptionError
+from wholebatch.files import open_file, reason
 
-__all__ = ["finite", "write_json"]
+__all__ = ["finite", "read_json", "write_json"]
 
 
 def finite(value: Any) -> Any:
@@ -28,10 +29,23 @@ def finite(value: Any) -> Any:
     return value
 
 
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds: an OSError where it cannot be read, a ValueError where it
+    holds no JSON. Either says why in one line."""
+    with open_file(path) as file:
+        content = file.read()
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write what a command found where the user wants it, or say why that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise OptionError(f"{path}: cannot be written: {reason(error)}") from error

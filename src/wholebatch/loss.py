@@ -16,6 +16,7 @@ once, at its close:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -77,8 +78,8 @@ def check_units(units: object) -> Units:
                 f"units of shape {tuple(units.shape)}: must be a number or a 0-dim tensor; "
                 "call .sum() on per-sample weights"
             )
-        if units.is_complex():
-            raise LossError(f"units of dtype {units.dtype}: must be real")
+        if units.is_complex() or units.dtype is torch.bool:
+            raise LossError(f"units of dtype {units.dtype}: must be real numbers")
         return units.detach()
     if isinstance(units, torch.SymInt | torch.SymFloat):  # a graph of many sizes is being traced
         return units  # type: ignore[return-value]
@@ -87,10 +88,13 @@ def check_units(units: object) -> Units:
             f"units={units!r}: must be a number or a 0-dim tensor, what the loss is a sum over "
             "(samples, tokens, weights)"
         )
-    number = units if isinstance(units, int | float) else float(units)  # NumPy's own, for one
-    if not 0 <= number < float("inf"):
-        raise LossError(f"units={units!r}: must be finite and not negative")
-    return number
+    try:
+        number = float(units)  # also of NumPy's own
+    except OverflowError:  # 10**400 is no float
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise LossError(f"units={repr(units)[:40]}: must be finite and not negative")
+    return units if isinstance(units, int) else number
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,26 @@ state = put_together(plain, folder, like=where_it_goes)          # sharded as th
 `like(path)` gives the tensor that a saved one is to be laid out as: a DTensor here becomes one
 whatever it was when it was saved, and a plain tensor here is read whole. So a run may go on with
 another number of ranks, or unsharded in one process.
+
+Torch describes the slices in a pickle, `.metadata`. It is read by an unpickler that knows the few
+classes of such a description and nothing else, so that a file made by somebody else runs no code.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
 
 from wholebatch.errors import StateError
+from wholebatch.files import open_file, reason
+from wholebatch.loading import hostile
 
 __all__ = ["Tree", "put_together", "take_apart", "write_slices"]
 
@@ -31,6 +37,26 @@ Where: TypeAlias = tuple[Any, ...]
 Like: TypeAlias = Callable[[Where], Tensor | None]
 
 _MARK = "sharded tensor"
+_METADATA = ".metadata"
+# What torch describes slices of tensors with. Not BytesStorageMetadata: torch reads what that
+# stands for with weights_only=False, and we write nothing but tensors.
+_DESCRIPTION = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},  # looks a name up in a table of layouts
+    "torch": {"Size"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}
 
 
 def take_apart(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
@@ -92,10 +118,71 @@ def put_together(tree: Tree, folder: Path, *, like: Like) -> Tree:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # one process: torch says that it is one
-                load(wanted, checkpoint_id=os.fspath(folder))
-        except (CheckpointException, OSError, ValueError, KeyError) as error:
+                load(wanted, storage_reader=_reader(folder))
+        except StateError:
+            raise
+        except CheckpointException as error:
+            if any(isinstance(one, pickle.UnpicklingError) for one, _ in error.failures.values()):
+                raise hostile(folder, None) from None
+            raise StateError(f"{folder} is damaged: {_one_line(error)}") from error
+        except (OSError, ValueError, KeyError) as error:
             raise StateError(f"{folder} is damaged: {_one_line(error)}") from error
     return tree
+
+
+def _reader(folder: Path) -> Any:
+    """Return torch's reader of a folder, with the description that was read here."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+    described: Metadata = _description(folder)
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+            described.storage_meta = described.storage_meta or StorageMeta()
+            described.storage_meta.load_id = self.load_id
+            return described
+
+    return Reader(os.fspath(folder))
+
+
+def _description(folder: Path) -> Any:
+    """Return what `.metadata` says of the slices; every file it names must be in the folder."""
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+    path = folder / _METADATA
+    try:
+        with open_file(path) as file:
+            found = _Unpickler(file, path).load()
+        slices = found.state_dict_metadata.values()
+        names = {one.relative_path for one in found.storage_data.values()}
+    except StateError:
+        raise
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {reason(error)}") from error
+    except Exception as error:  # an unpickler raises whatever its bytes lead it to
+        raise StateError(f"{path} is damaged: it does not describe slices of tensors") from error
+    if type(found) is not Metadata or not all(type(one) is TensorStorageMetadata for one in slices):
+        raise StateError(f"{path} is damaged: it describes something other than tensors")
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise StateError(f"{path} is damaged: there is no file {name!r} beside it")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what a description of tensor slices is made of; everything else is refused."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _DESCRIPTION.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise hostile(self._path, f"{module}.{name}")
 
 
 def _mapped(visit: Callable[[Where, Any], Any], path: Where, value: Any) -> Any:

@@ -13,7 +13,8 @@ class Step:
     """One update: its exact mean loss, and what happened on the way.
 
     `loss` is the mean over all units of the window and of all ranks; `grad_norm` is the norm of
-    the normalised gradient before clipping; `skipped` is the reason when no update was made.
+    the normalised gradient, after `on_gradient=` and before clipping; `skipped` is the reason when
+    no update was made.
     """
 
     update: int

@@ -44,6 +44,8 @@ class Target:
     ema: Ema | None
     scale: LossScale | None
     sixteen_bit: SixteenBit
+    steps: bool = True
+    """False with optimizer=None: the gradients are left to the user, who steps."""
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +61,16 @@ class Target:
             for group in optimizer.param_groups
         ]
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The trainable parameters with their names; of several models, by place: "0.weight"."""
+        names = {
+            id(parameter): name if len(self.models) == 1 else f"{place}.{name}"
+            for place, model in enumerate(self.models)
+            for name, parameter in model.named_parameters()
+        }
+        parameters = [parameter for group in self.groups() for parameter in group]
+        return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(parameters)]
+
     def name_of(self, parameter: nn.Parameter) -> str:
         """The parameter's name in its model, for messages."""
         return _name_of(parameter, self.models)
@@ -66,7 +78,7 @@ class Target:
 
 def build_target(
     model: nn.Module | Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     *,
     options: CloseOptions,
     scheduler: Scheduler | Sequence[Scheduler] | None = None,
@@ -79,15 +91,15 @@ def build_target(
     """Everything that a window updates, or the error that says why it cannot."""
     sync = Single() if sync is None else sync
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
+    given = sync.optimizer(optimizer)
+    if given is None:
+        _refuse_beside_own_step(scheduler=scheduler, ema=ema)
+        given = _stand_in(models)
     optimizers = tuple(
-        _as_list(
-            sync.optimizer(optimizer),
-            torch.optim.Optimizer,
-            "optimizer",
-            "a torch.optim.Optimizer",
-        )
+        _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
     )
     parameters = _check_parameters(optimizers, models, hooks_allowed=sync.owns_hooks)
+    _check_belongs(parameters, models)
     for one in optimizers:
         _check_optimizer(one)
     options.check(optimizers)
@@ -119,7 +131,25 @@ def build_target(
         ema=ema,
         scale=_loss_scale(precision, scaler, device),
         sixteen_bit=SixteenBit(optimizers),
+        steps=optimizer is not None,
     )
+
+
+def _refuse_beside_own_step(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(
+                f"{name}= with optimizer=None: the step is yours, and what follows it too; call it "
+                "after your step"
+            )
+
+
+def _stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """Hold the models' parameters where the user steps them; it is never stepped itself."""
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    if not parameters:
+        raise UnsupportedError("optimizer=None and a model without parameters: nothing to train")
+    return torch.optim.SGD(list(parameters.values()), lr=0.0)
 
 
 def step_scheduler(scheduler: Any, loss: float) -> None:
@@ -183,6 +213,17 @@ def _check_parameters(
     return parameters
 
 
+def _check_belongs(parameters: Sequence[nn.Parameter], models: Sequence[nn.Module]) -> None:
+    """Refuse an optimizer of another model; one of parameters beside a frozen model is left be."""
+    theirs = {id(p) for model in models for p in model.parameters() if p.requires_grad}
+    if theirs and not any(id(parameter) in theirs for parameter in parameters):
+        raise UnsupportedError(
+            f"none of the optimizer's {len(parameters)} parameters is a trainable one of the "
+            "model: was the optimizer made for another model, or before its layers were replaced, "
+            "copied or sharded? Make it from this model's parameters()"
+        )
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     try:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -191,7 +232,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
             f"{type(optimizer).__name__} needs a closure that evaluates the loss again within its "
-            "step; a window's gradient is made once, so use an optimizer whose step() takes none"
+            "step; give optimizer=None and let the closure return train.gradient(batch).loss, or "
+            "use an optimizer whose step() takes none"
         )
 
 

@@ -9,13 +9,33 @@ from typing import Any, TypeAlias
 from wholebatch.close import read_scalars
 from wholebatch.errors import LossError
 from wholebatch.loss import Units, check_units
+from wholebatch.sync import Sync
 
-__all__ = ["SINGLE", "UnitsFunction", "count_units"]
+__all__ = ["SINGLE", "UnitsCount", "UnitsFunction", "count_units"]
 
 SINGLE = "loss"
 """The name under which a loss without named terms is kept."""
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
+
+
+class UnitsCount:
+    """Count all units of a window, by term, over the ranks too, before its first backward."""
+
+    def __init__(self, units: UnitsFunction, sync: Sync) -> None:
+        self._units = units
+        self._sync = sync
+        self._names = [SINGLE]
+
+    def learn(self, like: Any) -> None:
+        """Take the names of the terms from a batch that is not counted."""
+        self._names = sorted(count_units(self._units, [like]))
+
+    def __call__(self, micros: Sequence[Any]) -> dict[str, float]:
+        counted = count_units(self._units, micros) or dict.fromkeys(self._names, 0.0)
+        self._names = sorted(counted)
+        sums = self._sync.sum([counted[name] for name in self._names])
+        return dict(zip(self._names, sums, strict=True))
 
 
 def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]:
@@ -31,4 +51,12 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
             )
         for name, count in by_name.items():
             counts.setdefault(name, []).append(check_units(count))
-    return {name: math.fsum(read_scalars(values)) for name, values in counts.items()}
+    return {name: _sum(read_scalars(values)) for name, values in counts.items()}
+
+
+def _sum(counts: Sequence[float]) -> float:
+    """The sum; counts that were on a device could not be checked before."""
+    for count in counts:
+        if not 0 <= count < math.inf:
+            raise LossError(f"units= counted {count:g}: must be finite and not negative")
+    return math.fsum(counts)

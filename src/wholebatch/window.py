@@ -21,18 +21,20 @@ from wholebatch.backward import Backward, backward_into
 from wholebatch.close import (
     Closed,
     CloseOptions,
-    blame,
     check_counts,
+    check_terms,
     first_nonfinite,
+    first_seed,
     power_of_two_near,
     read_scalars,
     read_units,
     scalar_on,
+    where_nonfinite,
 )
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
 from wholebatch.gradients import DeviceStore, Store, refuse_stray
 from wholebatch.gradients.ahead import Sums
-from wholebatch.hooks import DeferredHooks
+from wholebatch.hooks import DeferredHooks, OnGradient, check_same_norm
 from wholebatch.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.step import Step
 from wholebatch.sync import Sync
@@ -48,7 +50,12 @@ class Window:
     """The micro-batches that together make one update."""
 
     def __init__(
-        self, target: Target, options: CloseOptions, sync: Sync, store: Store | None = None
+        self,
+        target: Target,
+        options: CloseOptions,
+        sync: Sync,
+        store: Store | None = None,
+        on_gradient: OnGradient | None = None,
     ) -> None:
         self.target = target
         clips = sync.clip_norm is not None
@@ -63,7 +70,9 @@ class Window:
         self.ranks_with_more = 0  # how many ranks did, at the last close
         self.while_waiting: Callable[[], None] | None = None  # the host has time in a close ahead
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
-        self._hooks = DeferredHooks()
+        self.calls_on_gradient = on_gradient is not None
+        self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
+        self._hooks = DeferredHooks(on_gradient, target.named_parameters)
         self._clear()
 
     def _clear(self) -> None:
@@ -102,21 +111,11 @@ class Window:
         self._hooks.take(self.inputs)
         self.known = known
         if known is None:
-            self.seed = self.next_seed if self.next_seed is not None else self._first_seed(units)
+            self.seed = self.next_seed or first_seed(units, self.sync, self.target.device)
         if self.target.scale is not None:
             self.loss_scale = self.target.scale.value()
         self.started = time.perf_counter()
         self.is_open = True
-
-    def _first_seed(self, units: Units) -> float | Tensor:
-        """No window before this one: a power of two near 1/units of the first micro-batch."""
-        if isinstance(units, Tensor):  # stays on the device: no synchronisation
-            largest = self.sync.largest(units.to(torch.float32)).clamp(min=1.0)
-            return torch.exp2(-torch.log2(largest).round())
-        if self.sync.ranks > 1:
-            device = self.inputs[0].device
-            units = float(self.sync.largest(torch.tensor(float(units), device=device)))
-        return power_of_two_near(1.0 / max(float(units), 1.0))
 
     # -------------------------------------------------------------------- add
 
@@ -143,18 +142,7 @@ class Window:
         if isinstance(loss, Loss):
             self.add(loss.total, loss.units)
             return
-        if self.known is None:
-            raise LossError(
-                f"a loss of several terms ({', '.join(loss.by_name)}) in a stream: each term is "
-                "divided by its own total over the window, which must be known before the first "
-                "backward; use WholeBatch with units=, a function of the micro-batch that counts "
-                "the units of each term"
-            )
-        if self.known.keys() != loss.by_name.keys():
-            raise LossError(
-                f"units= counts the terms {sorted(self.known)}, but the loss has the terms "
-                f"{sorted(loss.by_name)}: they must be the same"
-            )
+        check_terms(self.known, loss.by_name)
         terms = loss.by_name.items()
         weights = {name: term.weight for name, term in terms}
         self.record(
@@ -240,19 +228,23 @@ class Window:
 
     # ------------------------------------------------------------------ close
 
-    def close(self) -> Step:
-        """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case."""
+    def close(self, *, steps: bool = True) -> Step:
+        """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case.
+
+        Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
+        """
         try:
-            return self._close()
+            self.leaves_gradients = not (steps and self.target.steps)
+            return self._close(not self.leaves_gradients)
         finally:
             self.discard()
 
-    def _close(self) -> Step:
+    def _close(self, steps: bool) -> Step:
         if self.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not self.reduced:
             self.store.reduce_now()
-        ahead = self._close_ahead()
+        ahead = self._close_ahead() if steps else None
         weights = self.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
@@ -268,13 +260,16 @@ class Window:
         else:
             check_counts(self.known, units_of)
             normalise = 1.0
-        closed = ahead or self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
+        losses_finite = all(map(math.isfinite, sum_of.values()))
+        closed = ahead or self._closed(normalise, losses_finite)
         if closed.norm == 0.0:
             self.store.refuse_nothing()
-        finite = closed.finite and all(map(math.isfinite, sum_of.values()))
-        skipped = None if finite else self._nonfinite(totals, sum_of)
-        if finite:
+        finite = closed.finite and losses_finite
+        skipped = None if finite else self._nonfinite(totals, losses_finite)
+        if finite and steps:
             self._update(closed, loss)
+        elif finite:
+            self.store.hand_over(closed.remaining)
         if self.target.scale is not None:
             self.target.scale.update(finite=finite)
         self.skipped += skipped is not None
@@ -341,6 +336,15 @@ class Window:
         self.seed = ahead.seed
         return ahead.closed
 
+    def _closed(self, normalise: float, losses_finite: bool) -> Closed:
+        """Bring the gradients to what the optimizer must see."""
+        if self._hooks.calls and not losses_finite:  # no update: there is nothing to work on
+            return Closed(norm=math.nan, clip=1.0, finite=False)
+        closed = self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
+        if self._hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
+            check_same_norm(closed.norm, self.sync.largest, self.target.device)
+        return closed
+
     def _update(self, closed: Closed, loss: float) -> None:
         if not closed.stepped:
             self.store.update(closed.remaining)
@@ -369,19 +373,15 @@ class Window:
             skipped="no units",
         )
 
-    def _nonfinite(self, totals: Mapping[str, Sequence[float]], sum_of: Mapping[str, float]) -> str:
+    def _nonfinite(self, totals: Mapping[str, Sequence[float]], losses_finite: bool) -> str:
         """The reason for skipping, or the error; the same on all ranks."""
         culprit = first_nonfinite(totals, self.owners)
-        losses_finite = all(map(math.isfinite, sum_of.values()))
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
             return f"gradients not finite at loss scale {self.loss_scale:g}"
-        where = blame(
-            culprit,
-            self.micro_batches,
-            on=f" on rank {self.sync.rank}" if self.sync.ranks > 1 else "",
-            others="another rank" if self.owners else "the batch",
-            losses_finite=losses_finite,
+        rank = self.sync.rank if self.sync.ranks > 1 else None
+        where = where_nonfinite(
+            culprit, self.micro_batches, rank=rank, losses=not losses_finite, own=bool(self.owners)
         )
         if self.options.nonfinite == "skip":
             return where

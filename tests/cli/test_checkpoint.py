@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.cli.helpers import assert_same_bits
+from tests.test_loading import Trap
 from wholebatch import checkpoint as module
 from wholebatch.checkpoint import Checkpoints, check_model, check_optimizer, write_atomically
 from wholebatch.errors import StateError
@@ -101,21 +101,17 @@ def test_a_foreign_file_of_torch_is_not_taken(tmp_path: Path) -> None:
         Checkpoints(tmp_path).load()
 
 
-class Trap:
-    """What a malicious file does when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.target),))
-
-
-def test_loading_runs_no_code(tmp_path: Path) -> None:
+def test_a_hostile_one_is_told_and_the_one_before_it_is_used(tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
-    torch.save({"kind": Trap(trap)}, tmp_path / "window-00000001.pt")
-    with pytest.raises(StateError, match="damaged"):
-        Checkpoints(tmp_path).load()
+    checkpoints = Checkpoints(tmp_path)
+    good = checkpoints.save(state(1), windows=1)
+    torch.save({"kind": Trap(trap)}, tmp_path / "window-00000002.pt")
+    found = checkpoints.load()
+    assert found.path == good
+    [(_, reason)] = found.damaged
+    assert "is hostile, or not a checkpoint of wholebatch: loading it would run posix.mkdir" in (
+        reason
+    )
     assert not trap.exists()
 
 
@@ -199,6 +195,19 @@ def test_another_kind_of_optimizer_is_noticed() -> None:
     sgd.load_state_dict(adam.state_dict())  # torch itself says nothing until the first step
     with pytest.raises(StateError, match=r"x.pt is of another optimizer: what SGD needs, momentum"):
         check_optimizer(sgd, where="x.pt")
+
+
+def test_an_optimizer_of_ones_own_is_its_own() -> None:
+    """Torch adds "differentiable" to the defaults of what it loads, but not to the groups."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+    model = nn.Linear(4, 3)
+    own = Own(model.parameters())
+    own.load_state_dict(Own(model.parameters()).state_dict())
+    check_optimizer(own, where="x.pt")
 
 
 def test_a_full_disk_leaves_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import wholebatch as wb
+from tests.support import EXACT, Seen, distance
 from wholebatch.coupled import batchnorms, choose, convert, groups_for, tracked_instance_norms
 from wholebatch.coupled.batchnorm import Converted
 from wholebatch.coupled.statistics import Statistics
@@ -236,6 +240,40 @@ def test_sync_converts_and_keeps_parameters() -> None:
     choose("sync", model)
     assert isinstance(model[1], nn.SyncBatchNorm)
     assert model[1].weight is weight
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sync_is_refused_among_ranks_on_a_cpu(ranks: None) -> None:
+    """By every policy that would run it; what the refusal names runs."""
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(first_layer())
+    said = r"SyncBatchNorm in '1' on a CPU: torch runs it on GPUs only.*\(batchnorm=\"exact\"\)"
+    for policy, model in (("sync", first_layer()), ("sync", synced), ("statistics", synced)):
+        with pytest.raises(UnsupportedError, match=f'batchnorm="{policy}" with {said}'):
+            choose(policy, model)
+    choose("statistics", first_layer())
+    whole = copy.deepcopy(first_layer())
+    whole.load_state_dict(synced.state_dict())
+    (whole(data()).square().sum() / 10).backward()
+    for policy in ("freeze", "group", "layer"):
+        changed = copy.deepcopy(synced)
+        choose(policy, changed)
+        changed(data())
+    optimizer = torch.optim.SGD(synced.parameters(), lr=1.0)
+    seen = Seen(synced, optimizer)
+    train = wb.WholeBatch(synced, optimizer, loss=squares, micro_batch=4)
+    train.step({"x": data()})
+    wanted = [parameter.grad for parameter in whole.parameters()]
+    assert distance(seen.gradients[0], wanted) <= EXACT
+
+
+def squares(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.Loss(model(micro["x"]).square().sum(), len(micro["x"]))
 
 
 @pytest.mark.parametrize("channels", range(1, 130))

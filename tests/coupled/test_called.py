@@ -337,6 +337,7 @@ def test_the_look_leaves_no_trace(name: str) -> None:
             acc.backward(total, units=len(micro["y"]))
         made.append((model, torch.rand(3)))
     (looked, drawn), (plain, as_drawn) = made
+    assert all(parameter._backward_hooks is None for parameter in looked.parameters())
     assert torch.equal(drawn, as_drawn)
     assert getattr(looked.layer, "seen", 0) == getattr(plain.layer, "seen", 0)
     for ours, theirs in zip(looked.state_dict().values(), plain.state_dict().values(), strict=True):

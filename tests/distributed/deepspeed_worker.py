@@ -345,6 +345,11 @@ def main() -> None:
             started = time.perf_counter()
             results[name] = {**run(), "seconds": time.perf_counter() - started}
     said = refused() if not only else {}
+    advice: dict[str, Any] = {}
+    if only in ("", "advice"):
+        from tests.distributed.deepspeed_advice import in_another_order, two_engines, walked
+
+        advice = {**walked(), "engines": two_engines(), "order": in_another_order()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
     if dist.get_rank() == 0:
@@ -353,7 +358,7 @@ def main() -> None:
             for name in results
         }
         with open(sys.argv[1], "w", encoding="utf-8") as file:
-            json.dump({"errors": worst, "refused": said}, file)
+            json.dump({"errors": worst, "refused": said, "advice": advice}, file)
     dist.destroy_process_group()
 
 

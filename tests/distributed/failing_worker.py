@@ -1,4 +1,4 @@
-"""Pairs of ranks, without an agent that would kill the other, of which one fails.
+"""Pairs of ranks, without an agent that would kill the other, of which one fails or hangs.
 
 Torch is imported once, and every rank is forked from here. A rank then runs on to the end of this
 file and through the interpreter's own end, as a process that was started by itself would.
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,12 +25,16 @@ import wholebatch as wb
 from tests.distributed.exact_worker import wrapped
 from tests.distributed.problem import loss, micro
 from tests.support import sgd
+from wholebatch.sync import alarm as alarm_module
+from wholebatch.sync.alarm import alarm
 
 CASES = [
-    ["ddp-raises-1", "ddp-dies-1", "ddp-leaves-1"],
-    ["fsdp2-raises-0", "fsdp2-dies-1", "fsdp2-leaves-1"],
+    ["ddp-raises-1", "ddp-dies-1", "ddp-leaves-1", "fsdp2-raisesinside-1", "ddp-catches-1"],
+    ["fsdp2-raises-0", "fsdp2-dies-1", "fsdp2-leaves-1", "fsdp2-catches-1"],
+    ["ddp-sleeps-1", "fsdp2-sleeps-0", "ddp-stops-1", "ddp-stops-0"],
 ]
 AT_MOST = 90.0
+DEADLINE = 5.0
 
 
 def start(case: str, folder: Path) -> dict[int, int] | None:
@@ -61,6 +66,11 @@ def end(cases: dict[str, dict[int, int]]) -> dict[str, list[tuple[int, float]]]:
             ended[process] = os.waitstatus_to_exitcode(status), time.time()
             open_.discard(process)
             continue
+        gone = {name for name, case in cases.items() if len(open_ & {*case.values()}) == 1}
+        for name in gone:  # a stopped one never ends by itself
+            if "-stops-" in name:
+                with suppress(ProcessLookupError):
+                    os.kill(cases[name][int(name[-1])], signal.SIGKILL)
         if time.monotonic() - begun > AT_MOST:
             for process in open_:
                 os.kill(process, signal.SIGKILL)
@@ -74,17 +84,55 @@ def train(case: str, folder: Path) -> None:
     torch.set_num_threads(1)
     rank = dist.get_rank()
     model = wrapped(engine)
+    if how in ("raisesinside", "catches"):
+        train_whole(case, model, folder)
+        return
     acc = wb.Accumulator(model, sgd(model), steps=2)
     for i, m in enumerate(acc.over([micro(10 * rank + i, 2) for i in range(6)])):
+        if i == 3 and how in ("sleeps", "stops"):  # not before: a slow start is no silence
+            alarm().progress.fixed = DEADLINE
+            alarm_module._ANSWER = alarm_module._GRACE = DEADLINE
         if i == 3 and rank == int(failing):
             (folder / f"{case}.failed").write_text(repr(time.time()))  # from now the other waits
             if how == "raises":
                 raise ValueError("sample 17 is broken")
             if how == "leaves":
                 break
+            if how == "sleeps":
+                hangs_here()
+            if how == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(9)  # "dies": killed, with no chance to say anything
         acc.backward(loss(model, m))
     dist.destroy_process_group()
+
+
+def hangs_here() -> None:
+    time.sleep(1000)
+
+
+def train_whole(case: str, model: torch.nn.Module, folder: Path) -> None:
+    """`WholeBatch` with a loss that fails on one rank; "catches": a script that says nothing."""
+    _, how, failing = case.split("-")
+    calls = 0
+
+    def broken(model: torch.nn.Module, m: dict[str, torch.Tensor]) -> wb.Loss:
+        nonlocal calls
+        calls += 1
+        if calls == 4 and dist.get_rank() == int(failing):
+            (folder / f"{case}.failed").write_text(repr(time.time()))
+            raise ValueError("sample 17 is broken")
+        return loss(model, m)
+
+    train = wb.WholeBatch(model, sgd(model), loss=broken, micro_batch=2)
+    try:
+        for i in range(6):
+            train.step(micro(10 * dist.get_rank() + i, 4))
+    except Exception as error:
+        if how == "raisesinside":
+            raise
+        (folder / f"{case}-{dist.get_rank()}.caught").write_text(f"{type(error).__name__}: {error}")
+        sys.exit(3)
 
 
 def launch(folder: Path) -> str | None:

@@ -49,6 +49,36 @@ def test_every_case_of_zero(report: dict[str, Any], stage: int) -> None:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
+        ("gradients", ["gradients='host' on a model that an engine", "ZeRO 2 or 3 (not its offl"]),
+        ("optimizer_on", ["optimizer_on='host' on a model that an engine", "ZeRO 2 or 3"]),
+        ("precision", ["precision='bf16' with a DeepSpeed engine", 'use precision="full"']),
+        ("scaler", ["scaler= with a DeepSpeed engine", "leave scaler= away"]),
+        ("ema", ["ema= with ZeRO 3", "use ZeRO 2"]),
+        ("every", ["sync='every' with ZeRO 1", 'use sync="auto", or ZeRO 2']),
+        ("hold", ["sync='hold' with ZeRO 3", 'use sync="auto", or ZeRO 1']),
+        ("batchnorm", ['batchnorm="exact"', 'use DDP, "statistics", "freeze", "group" or "layer"']),
+    ],
+)
+def test_what_a_refusal_advises_is_accepted(
+    report: dict[str, Any], case: str, said: list[str]
+) -> None:
+    refusal, *instead = report["advice"][case]
+    assert all(part in refusal for part in said), refusal
+    assert instead
+    assert set(instead) == {"accepted"}
+
+
+def test_what_is_advised_to_several_engines_and_other_orders(report: dict[str, Any]) -> None:
+    together, over, *updates = report["advice"]["engines"]
+    assert "give each one of its own, and a loop of its own" in together
+    assert "DeepSpeed's engines: a loop for each" in over
+    assert updates == ["1", "1"]
+    assert report["advice"]["order"] <= FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
         ("bf16", "a DeepSpeed engine with bf16: the update is not shown"),
         ("communication", "a DeepSpeed engine with communication_data_type: the update"),
         ("offload", "a DeepSpeed engine with offload_optimizer: the update is not shown"),

@@ -38,7 +38,7 @@ class Tagger(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.embed(tokens))
         with torch.no_grad():
-            self.seen.mul_(0.5).add_(x.sum((0, 1)))
+            self.seen.add_(x.sum((0, 1)))
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         mixed = functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
         logits: Tensor = self.read(self.drop(x + mixed[:, 0]))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tests.support import knows_grad_scale
+
 
 class Parts:
     """The gradients that steps in parts have seen, as those of whole updates."""
@@ -44,6 +46,9 @@ class Parts:
         """The gradients of every update that was made since the last time."""
         taken, self._before, self._now = [*self._before, self._now], [], {}
         return [[one.get(id(p), torch.zeros_like(p)) for p in self._parameters] for one in taken]
+
+
+knows_grad_scale(Parts.look)
 
 
 @contextmanager

@@ -271,10 +271,10 @@ def test_out_of_memory_begins_again() -> None:
     counted = OutOfMemoryAt(phase="backward")
     model = mlp()
     with counted:
-        made(model, sizes=[4, 4, 2]).step(samples(10))
+        made(model, sizes=[4, 4, 2], audit=False).step(samples(10))
     for place in range(1, counted.seen, 7):
         model, reference = mlp(), mlp()
-        train = made(model, sizes=[4, 4, 2])
+        train = made(model, sizes=[4, 4, 2], audit=False)
         with OutOfMemoryAt(place, phase="backward") as failure:
             step = train.step(samples(10))
         assert failure.failed_at is not None

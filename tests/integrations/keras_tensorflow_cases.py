@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,17 @@ def test_the_change_of_the_page() -> None:
     assert before["history"].history.keys() == after["history"].history.keys()
 
 
+@cache
+def mirrored() -> Any:
+    """Two replicas; TensorFlow numbers the collectives of a second strategy like the first's."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 def test_two_replicas() -> None:
     """MirroredStrategy: other tokens on each replica; clipping sees the whole gradient."""
     assert len(tf.config.list_logical_devices("CPU")) == 2
     x, y = data(22)
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with mirrored().scope():
         model = model_of(GradientAccumulateModel, masked=True, accum_steps=4)
         model.compile(keras.optimizers.SGD(0.01, global_clipnorm=1.0), squared)
     start = flat(model)
@@ -50,6 +57,28 @@ def test_two_replicas() -> None:
     whole = model_of(masked=True)
     whole.compile(keras.optimizers.SGD(0.01, global_clipnorm=1.0), squared, run_eagerly=True)
     assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 6))) <= 1e-12
+
+
+def test_embeddings_on_two_replicas() -> None:
+    """The gradient of an embedding comes as rows; other numbers of tokens on each replica."""
+    generator = np.random.default_rng(3)
+    x = generator.integers(0, 7, (20, 5))  # 0 is padding
+    y = generator.normal(size=(20, 5, 2))
+
+    def made(kind: Any = keras.Model, **options: Any) -> Any:
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((5,), dtype="int32")
+        rows = keras.layers.Embedding(7, 4, mask_zero=True)(inputs)
+        return kind(inputs=inputs, outputs=keras.layers.Dense(2)(rows), **options)
+
+    with mirrored().scope():
+        model = made(GradientAccumulateModel, accum_steps=2)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    start = flat(model)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    whole = made()
+    whole.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    assert distance(flat(model) - start, fit(whole, (x, y), (8, 8, 4), epochs=1)) <= 1e-12
 
 
 def test_a_loop_around_a_tape() -> None:

@@ -149,6 +149,32 @@ def test_sums_of_16_bit_gradients() -> None:
     assert float(updates[-1, 0]) == -1.0  # in bfloat16, 256 + 1 is 256
 
 
+def test_wide_gradients_of_16_bit_parameters() -> None:
+    """Adam's moments widen as they do without windows, whichever call closes the window."""
+    params = jnp.full(3, 0.5, jnp.bfloat16)
+    gradients = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+    units, inner = np.array([3, 1, 4, 1, 5, 9, 2]), optax.adam(0.1, b1=0.5)
+    for how in ("last", "flush"):
+        tx = multi_steps(inner, every_k=3)
+        state, moved = tx.init(params), []
+        for index in range(7):
+            closing = how == "last" and index == 6
+            made, state = tx.update(
+                gradients[index], state, params, units=units[index], last=closing
+            )
+            moved.append(made)
+        if how == "flush":
+            made, state = flush(tx, state, params)
+            moved.append(made)
+        want, want_state = jnp.zeros(3), inner.init(params)
+        for window in (slice(0, 3), slice(3, 6), slice(6, 7)):
+            mean = np.average(gradients[window], axis=0, weights=units[window]).astype(np.float32)
+            made, want_state = inner.update(mean, want_state, params)
+            want = want + made
+        assert state.inner[0].mu.dtype == want_state[0].mu.dtype == jnp.float32
+        assert distance((sum(moved), state.inner), (want, want_state)) <= 1e-6, how
+
+
 def test_the_change_of_the_page_in_a_stream() -> None:
     """The second diff: MultiSteps is wrong on its data, and the changed script is not."""
     before, after = run_diff(ROOT / "docs/integrations/jax.md", 1)

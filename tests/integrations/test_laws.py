@@ -160,3 +160,16 @@ def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(door: str) -> N
         DOORS[door](model, sgd(model), pieces(samples(21), SIZES), 3, audit=audit)
         trained.append(model)
     assert distance(trained[0].parameters(), trained[1].parameters()) == 0
+
+
+def test_a_second_fit_finds_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    norm = nn.BatchNorm1d(5).double()
+    for _ in range(2):
+        micros = pieces(samples(21), SIZES)
+        DOORS["lightning"](model, sgd(model), micros, 3, batchnorm="statistics")
+        for window in pieces(samples(21), [9, 12]):
+            norm(window["x"])
+    assert "forward" not in vars(model[0])
+    for name in ("running_mean", "running_var"):
+        assert distance([getattr(model[0], name)], [getattr(norm, name)]) <= EXACT, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from torch.utils.data import DataLoader
 
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT
-from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError
+from wholebatch.errors import (
+    LossError,
+    NonFiniteError,
+    OptionError,
+    StateError,
+    UnsupportedError,
+)
 
 pytest.importorskip("transformers")
 
@@ -27,6 +34,7 @@ from transformers import (
 
 from wholebatch.integrations.transformers import ExactWindows, exact
 from wholebatch.integrations.transformers.host import EpochEnd, nothing_through
+from wholebatch.integrations.transformers.units import measured_shift
 
 pytestmark = [
     pytest.mark.slow,
@@ -122,6 +130,15 @@ def test_a_loader_without_a_length(hosts: Any, problem: Any, tmp_path: Path) -> 
     start = problem.flat(problem.Reader())
     assert problem.distance(moved[1], moved[0], start) <= EXACT
     assert problem.distance(moved[2], moved[0], start) > 0.01
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_not_called_another_mean(value: float) -> None:
+    inputs = {"labels": torch.zeros(3, 6, dtype=torch.long)}
+    with pytest.raises(NonFiniteError, match=f"the loss is {value:g} on this batch"):
+        measured_shift(lambda given: torch.tensor(value), inputs)
+    with pytest.raises(LossError, match="nothing says what its units are"):
+        measured_shift(lambda given: given["labels"].double().square().mean(), inputs)
 
 
 def test_a_loss_that_is_no_mean_over_labels(hosts: Any, problem: Any, tmp_path: Path) -> None:

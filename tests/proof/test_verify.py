@@ -211,6 +211,12 @@ def mean_as_sum(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.Loss(functional.cross_entropy(model(micro["x"]), micro["y"]), len(micro["y"]))
 
 
+def sum_and_mean(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    logits = model(micro["x"])
+    total = functional.cross_entropy(logits, micro["y"], reduction="sum")
+    return wb.Loss(total + 5 * logits.square().mean(), len(logits))
+
+
 def contrastive(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     z = model(micro["x"])
     return wb.Loss((z @ z.T).logsumexp(1).sum(), len(z))
@@ -244,6 +250,7 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str, tuple
     "coupled": (lambda: small(Centred()), loss, {}, "coupled samples", ("1",)),
     "hand-made": (lambda: small(nn.Tanh(), HandMade()), loss, {}, "coupled samples", ("2",)),
     "buffer": (lambda: small(Counting()), loss, {}, "a stateful module", ("1.seen",)),
+    "sum and mean": (small, sum_and_mean, {}, "a loss that does not decompose", ()),
     "mean of means": (small, mean_of_means, {}, "a mean of means", ()),
     "mean as sum": (small, mean_as_sum, {}, "a mean of means", ()),
     "contrastive": (small, contrastive, {}, "a loss that does not decompose", ()),

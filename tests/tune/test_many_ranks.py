@@ -39,3 +39,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert ranks["bandwidth_measured"] is True
     assert ranks["is_model"] is True
     assert ranks["bandwidth"] > 0
+    # Each rank brings four of a window's eight samples, also in the model of more ranks.
+    for point in ranks["points"]:
+        brought = point["units_per_second"] * point["seconds"] / point["ranks"]
+        assert brought == pytest.approx(4.0, rel=1e-6)
+    two = next(point for point in ranks["points"] if point["ranks"] == 2)
+    assert two["units_per_second"] <= 1.001 * best["units_per_second"] * (
+        best["seconds"] / (best["seconds"] - best["split"].get("communication", 0.0))
+    )

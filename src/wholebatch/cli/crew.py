@@ -8,10 +8,8 @@ from __future__ import annotations
 import io
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,22 +17,31 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
-from wholebatch import sync
 from wholebatch.errors import RankError, WholebatchError
 from wholebatch.memory.checkpointing import repeated_blocks
-from wholebatch.sync.alarm import alarm
+from wholebatch.sync.alarm import alarm, is_of_a_collective
 from wholebatch.sync.group import Group
 
 __all__ = ["Crew"]
 
 T = TypeVar("T")
 
+_LEAST_DEADLINE = 300.0
+
 
 class Crew:
     """The processes that train together, seen from one of them."""
 
-    def __init__(self, rank: int, *, device: torch.device, parallel: str = "ddp") -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        device: torch.device,
+        parallel: str = "ddp",
+        deadline: float | None = None,
+    ) -> None:
         self.rank = rank
+        self.deadline = deadline  # None: by the slowest window, or as the environment says
         self.device = device
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.is_first = rank == 0
@@ -123,13 +130,14 @@ class Crew:
             yield
             return
         try:
-            yield
+            with alarm().failures():
+                yield
         except typer.Exit as stopped:
             if isinstance(stopped.__cause__, Exception):  # told already, by its file and line
                 self._tell(stopped.__cause__)
             raise
         except RuntimeError as error:
-            if isinstance(error, WholebatchError) or not _is_of_a_collective(error):
+            if not is_of_a_collective(error):
                 self._tell(error)
                 raise
             text = str(error).strip().split("\n")[0]
@@ -137,6 +145,32 @@ class Crew:
         except Exception as error:
             self._tell(error)
             raise
+
+    @property
+    def one_hangs(self) -> bool:
+        """True if the ranks end because one of them has fallen silent: it says nothing itself."""
+        return self.ranks > 1 and alarm().one_hangs
+
+    @contextmanager
+    def watched(self, *, advice: str) -> Iterator[None]:
+        """Hold every rank to the deadline, also between windows: there is only training here.
+
+        A rank that is ended because another hangs says `advice`.
+        """
+        if self.ranks == 1:
+            yield
+            return
+        watch = alarm()
+        if self.deadline is not None:
+            watch.progress.fixed = self.deadline
+        watch.progress.least, watch.progress.always = _LEAST_DEADLINE, True
+        watch.advice = advice if self.is_first else None
+        watch.progress.mark()
+        try:
+            yield
+        finally:
+            watch.progress.always, watch.advice = False, None
+            watch.progress.pause()
 
     def _tell(self, error: Exception) -> None:
         if error is self._known:
@@ -151,10 +185,3 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return make(), None
     except Exception as error:
         return None, error
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether it was raised by torch's collectives, or where our own are waited for."""
-    innermost = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    homes = {Path(dist.__file__).parent, Path(sync.__file__).parent}
-    return isinstance(error, dist.DistError) or not homes.isdisjoint(innermost.parents)

@@ -68,7 +68,7 @@ def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> 
         gradients=config.gradients,  # type: ignore[arg-type]
         nonfinite="skip" if config.gradients == "release" else "raise",
         noise=None if config.noise == "off" else config.noise,  # type: ignore[arg-type]
-        scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
+        scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
     )
     return Trained(optimizer, train, zero)
 

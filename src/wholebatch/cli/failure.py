@@ -22,6 +22,7 @@ from wholebatch.errors import (
     EmptyWindowError,
     NonFiniteError,
     RankError,
+    StateError,
     WholebatchError,
     WindowError,
 )
@@ -57,6 +58,8 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
         yield
     except RankError as error:  # the rank that failed says what and where
         print(f"error: {_one_line(error)}", file=sys.stderr)
+        if crew.one_hangs and crew.is_first:
+            _tell_last(folder, crew)
         raise typer.Exit(1) from error
     except (WholebatchError, torch.OutOfMemoryError) as error:
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
@@ -66,7 +69,7 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError):
             print("  give a smaller --micro-batch", file=sys.stderr)
         _tell_last(folder, crew)
-        raise typer.Exit(1 if isinstance(error, _WHILE_TRAINING) else 2) from error
+        raise typer.Exit(1 if _is_of_the_work(error) else 2) from error
     except Exception as error:
         place = place_of(error, recipe)
         if place is None and isinstance(error, OSError) and error.errno in _OF_THE_DISK:
@@ -91,6 +94,14 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 _WHILE_TRAINING = (ArithmeticError, WindowError, torch.OutOfMemoryError)
 
 
+def _is_of_the_work(error: BaseException) -> bool:
+    """True for a failure during the work (exit status 1), not a refusal before it (2)."""
+    could_not_write = isinstance(error, StateError) and isinstance(
+        error.__cause__, OSError | RuntimeError
+    )
+    return could_not_write or isinstance(error, _WHILE_TRAINING)
+
+
 # Advice that the command has no option for.
 _OF_THE_LIBRARY = re.compile(r"[;,] (or )?pass (nonfinite|zero_units)='skip'[^.;]*")
 
@@ -106,6 +117,6 @@ def _one_line(error: BaseException) -> str:
 
 def _tell_last(folder: Path, crew: Crew) -> None:
     run = RunFolder(folder)
-    if run.has_run() and Checkpoints(run.checkpoints).paths():
+    if run.config.is_file() and run.has_run() and Checkpoints(run.checkpoints).paths():
         again = resume_command(folder, parallel=crew.parallel)
         print(f"  go on from the last checkpoint: {again}", file=sys.stderr)

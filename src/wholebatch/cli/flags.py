@@ -1,5 +1,4 @@
-"""Options of `wholebatch train` about what follows the batch, what is watched, and what is taken
-from a file."""
+"""Options of `wholebatch train`, those whose description is long."""
 
 from __future__ import annotations
 
@@ -9,14 +8,21 @@ from typing import Annotated, TypeAlias
 import typer
 
 __all__ = [
+    "AutoResume",
     "BaseBatch",
     "BatchSize",
     "Betas",
+    "Checkpointing",
+    "Deadline",
     "Execute",
+    "Fit",
     "From",
     "Gradients",
     "LrRule",
+    "LrSteps",
+    "Memory",
     "Noise",
+    "Resume",
     "Schedule",
     "Wandb",
     "Warmup",
@@ -128,6 +134,68 @@ Schedule: TypeAlias = Annotated[
         metavar="1f1b|gpipe|interleaved",
         help="With --parallel pipeline: the order of forwards and backwards; interleaved has two "
         "stages on every rank.",
+        rich_help_panel=_RUN,
+    ),
+]
+LrSteps: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Updates that the learning-rate schedule is made for; then the rate stays. Default: "
+        "--steps of the run's beginning.",
+        rich_help_panel=_FOLLOWS,
+    ),
+]
+Deadline: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SECONDS|auto|off",
+        help="Under torchrun: end all ranks if one makes no progress for this long. auto: ten "
+        "times the slowest window so far, at least 5 minutes.",
+        rich_help_panel=_RUN,
+    ),
+]
+Memory: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE|SHARE|free",
+        help="How much memory to use, such as 20GiB, 0.8 of the device, or what is free: the "
+        "largest micro-batch that fits is chosen, if --micro-batch is not given.",
+        rich_help_panel=_BATCH,
+    ),
+]
+Fit: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="If not even one sample fits: bf16 autocast, then checkpointing of the model's "
+        "repeated blocks too, then gradients on the host.",
+        rich_help_panel=_BATCH,
+    ),
+]
+Checkpointing: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--checkpointing",
+        help="Compute the activations of the model's repeated blocks again in the backward "
+        "pass, instead of keeping them.",
+        rich_help_panel=_BATCH,
+    ),
+]
+Resume: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue the run in --out (else the newest in runs/), bit for bit.",
+        rich_help_panel=_RUN,
+    ),
+]
+AutoResume: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--auto-resume",
+        help="Continue the run in --out if it has begun, else begin it: one command line for "
+        "both. A restart by torchrun does so by itself.",
         rich_help_panel=_RUN,
     ),
 ]

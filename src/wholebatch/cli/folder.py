@@ -15,6 +15,7 @@ from typing import Any
 
 from wholebatch.checkpoint import Checkpoints
 from wholebatch.errors import OptionError, StateError
+from wholebatch.files import reason
 
 __all__ = ["RunFolder", "find_run", "launched_folder", "new_folder", "resume_command", "shown"]
 
@@ -55,8 +56,9 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             lock = self._lock.open("a+")
         except OSError as error:
+            where = f" ({error.filename})" if error.filename not in (None, str(self.path)) else ""
             raise OptionError(
-                f"--out {self.path}: cannot be written: {error.strerror or error}"
+                f"--out {self.path}: cannot be written: {reason(error)}{where}"
             ) from error
         with lock:
             until = time.monotonic() + wait
@@ -73,6 +75,14 @@ class RunFolder:
                 if is_new:
                     self._remove_if_empty()
                 raise
+
+    def check_there(self) -> None:
+        """Refuse to go on if somebody has removed or moved the folder since the run began."""
+        if not (self.checkpoints.is_dir() and self.config.exists()):
+            raise StateError(
+                f"{self.path} was removed or moved while the run was writing to it: nothing more "
+                "can be saved there"
+            ) from FileNotFoundError(str(self.path))
 
     def _remove_if_empty(self) -> None:
         with suppress(OSError):
@@ -97,6 +107,8 @@ def new_folder(recipe: str, out: Path | None) -> RunFolder:
         return RunFolder(path)
     folder = RunFolder(out)
     try:
+        if out.is_symlink() and not out.exists():
+            raise OptionError(f"--out {out}: is a link that leads nowhere; give a folder")
         if out.exists() and not out.is_dir():
             raise OptionError(f"--out {out}: is a file; give a folder")
         if folder.has_run():
@@ -104,7 +116,7 @@ def new_folder(recipe: str, out: Path | None) -> RunFolder:
                 f"--out {out}: has a run already; continue it with --resume, or give another --out"
             )
     except OSError as error:
-        raise OptionError(f"--out {out}: cannot be read: {error.strerror or error}") from error
+        raise OptionError(f"--out {out}: cannot be read: {reason(error)}") from error
     return folder
 
 
@@ -120,7 +132,7 @@ def launched_folder(recipe: str) -> Path | None:
 def find_run(recipe: str | None, out: Path | None) -> RunFolder:
     """The run to resume: in `out`, else the newest of runs/ (of this recipe, if one is named)."""
     if out is not None:
-        if not (out / "config.json").is_file():
+        if not os.path.lexists(out / "config.json"):  # what else it may be, is told when it is read
             raise StateError(f"--resume: there is no run in {out}")
         return RunFolder(out)
     stem = None if recipe is None else Path(recipe).stem

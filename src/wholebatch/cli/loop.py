@@ -14,7 +14,7 @@ from wholebatch.cli.folder import RunFolder
 from wholebatch.cli.session import Session
 from wholebatch.cli.stop import StopRequest
 from wholebatch.cli.watch import Watch, open_sinks
-from wholebatch.errors import WindowError
+from wholebatch.errors import StateError, WindowError
 from wholebatch.recipes import Nothing
 from wholebatch.report.metrics import MetricsFile, Sink, record_of
 from wholebatch.report.terminal import Terminal
@@ -75,6 +75,7 @@ class _Loop:
         stop: StopRequest,
     ) -> None:
         self._session = session
+        self._folder = folder
         self._checkpoints = Checkpoints(folder.checkpoints)
         self._terminal = terminal
         self._memory = session.memory
@@ -141,8 +142,7 @@ class _Loop:
             now=time.time(),
             more=self._watch.more(seconds=seconds),
         )
-        for sink in self._sinks:
-            sink.write(record)
+        self._write(record)
         self._note_losses(record, record)
         session.position = session.batches.position
         self._terminal.update(
@@ -151,6 +151,14 @@ class _Loop:
             units_per_second=self._rate,
         )
         self._watch_skipped(step.skipped)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        try:
+            for sink in self._sinks:
+                sink.write(record)
+        except StateError:
+            self._folder.check_there()  # the better reason
+            raise
 
     def _note_losses(self, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> None:
         if self._first_loss is None and first is not None:
@@ -165,6 +173,8 @@ class _Loop:
             raise _Stopped(self._save(micro_batches=done), done, of)
 
     def _save(self, *, micro_batches: int = 0) -> Path:
+        if self._session.crew.is_first:
+            self._folder.check_there()
         for sink in self._sinks:
             sink.sync()
         return self._session.save(self._checkpoints, micro_batches=micro_batches)

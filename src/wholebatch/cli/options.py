@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import OptionError, StateError
+from wholebatch.files import reason
+from wholebatch.jsonable import read_json
 from wholebatch.scaling import BatchSchedule, parse_amount
 
 __all__ = [
@@ -56,6 +58,7 @@ _FALLBACK: dict[str, Any] = {
     "gradients": "device",
     "noise": "auto",
     "wandb": None,
+    "lr_steps": None,
 }
 _ONE_OF = {
     "lr_rule": ("none", "linear", "sqrt"),
@@ -64,7 +67,7 @@ _ONE_OF = {
     "gradients": ("device", "host", "swap", "release", "moments"),
 }
 # What a resumed run may change without becoming another run.
-_MAY_CHANGE = ("steps", "checkpoint_every", "memory", "wandb", "schedule")
+_MAY_CHANGE = ("steps", "lr_steps", "checkpoint_every", "memory", "wandb", "schedule")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Given:
     gradients: str | None = None
     noise: int | str | None = None
     wandb: str | None = None
+    lr_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,12 @@ class Config:
     gradients: str = "device"
     noise: int | str = "auto"
     wandb: str | None = None
+    lr_steps: int | None = None
+
+    @property
+    def horizon(self) -> int:
+        """Updates that the learning-rate schedule is made for."""
+        return self.lr_steps or self.steps
 
     @property
     def tokens(self) -> int | None:
@@ -169,6 +179,8 @@ def resolve(
             values[name] = check(name, defaults[name], f"the recipe's defaults[{name!r}]")
         else:
             values[name] = _FALLBACK[name]
+    if stored is not None and values["lr_steps"] is None and stored["steps"] != values["steps"]:
+        values["lr_steps"] = stored["steps"]  # more updates do not change the schedule
     if values["precision"] == "fp32":
         values["precision"] = "full"
     if values["wandb"] == "off":
@@ -251,8 +263,15 @@ def check_recipe(name: str | None) -> None:
         load_recipe(name)  # says which there are
 
 
-def refuse_idle(typed: Collection[str], config: Config, *, parallel: str) -> None:
+def refuse_idle(
+    typed: Collection[str], config: Config, *, parallel: str, schedule_ends: bool = True
+) -> None:
     """Refuse what was typed and would do nothing in this run, with the option it belongs to."""
+    if "lr_steps" in typed and not schedule_ends:
+        raise OptionError(
+            f"--lr-steps {config.lr_steps}: the recipe's learning-rate schedule is not made for a "
+            "number of updates; that needs scheduler(optimizer, steps)"
+        )
     if "base_batch" in typed and (config.lr_rule, config.betas) == ("none", "keep"):
         raise OptionError(
             f"--base-batch {config.base_batch}: nothing follows the batch size; it belongs to "
@@ -311,14 +330,17 @@ def _flag(name: str) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """What `config.json` of a run says: the recipe and its settings."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path)
         wanted = {field.name for field in fields(Config) if field.default is MISSING}
         if not wanted <= stored["settings"].keys() or not isinstance(stored["recipe"], str):
             raise KeyError
     except OSError as error:
-        raise StateError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise StateError(f"{path} is damaged: it does not hold the settings of a run") from None
+        raise StateError(f"{path} cannot be read: {reason(error)}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f" ({error})" if isinstance(error, ValueError) else ""
+        raise StateError(
+            f"{path} is damaged: it does not hold the settings of a run{why}"
+        ) from None
     result: dict[str, Any] = stored
     return result
 

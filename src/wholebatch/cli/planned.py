@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
+from wholebatch.files import reason
+from wholebatch.jsonable import read_json
 
 __all__ = ["Subject", "from_configuration", "from_recipe"]
 
@@ -130,9 +131,9 @@ def from_configuration(path: Path, seq: int | None, *, wide: bool) -> Subject:
 
 def _stored(path: Path) -> dict[str, Any]:
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path)
     except OSError as error:
-        raise RecipeError(f"hf:{path}: cannot be read ({error.strerror})") from error
+        raise RecipeError(f"hf:{path}: cannot be read ({reason(error)})") from error
     except ValueError as error:
         raise RecipeError(f"hf:{path}: is not JSON ({error})") from error
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from wholebatch.cli.session import choose_device
 from wholebatch.errors import RankError
+from wholebatch.sync.alarm import alarm
 
 __all__ = ["agree_on_attempt", "process_group"]
 
@@ -22,8 +25,13 @@ _TIMEOUT = 600.0
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[tuple[int, torch.device]]:
-    """This process's rank and device; the group is left as it was found."""
+def process_group(
+    device: str, *, deadline: float | None = None
+) -> Iterator[tuple[int, torch.device]]:
+    """This process's rank and device; the group is left as it was found.
+
+    Torch itself gives up on a rank later than a `deadline` that was asked for.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     where = choose_device(device)
     if world == 1:
@@ -35,18 +43,22 @@ def process_group(device: str) -> Iterator[tuple[int, torch.device]]:
         torch.cuda.set_device(where)
     mine = not torch.distributed.is_initialized()
     if mine:
-        _join("nccl" if where.type == "cuda" else "gloo")
+        patience = None
+        if deadline is not None and deadline < math.inf:
+            patience = timedelta(seconds=max(1800.0, 1.5 * deadline))
+        _join("nccl" if where.type == "cuda" else "gloo", patience)
     try:
         yield torch.distributed.get_rank(), where
     finally:
         if mine and torch.distributed.is_initialized():
+            alarm().leave_if_one_hangs()
             torch.distributed.destroy_process_group()
             gc.collect()  # models still hold the group, whose threads end with it: now, not at exit
 
 
-def _join(backend: str) -> None:
+def _join(backend: str, timeout: timedelta | None) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group(backend, timeout=timeout)
         return
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -58,6 +70,7 @@ def _join(backend: str) -> None:
     attempt = agree_on_attempt(store, rank=rank, ranks=world)
     torch.distributed.init_process_group(
         backend,
+        timeout=timeout,
         store=PrefixStore(f"wholebatch/{attempt}", store),
         rank=rank,
         world_size=world,

@@ -15,7 +15,7 @@ from wholebatch.cli.session import Session
 from wholebatch.report.terminal import count_said
 from wholebatch.scaling import Arithmetic
 
-__all__ = ["arithmetic", "head_rows", "summary_rows"]
+__all__ = ["arithmetic", "head_rows", "schedule_said", "summary_rows"]
 
 Rows = list[tuple[str, str]]
 
@@ -64,6 +64,24 @@ def head_rows(
         into += f", which {then} rank{'' if then == 1 else 's'} made" if then != ranks else ""
         rows.append(("resumed", f"after update {session.train.updates}{into}"))
     return rows
+
+
+def schedule_said(session: Session, found: Found) -> str | None:
+    """Return how the learning-rate schedule goes on, where that is not plain; else None."""
+    horizon, steps = session.config.horizon, session.config.steps
+    groups = found.state.get("optimizer", {}).get("param_groups", [{}])
+    then, now = groups[0].get("lr"), float(session.optimizer.param_groups[0]["lr"])
+    states = found.state["train"]["schedulers"]
+    if any(state.get("horizon", horizon) != horizon for state in states):
+        was = "" if then is None else f" (it was {float(then):.3g})"
+        return f"the schedule is made anew for {horizon} updates: learning rate {now:.3g}{was}"
+    if steps == horizon or not session.recipe.schedule_ends:
+        return None
+    said = f"the learning-rate schedule stays that of {horizon} updates"
+    if steps > horizon:
+        rate = f" at {now:.3g}" if session.train.updates >= horizon else " as it is then"
+        said += f", after them the rate stays{rate}"
+    return f"{said};\n  --lr-steps {steps} makes it anew"
 
 
 def _batch_rows(session: Session) -> Rows:

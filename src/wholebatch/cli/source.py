@@ -5,7 +5,6 @@ Nothing here imports torch: a wrong option is refused at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -14,6 +13,8 @@ from typing import Any
 
 from wholebatch.cli.options import Given, check
 from wholebatch.errors import OptionError
+from wholebatch.files import reason
+from wholebatch.jsonable import read_json
 from wholebatch.scaling import BatchSchedule
 
 __all__ = ["Source", "given_of", "read_source"]
@@ -21,7 +22,7 @@ __all__ = ["Source", "given_of", "read_source"]
 # Options of the command that are not settings of a run's configuration.
 _PLACES = ("device", "parallel")
 _NUMBERS: dict[str, Callable[[str], float]] = {
-    **dict.fromkeys(("steps", "seed", "checkpoint_every", "zero", "base_batch"), int),
+    **dict.fromkeys(("steps", "lr_steps", "seed", "checkpoint_every", "zero", "base_batch"), int),
     **dict.fromkeys(("clip_norm", "lr"), float),
 }
 
@@ -57,9 +58,9 @@ def read_source(path: Path | None) -> Source:
     if path is None:
         return Source()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
-        raise OptionError(f"--from {path}: cannot be read: {error.strerror or error}") from error
+        raise OptionError(f"--from {path}: cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise OptionError(f"--from {path}: is not JSON: {error}") from None
     settings = content.get("settings") if isinstance(content, dict) else None

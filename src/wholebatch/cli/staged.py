@@ -63,7 +63,7 @@ class Staged:
             micro_batch=config.micro_batch,
             schedule=config.schedule,
             clip_norm=config.clip_norm,
-            scheduler=recipe.build_scheduler(optimizer, steps=config.steps),
+            scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
         )
 
     @property

@@ -57,7 +57,11 @@ def find(asked: Asked, crew: Crew) -> Start:
     config = crew.together(
         lambda: resolve(asked.given, recipe.defaults, stored=stored["settings"] if stored else None)
     )
-    crew.together(lambda: refuse_idle(asked.typed, config, parallel=crew.parallel))
+    crew.together(
+        lambda: refuse_idle(
+            asked.typed, config, parallel=crew.parallel, schedule_ends=recipe.schedule_ends
+        )
+    )
     if path is None:
         path = crew.first(lambda: _new(asked, recipe))
     return Start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +13,21 @@ from rich.console import Console
 
 from wholebatch import __version__
 from wholebatch.cli.flags import (
+    AutoResume,
     BaseBatch,
     BatchSize,
     Betas,
+    Checkpointing,
+    Deadline,
     Execute,
+    Fit,
     From,
     Gradients,
     LrRule,
+    LrSteps,
+    Memory,
     Noise,
+    Resume,
     Schedule,
     Wandb,
     Warmup,
@@ -27,6 +35,7 @@ from wholebatch.cli.flags import (
 )
 from wholebatch.cli.options import check, check_recipe
 from wholebatch.cli.source import given_of, read_source
+from wholebatch.deadline import DEADLINE, parse_deadline
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
@@ -70,33 +79,9 @@ def train(
             rich_help_panel=_BATCH,
         ),
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE|SHARE|free",
-            help="How much memory to use, such as 20GiB, 0.8 of the device, or what is free: the "
-            "largest micro-batch that fits is chosen, if --micro-batch is not given.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="If not even one sample fits: bf16 autocast, then checkpointing of the model's "
-            "repeated blocks too, then gradients on the host.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = False,
-    checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--checkpointing",
-            help="Compute the activations of the model's repeated blocks again in the backward "
-            "pass, instead of keeping them.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = False,
+    memory: Memory = None,
+    fit: Fit = False,
+    checkpointing: Checkpointing = False,
     clip_norm: Annotated[
         float | None,
         typer.Option(
@@ -113,6 +98,7 @@ def train(
     ] = None,
     execute: Execute = None,
     gradients: Gradients = None,
+    lr_steps: LrSteps = None,
     lr_rule: LrRule = None,
     base_batch: BaseBatch = None,
     betas: Betas = None,
@@ -129,23 +115,8 @@ def train(
             rich_help_panel=_RUN,
         ),
     ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue the run in --out (else the newest in runs/), bit for bit.",
-            rich_help_panel=_RUN,
-        ),
-    ] = False,
-    auto_resume: Annotated[
-        bool,
-        typer.Option(
-            "--auto-resume",
-            help="Continue the run in --out if it has begun, else begin it: one command line for "
-            "both. A restart by torchrun does so by itself.",
-            rich_help_panel=_RUN,
-        ),
-    ] = False,
+    resume: Resume = False,
+    auto_resume: AutoResume = False,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(metavar="N", help="Updates between two checkpoints.", rich_help_panel=_RUN),
@@ -174,6 +145,7 @@ def train(
     ] = None,
     zero: Zero = None,
     schedule: Schedule = None,
+    deadline: Deadline = None,
 ) -> None:
     """Train a recipe: every update is that of the whole batch, in the memory of a micro-batch.
 
@@ -199,6 +171,7 @@ def train(
         "fit": fit or None,
         "zero": zero,
         "schedule": schedule,
+        "lr_steps": lr_steps,
         "lr_rule": lr_rule,
         "base_batch": base_batch,
         "betas": betas,
@@ -215,6 +188,8 @@ def train(
         if value is not None and parallel != engine:
             raise OptionError(f"--{flag} {value}: belongs to --parallel {engine}")
     recipe = recipe or told.recipe
+    given_deadline = deadline or os.environ.get(DEADLINE) or "auto"
+    allowed = parse_deadline(given_deadline, DEADLINE if deadline is None else "--deadline")
 
     # Torch is imported from here on: a wrong option was told at once.
     import torch
@@ -235,8 +210,8 @@ def train(
         source=told,
         typed=frozenset(name for name, value in typed.items() if value is not None),
     )
-    with process_group(device) as (rank, where):
-        crew = Crew(rank, device=where, parallel=parallel)
+    with process_group(device, deadline=allowed) as (rank, where):
+        crew = Crew(rank, device=where, parallel=parallel, deadline=allowed)
         with crew.failures(), short_warnings(shown=crew.is_first):
             status = _train(asked, crew)
     raise typer.Exit(status)
@@ -244,7 +219,8 @@ def train(
 
 def _train(asked: Asked, crew: Crew) -> int:
     from wholebatch.cli.failure import training_failures
-    from wholebatch.cli.said import head_rows
+    from wholebatch.cli.folder import resume_command
+    from wholebatch.cli.said import head_rows, schedule_said
     from wholebatch.cli.session import build
     from wholebatch.cli.start import checkpoint_of, find
     from wholebatch.report.manifest import versions_here
@@ -279,6 +255,8 @@ def _train(asked: Asked, crew: Crew) -> int:
             digest=recipe.digest, versions=versions_here(), ranks=crew.ranks
         ):
             terminal.note(f"note: {note}")
+        if found is not None and (goes_on := schedule_said(session, found)):
+            terminal.note(f"note: {goes_on}")
         crew.first(lambda: _begin(session, folder, found, terminal))
         about = f": {recipe.description}" if recipe.description else ""
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
@@ -287,11 +265,18 @@ def _train(asked: Asked, crew: Crew) -> int:
             terminal.note(f"note: {precision} is slow on a CPU without hardware for it")
         if crew.asked != crew.parallel:
             terminal.note(f"note: --parallel {crew.asked} is for torchrun; this is one process")
+        if crew.deadline is not None and crew.ranks == 1:
+            terminal.note("note: a deadline is for the ranks of torchrun; this is one process")
         if session.train.updates >= session.config.steps:
             done = session.train.updates
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
             return 0
-        with training_failures(recipe.path, folder.path, crew), crew.failures():
+        again = resume_command(folder.path, parallel=crew.parallel)
+        with (
+            training_failures(recipe.path, folder.path, crew),
+            crew.failures(),
+            crew.watched(advice=f"  go on from the last checkpoint: {again}"),
+        ):
             return _run(session, folder, found, terminal)
 
 

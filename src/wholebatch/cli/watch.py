@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import ExitStack
 from typing import Any
 
 from wholebatch.cli.folder import RunFolder
 from wholebatch.cli.session import Session
+from wholebatch.jsonable import read_json
 from wholebatch.noise import NoiseScale
 from wholebatch.report.metrics import MetricsFile, Sink
 from wholebatch.report.tensorboard import Events
@@ -30,7 +30,7 @@ def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Si
     opened(MetricsFile(folder.metrics, windows=session.windows))
     opened(Events(folder.events, windows=session.windows))
     if session.config.wandb is not None:
-        manifest = json.loads(folder.manifest.read_text(encoding="utf-8"))
+        manifest = read_json(folder.manifest)
         opened(
             WandbRun(
                 session.config.wandb,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import nn
 from wholebatch.cli.crew import Crew
 from wholebatch.cli.options import Config
 from wholebatch.errors import MissingExtraError, StateError
+from wholebatch.loading import load_tensors
 
 __all__ = ["Zero"]
 
@@ -61,6 +64,30 @@ class Zero:
     def load(self, state: dict[str, Any]) -> None:
         """From the folder that all ranks have written."""
         path = Path(state["path"])
-        loaded, _ = self.engine.load_checkpoint(str(path.parent), tag=path.name)
+        with _loads_without_code(self.engine):
+            loaded, _ = self.engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
             raise StateError(f"{path}: DeepSpeed finds no state of this rank in it")
+
+
+@contextmanager
+def _loads_without_code(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed read its files as we read ours: it would run whatever their pickles ask for."""
+    from deepspeed.runtime.fp16.loss_scaler import (  # type: ignore[import-untyped, unused-ignore]
+        DynamicLossScaler,
+        LossScaler,
+    )
+    from deepspeed.runtime.zero.config import (  # type: ignore[import-untyped, unused-ignore]
+        ZeroStageEnum,
+    )
+    from deepspeed.utils.tensor_fragment import (  # type: ignore[import-untyped, unused-ignore]
+        fragment_address,
+    )
+
+    known = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+    reader = engine.checkpoint_engine
+    reader.load = lambda path, map_location=None: load_tensors(Path(path), also=known)
+    try:
+        yield
+    finally:
+        del reader.load  # the class's own

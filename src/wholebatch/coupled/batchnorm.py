@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, final, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -76,6 +77,8 @@ def choose(name: str, model: nn.Module, *, reduce: Reduce | None = None) -> Poli
     if name not in get_args(Choice):
         allowed = ", ".join(f'"{choice}"' for choice in get_args(Choice))
         raise OptionError(f'batchnorm="{name}": must be one of {allowed}')
+    if name in ("statistics", "sync"):
+        _check_device(name, model)
     if name == "statistics":
         return Statistics([*batchnorms(model), *tracked_instance_norms(model)], reduce=reduce)
     if name == "freeze":
@@ -83,6 +86,29 @@ def choose(name: str, model: nn.Module, *, reduce: Reduce | None = None) -> Poli
     if name == "refuse":
         return Refuse(batchnorms(model))
     return convert(model, "group" if name == "group" else "layer" if name == "layer" else "sync")
+
+
+def _check_device(name: str, model: nn.Module) -> None:
+    """Refuse SyncBatchNorm among ranks on a CPU: torch runs it on accelerators only."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type != "cpu" or not _has_ranks():
+        return
+    norms = [
+        layer
+        for layer, module in batchnorms(model)
+        if name == "sync" or isinstance(module, nn.SyncBatchNorm)
+    ]
+    if norms:
+        shown = ", ".join(map(repr, norms[:3])) + (" and more" if norms[3:] else "")
+        raise UnsupportedError(
+            f'batchnorm="{name}" with SyncBatchNorm in {shown} on a CPU: torch runs it on GPUs '
+            'only. WholeBatch(batchnorm="exact") includes all ranks and runs on a CPU (plain '
+            'models and DDP); or accept batchnorm="freeze", "group" or "layer"'
+        )
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 class _NothingPerWindow:
@@ -132,8 +158,9 @@ class Refuse(_NothingPerWindow):
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return (
             f"BatchNorm in {shown}: it would normalise with each micro-batch alone, and the update "
-            'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact; or name '
-            'what you accept: batchnorm="statistics", "freeze", "group", "layer" or "sync"'
+            'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact (plain '
+            "models and DDP); or name what you accept: "
+            'batchnorm="statistics", "freeze", "group", "layer", or "sync" (ranks on GPUs)'
         )
 
 

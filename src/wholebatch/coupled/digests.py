@@ -41,6 +41,7 @@ def gradient_digests(
         return digest
 
     with _without_hooks(parameters):
+        bare = [p for p in parameters if p._backward_hooks is None]
         handles = [p.register_hook(hook(i, p)) for i, p in enumerate(parameters)]
         try:
             if is_reentrant(totals):  # its checkpoints refuse autograd.grad
@@ -51,6 +52,8 @@ def gradient_digests(
         finally:
             for handle in handles:
                 handle.remove()
+            for parameter in bare:  # an empty dictionary would be asked in every backward
+                parameter._backward_hooks = None
     read = torch.zeros(len(parameters), LINEAR + 1, dtype=torch.float64)
     if sums:
         device = next(iter(sums.values())).device

@@ -86,7 +86,9 @@ class Few:
         self.model = model
         self.layout = layout
         self.count = count
-        self.parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
+        self.parameters = [(n, p) for n, p in named if p.requires_grad]
+        self._data = [(p, p.data) for _, p in named]
         self.start = ForwardState(model, results=True)
         self.weights = weight_norms(model)
         sizes = {id(p): norm / p.numel() ** 0.5 for p, norm in self.weights.items() if p.numel()}
@@ -114,7 +116,7 @@ class Few:
                 warnings.simplefilter("ignore")
                 yield
         finally:
-            self.start.restore()
+            self._begin()
 
     def whole(self) -> Run:
         """Run all samples, and record what they draw."""
@@ -151,6 +153,9 @@ class Few:
 
     def _begin(self) -> None:
         self.start.restore()
+        for parameter, data in self._data:
+            if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
+                parameter.data = data
         self.fixed.begin()
 
     def _made(
@@ -225,10 +230,16 @@ class Few:
         return terms
 
 
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """True for an ordinary tensor of floating-point numbers: no subclass, nothing quantised."""
+    wide = parameter.dtype in (torch.float64, torch.float32, *SIXTEEN_BIT)
+    return wide and type(parameter.data) is Tensor and parameter.layout is torch.strided
+
+
 @torch.no_grad()
 def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     """Return the norm of every parameter, to see whether a forward changes it."""
-    found = [p for p in model.parameters() if p.layout is torch.strided]
+    found = [p for p in model.parameters() if _is_plain(p)]
     norms = torch._foreach_norm([p.detach() for p in found]) if found else []
     return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
 
@@ -237,7 +248,8 @@ def _eagerly() -> AbstractContextManager[Any]:
     """Run compiled modules as they are written: the look is not to make them compile again."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class Uncheckable(Exception):

@@ -33,7 +33,7 @@ class HeldDraws(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.failed: str | None = None
         self._doubtful = False
         self._drawn: list[Tensor] = []

@@ -72,7 +72,9 @@ class Moving:
         third = self._second()
         if not tolerance.same_again(again, third):
             return (_outside(again, third),)
-        noisy = not identical(again, third)
+        # The same again from both states, or else kernels that differ from run to run.
+        repeated = self._second(self.as_left_by(first))
+        noisy = not (identical(again, third) and identical(second, repeated))
         if noisy and tolerance.same_again(second, again):
             return ()
         if self._moved:
@@ -90,7 +92,7 @@ class Moving:
             is_counter = _counts(self._states(first, second), key)
             adds_up = self._whole.after.is_same(second.after, key, close)
             is_cache = again.after.is_same(second.after, key, close)
-            if (is_counter or adds_up) and not is_cache and self._is_read(key, again):
+            if (is_counter or adds_up) and not is_cache and self._is_read(key, again, tolerance):
                 found.append(self._finding(key, first, "and the forward reads it"))
             elif not (is_counter or adds_up or is_cache or self._is_log(key)):
                 found.append(
@@ -108,14 +110,14 @@ class Moving:
         """The items that change the loss by themselves; all, if none does."""
         if len(self._moved) == 1:
             return self._moved
-        acting = [
-            key
-            for key in self._moved[:8]
-            if not identical(self._second(lambda key=key: first.after.restore(only=[key])), again)
-        ]
+
+        def alone(key: Key) -> Run:
+            return self._second(lambda: first.after.restore(only=[key]))
+
+        acting = [key for key in self._moved[:8] if not identical(alone(key), again)]
         return acting or self._moved[:4]
 
-    def _is_read(self, key: Key, again: Run) -> bool:
+    def _is_read(self, key: Key, again: Run, tolerance: Tolerance) -> bool:
         """True if the loss changes when this counter is far ahead."""
 
         def ahead() -> None:
@@ -136,7 +138,7 @@ class Moving:
             raise
         except Exception:  # an index that is out of range now
             return True
-        return not identical(run, again)
+        return not tolerance.same_again(run, again)
 
     def _second_of(self, prepare: Callable[[], None]) -> Run:
         with torch.enable_grad():

@@ -56,10 +56,13 @@ class StreamLook:
     The first call of each model is made again on a few samples and their halves, before it is made
     itself. `at_backward` reads the graph of the loss once for every kind of node that losses end
     with. In the first micro-batch it also differentiates that graph twice, and raises what was
-    found. `done` then takes the hooks off; `end_window` does so in any case. Later calls cost one
-    look into a set. A window that is all of the batch (one micro-batch, one rank) needs no `watch`,
-    and models whose forwards run collectives (FSDP, DeepSpeed) must not be watched. With
-    `audit=False` nothing is done.
+    found. `done` then takes the hooks off; `end_window` does so in any case. After it `active` is
+    False, and only losses such as `wb.info_nce` are still refused.
+
+    A window that is all of the batch (one micro-batch, one rank) needs no `watch`. Models whose
+    forwards run collectives (FSDP, DeepSpeed) must not be watched. With `audit=False` nothing is
+    done. Hooks that a user has put on tensors between the outputs and the loss run more often in
+    the first micro-batch.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class StreamLook:
         self._found: list[Finding] = []
         self._looking = False
         self._audits = audit
-        self._kinds: set[type] = set()  # of the nodes that losses ended with
+        self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
         self._divisors: set[int] = set()  # what losses were divided by
         self._reads = 0
         self._handles: list[Any] = []
@@ -80,11 +83,13 @@ class StreamLook:
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         self._looked = False
         self._over = not audit
+        self.active = audit  # False after the first window: nothing more is to be seen
 
     def watch(self) -> None:
         """Keep what the models give back, until there was a look at it."""
         if self._over or self._handles:
             return
+        self.active = True
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -118,12 +123,12 @@ class StreamLook:
         if kind is type(None):
             return  # no loss at all: refused elsewhere
         assert scalar is not None
-        if kind not in self._kinds:
-            (check_sum if mean is None else check_mean)(scalar, units)
-            self._kinds.add(kind)
+        if (kind, mean is None) not in self._kinds:
+            (check_sum if mean is None else check_mean)(scalar, check_units(units))
+            self._kinds.add((kind, mean is None))
         if self._reads < _READS:
             self._reads += 1
-            self._divisors |= divisors(scalar, units)
+            self._divisors |= divisors(scalar, check_units(units))
         if self._handles and in_parts:
             number = float(check_units(units))
             # One unit owns all rows of its micro-batch: only state can be wrong there.
@@ -137,10 +142,14 @@ class StreamLook:
             self._outputs.clear()
             self._called.clear()
             if self._looked:
-                self.end_window()
+                self._remove_hooks()
 
     def end_window(self, micro_batches: int = 0) -> None:
-        """Take the hooks off, for good; warn of losses divided by the number of micro-batches."""
+        """The first window is over: nothing more is looked at.
+
+        Warn of losses that were divided by the number of micro-batches.
+        """
+        self.active = False
         if micro_batches in self._divisors:
             _log.warning(
                 "the loss is divided by %d, and the window has as many micro-batches. If that is "
@@ -150,12 +159,15 @@ class StreamLook:
             )
             self._divisors.clear()
         if self._handles:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            self._outputs.clear()
-            self._called.clear()
-            self._over = True
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._outputs.clear()
+        self._called.clear()
+        self._over = True
 
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
         if units <= 0 or not self._outputs:

@@ -22,14 +22,8 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from wholebatch.close import (
-    Closed,
-    CloseOptions,
-    Holder,
-    dense_gradients,
-    scalar_on,
-    takes_grad_scale,
-)
+from wholebatch.close import Closed, CloseOptions, Holder, dense_gradients, scalar_on
+from wholebatch.optimizer_step import takes_grad_scale
 
 __all__ = ["Ahead", "Numbers", "Sums", "can_close_ahead", "close_ahead"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.host import HostStore
 from wholebatch.gradients.moments import MomentsStore
-from wholebatch.gradients.parts import check_parts
+from wholebatch.gradients.parts import check_parts, refuse_foreign_code
 from wholebatch.gradients.release import ReleaseStore, check_release
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.suits import check_moments
@@ -36,28 +36,33 @@ def choose(
     options: CloseOptions,
     sync: Sync,
     counts_units: bool = False,
+    on_gradient: bool = False,
 ) -> Store:
     """The store for `gradients=`, checked against everything else that was asked for.
 
-    `counts_units`: whether the units of a window are known before its first backward.
+    `counts_units`: the units of a window are known before its first backward. `on_gradient`: a
+    function of the user's is to see the whole gradient.
     """
     _check_name("gradients", gradients, get_args(GradientsOn))
     _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))
+    runs_itself = sync.grows_own_graph or sync.owns_hooks or not _is_whole(target)
+    if runs_itself and (gradients != "device" or optimizer_on != "device"):
+        _refuse(gradients, optimizer_on)
     if optimizer_on == "host" and gradients != "host":
         raise OptionError(
             f'optimizer_on="host" with gradients={gradients!r}: the step on the host takes the '
             'gradients that are summed there; add gradients="host"'
         )
+    if on_gradient:
+        _check_whole_gradient("on_gradient=", gradients, sync)
+    if not target.steps:
+        _check_whole_gradient("optimizer=None", gradients, sync)
     if gradients == "device":
         return DeviceStore(target, options, sync)
     option = f"gradients={gradients!r}"
-    if sync.grows_own_graph or sync.owns_hooks or not _is_whole(target):
-        raise UnsupportedError(
-            f"{option} on a model that an engine shards or runs: its gradients are not made in the "
-            "parameters' own hooks; use a plain model or DDP, or the engine's own offloading"
-        )
     _check_dense(target, option)
     if gradients == "moments":
+        refuse_foreign_code(target.optimizers, option)
         check_moments(target, options, counts_units=counts_units)
         return MomentsStore(target, options, sync)
     check_parts(target.optimizers, option)
@@ -70,9 +75,34 @@ def choose(
     return HostStore(target, options, sync, steps_on_host=optimizer_on == "host")
 
 
+def _refuse(gradients: str, optimizer_on: str) -> NoReturn:
+    given = f"gradients={gradients!r}"
+    if gradients == "device":
+        given = f"optimizer_on={optimizer_on!r}"
+    raise UnsupportedError(
+        f"{given} on a model that an engine shards or runs: its gradients are not made in the "
+        'parameters\' own hooks. Use a plain model or DDP; or leave gradients="device" and '
+        "optimizer_on away and let the engine shard more: fully_shard, or DeepSpeed's ZeRO 2 or 3 "
+        "(not its offloading, which is not shown to be exact)"
+    )
+
+
 def _check_name(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise OptionError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _check_whole_gradient(what: str, gradients: str, sync: Sync) -> None:
+    if sync.owns_hooks:
+        raise UnsupportedError(
+            f"{what} with DeepSpeed's ZeRO 1 to 3: its gradients are in the engine's own slices, "
+            "not in .grad; use ZeRO 0, DDP or FSDP2"
+        )
+    if gradients not in ("device", "swap") or (gradients == "swap" and what == "optimizer=None"):
+        raise OptionError(
+            f"{what} with gradients={gradients!r}: the whole gradient is never in .grad there; use "
+            'gradients="device"'
+        )
 
 
 def _is_whole(target: Target) -> bool:

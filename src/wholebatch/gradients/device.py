@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.close import Closed, close_gradients, stepping
+from wholebatch.close import Closed, close_gradients
 from wholebatch.errors import WindowError
 from wholebatch.gradients.ahead import Ahead, Sums, can_close_ahead, close_ahead
 from wholebatch.gradients.store import Store
 from wholebatch.hooks import DeferredHooks
+from wholebatch.optimizer_step import stepping
 
 __all__ = ["DeviceStore"]
 
@@ -21,6 +22,7 @@ class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read them there."""
 
     at_once = True
+    steps_on_all = True
     opened: Callable[[], None] | None = None
     """Called when a window opens and no gradient is there yet."""
 
@@ -68,7 +70,8 @@ class DeviceStore(Store):
             self.target.optimizers,
             self.options,
             normalise,
-            before_clip=hooks.run if hooks else None,
+            before_clip=hooks.run if hooks.taken else None,
+            on_gradient=hooks.call if hooks.calls else None,
             total_norm=self.sync.total_norm,
             in_place=bool(self.target.sixteen_bit),
         )
@@ -90,6 +93,31 @@ class DeviceStore(Store):
         for optimizer in self.target.optimizers:
             with stepping(optimizer, remaining):
                 optimizer.step()
+
+    def check_hand_over(self) -> None:
+        if not self.steps_on_all:
+            super().check_hand_over()
+        if self.sync.owns_step:
+            raise WindowError(
+                "gradient() with a DeepSpeed engine: it steps its own optimizer; use step()"
+            )
+
+    @torch.no_grad()
+    def hand_over(self, remaining: float) -> None:
+        """Leave the gradients to the user, as `.grad` of the parameters' own dtype.
+
+        They are new tensors: a compiled micro-step writes into the old ones in every window.
+        """
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
+            if gradient.dtype is not parameter.dtype:  # the sum of a 16-bit one is float32
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+            parameter.grad = gradient.to(parameter.dtype)
+        self.parameters = []
 
     def saved(self) -> list[Tensor | None]:
         return [

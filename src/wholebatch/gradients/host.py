@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.close import Closed, CloseOptions, close_gradients, stepping
+from wholebatch.close import Closed, CloseOptions, close_gradients
 from wholebatch.errors import UnsupportedError
 from wholebatch.gradients.ahead import Numbers
 from wholebatch.gradients.link import Link
@@ -30,6 +30,7 @@ from wholebatch.gradients.staying import Staying
 from wholebatch.gradients.store import Store
 from wholebatch.gradients.sums import Sums, flat_of, like
 from wholebatch.hooks import DeferredHooks
+from wholebatch.optimizer_step import stepping
 from wholebatch.sync import Sync
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class _Holder:
 class HostStore(Store):
     """Sums on the host, in float32 or better; nothing of the size of the gradients elsewhere."""
 
+    option = 'gradients="host"'
     in_grad = False
     only_eager = 'with gradients="host" they leave by hooks that only eager code calls'
 
@@ -168,7 +170,7 @@ class HostStore(Store):
         sums = self._drain()
         if self.sync.ranks > 1:
             self._reduce(sums)
-        if self.sync.ranks > 1 or hooks:
+        if self.sync.ranks > 1 or hooks.taken:
             self._norms = {}  # of sums that were not what they are to be yet
         # A fused step multiplies in float32, and what is rounded is multiplied before.
         rounds = self.target.sixteen_bit.rounds
@@ -178,7 +180,7 @@ class HostStore(Store):
             self.target.optimizers,
             self.options,
             normalise,
-            before_clip=(lambda: hooks.run(self._lent)) if hooks else None,
+            before_clip=(lambda: hooks.run(self._lent)) if hooks.taken else None,
             total_norm=self._total_norm,
             in_place=in_place or self._steps_on_host,
         )

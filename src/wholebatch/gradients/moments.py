@@ -63,6 +63,7 @@ _WAITING_BYTES = 2**20
 class MomentsStore(Store):
     """Gradients in `.grad`, which is Adam's first moment: no other memory is used."""
 
+    option = 'gradients="moments"'
     in_grad = False  # the window's last backward would make a copy of all to reduce them
     only_eager = (
         'with gradients="moments" the first of a window goes into the moments by a hook that only '

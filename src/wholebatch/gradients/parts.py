@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import UnsupportedError
+from wholebatch.optimizer_step import foreign_code
 
-__all__ = ["check_parts", "in_parts", "only"]
+__all__ = ["check_parts", "in_parts", "only", "refuse_foreign_code"]
 
 
 @contextmanager
@@ -48,15 +49,23 @@ def in_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         hook(optimizer, (), {})
 
 
+def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:
+    """Refuse code of the user's in a step that never has all gradients at once."""
+    for optimizer in optimizers:
+        found = foreign_code(optimizer)
+        if found is not None:
+            raise UnsupportedError(
+                f"{option} with {found} on {type(optimizer).__name__}: it would find the gradients "
+                "of a few parameters at a time, or none; remove it, or keep the gradients on the "
+                'device (gradients="device")'
+            )
+
+
 def check_parts(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:
     """Refuse optimizers that cannot step on a part of their parameters, with the reason."""
+    refuse_foreign_code(optimizers, option)
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if optimizer._optimizer_step_pre_hooks:
-            raise UnsupportedError(
-                f"{option} with a step pre-hook on {name}: it would find the gradients of a few "
-                "parameters at a time; remove it, or keep the gradients on the device"
-            )
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise UnsupportedError(
                 f"{option} with {name}(capturable=True): its steps are not recorded as a graph "

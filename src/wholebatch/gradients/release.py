@@ -27,6 +27,7 @@ from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.parts import only
 from wholebatch.gradients.sums import bucket_bytes
 from wholebatch.hooks import DeferredHooks
+from wholebatch.optimizer_step import is_torchs
 from wholebatch.sync import Sync
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class _Bucket:
 class ReleaseStore(DeviceStore):
     """Gradients in `.grad`, until the last backward has made them final."""
 
+    option = 'gradients="release"'
+    steps_on_all = False
     in_grad = False  # the window's last backward must not reduce them: this does
     only_eager = 'with gradients="release" the update is made by hooks that only eager code calls'
     counts_first = True
@@ -168,8 +171,10 @@ class ReleaseStore(DeviceStore):
         self, optimizer: torch.optim.Optimizer, ready: list[nn.Parameter], bad: Tensor
     ) -> None:
         self._bad.append(bad)
-        fused = getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-            group.get("fused") for group in optimizer.param_groups
+        fused = (
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and is_torchs(optimizer)
+            and all(group.get("fused") for group in optimizer.param_groups)
         )
         if not fused and bool(bad):
             return  # left as they are; a fused step finds that out on the device

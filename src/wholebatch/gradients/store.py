@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from wholebatch.close import Closed, CloseOptions
 from wholebatch.errors import LossError, StateError, WindowError
 from wholebatch.gradients.ahead import Ahead, Numbers, Sums
+from wholebatch.gradients.parts import refuse_foreign_code
 from wholebatch.gradients.undone import Before
 from wholebatch.hooks import DeferredHooks
 from wholebatch.precision import SIXTEEN_BIT
@@ -30,6 +31,12 @@ __all__ = ["Store", "refuse_stray"]
 
 class Store(ABC):
     """One way to keep the gradients of an open window, and to make the update from them."""
+
+    option: str = 'gradients="device"'
+    """How the user asks for this store."""
+
+    steps_on_all: bool = False
+    """True if an optimizer's step finds the whole gradient in `.grad`."""
 
     in_grad: bool = True
     """Whether they are in `.grad`, where a last backward may reduce them over the ranks."""
@@ -70,6 +77,8 @@ class Store(ABC):
 
         `known`: the units of each term over the whole window and all ranks, where counted before.
         """
+        if not self.steps_on_all:  # they may have been added since the store was chosen
+            refuse_foreign_code(self.target.optimizers, self.option)
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
                 "an earlier window failed after some of its parameters had been updated, or may "
@@ -145,6 +154,17 @@ class Store(ABC):
         self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
     ) -> Closed:
         """Bring the gradients to what the optimizer must see."""
+
+    def check_hand_over(self) -> None:
+        """Refuse to leave the gradients to the user where they are never whole in `.grad`."""
+        raise WindowError(
+            f"gradient() with {self.option}: the whole gradient is not left in .grad there; use "
+            'gradients="device", or on_gradient= where it is allowed'
+        )
+
+    def hand_over(self, remaining: float) -> None:
+        """Leave the gradients in `.grad` to the user, times what they are still to get."""
+        self.check_hand_over()
 
     def update(self, remaining: float) -> None:
         """`step`; where it runs out of memory, all of it is undone, or what is left is said."""
@@ -224,7 +244,8 @@ def refuse_stray(target: Target) -> None:
             if gradient.is_sparse or bool(gradient.any()):
                 raise WindowError(
                     f"{target.name_of(parameter)} already holds a gradient that this window did "
-                    "not make, and it would be added in: call optimizer.zero_grad() first, or "
-                    "give that loss to the window too (backward(..., more=True))"
+                    "not make (one that gradient() has left is to be used and cleared), and it "
+                    "would be added in: call optimizer.zero_grad() first, or give that loss to the "
+                    "window too (backward(..., more=True))"
                 )
             parameter.grad = None

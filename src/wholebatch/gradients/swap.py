@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.close import Closed, CloseOptions, stepping
+from wholebatch.close import Closed, CloseOptions
 from wholebatch.errors import UnsupportedError
 from wholebatch.gradients.adam import check_adam, state_of
 from wholebatch.gradients.device import DeviceStore
 from wholebatch.gradients.parts import in_parts, only
 from wholebatch.gradients.sums import Bucket, Sums, flat_of, like
 from wholebatch.hooks import DeferredHooks
+from wholebatch.optimizer_step import stepping
 from wholebatch.sync import Sync
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class _Place:
 class SwapStore(DeviceStore):
     """Gradients in `.grad`, which is memory of the optimizer's state; that is on the host."""
 
+    option = 'gradients="swap"'
+    steps_on_all = False
     in_grad = False  # the window's last backward would make a copy of all to reduce them
     only_eager = 'with gradients="swap" they change places by hooks that only eager code calls'
 

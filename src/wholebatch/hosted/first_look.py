@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -58,25 +59,24 @@ class FirstLook:
 
 @contextmanager
 def _as_found(host: object) -> Iterator[None]:
-    """Put back numbers and small containers of a host's own."""
-    before = {name: _copied(value) for name, value in vars(host).items()}
+    """Put back attributes of a host's own, and what small containers among them held."""
+    attributes = vars(host)
+    found: list[tuple[Any, Any]] = []
+    _keep(attributes, found)
     try:
         yield
     finally:
-        now = vars(host)
-        for name in [name for name in now if name not in before]:
-            del now[name]
-        now.update(before)
+        for container, before in found:
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of a small container, level by level; anything else is itself."""
-    kind = type(value)
-    if kind not in (dict, defaultdict, list, set, deque) or len(value) > _MOST:
-        return value
-    if kind in (dict, defaultdict):
-        made = {key: _copied(one) for key, one in value.items()}
-        return defaultdict(value.default_factory, made) if kind is defaultdict else made
-    if kind is deque:
-        return deque(map(_copied, value), value.maxlen)
-    return [*map(_copied, value)] if kind is list else set(value)
+def _keep(value: Any, found: list[tuple[Any, Any]]) -> None:
+    """Note a small container and those in it, each with a copy of what it holds."""
+    if type(value) not in (dict, defaultdict, list, set, deque) or len(value) > _MOST:
+        return
+    if any(value is container for container, _ in found):
+        return
+    found.append((value, copy.copy(value)))
+    for one in value.values() if isinstance(value, dict) else value:
+        _keep(one, found)

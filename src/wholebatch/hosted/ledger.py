@@ -29,11 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.close import (
     Holder,
-    blame,
     first_nonfinite,
     power_of_two_near,
     read_scalars,
     read_units,
+    where_nonfinite,
 )
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_of
@@ -325,13 +325,9 @@ class Hosted:
     def _nonfinite(self, held: Sequence[Holder], totals: Sequence[float], total: float) -> None:
         books, ranks = self._books, self.ranks
         culprit = first_nonfinite({"": totals}, range(len(totals)))
-        where = blame(
-            culprit,
-            books.micro_batches,
-            on=f" on rank {ranks.rank}" if ranks.size > 1 else "",
-            others="another rank",
-            losses_finite=math.isfinite(total),
-        )
+        rank = ranks.rank if ranks.size > 1 else None
+        losses = not math.isfinite(total)
+        where = where_nonfinite(culprit, books.micro_batches, rank=rank, losses=losses, own=True)
         if self.options.nonfinite == "skip" and not self._is_scaled():
             self._skip(held)
             return

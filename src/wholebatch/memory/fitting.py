@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -39,8 +40,8 @@ class Fitting:
     `micro_batch="auto"` chooses when the first batch is there: by prediction on CUDA or where a
     budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. One trial step,
     whose effects are undone, shows that it fits. A window that runs out of memory all the same
-    begins again with the micro-batch that failed cut in two; "auto" remembers that, and grows
-    again when there is room.
+    begins again with smaller micro-batches. Later windows begin with those: "auto" grows again when
+    there is room, a size that was given does not.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Fitting:
         self._sync = sync
         self._is_coupled = is_coupled
         self._hold = hold
-        self._device = next(model.parameters()).device
+        self._device = _device_of(model)
         self._budget = None if memory is None else self._bytes(memory)
         is_auto = micro_batch == "auto"
         if sync.counts_must_agree and (is_auto or memory is not None):
@@ -99,18 +100,57 @@ class Fitting:
 
     @property
     def size(self) -> int | None:
-        """The size that "auto" splits by now; None before the first batch, or if it was given."""
-        return None if self.sizing is None else self.sizing.size
+        """Samples that were found to fit; None if what was given does, or before "auto" chose."""
+        if self.sizing is None or isinstance(self._micro_batch, Tokens):
+            return None
+        return self.sizing.size
 
     def split(self, batch: Any) -> list[Any]:
         """The micro-batches of this batch."""
         if self._micro_batch != "auto":
-            return self._numbered(split_numbered(batch, self._micro_batch, **self._layout))  # type: ignore[arg-type]
+            return self._numbered(split_numbered(batch, self._fitting_size(), **self._layout))
         samples = batch_size_of(batch, **self._layout)
         if self.sizing is None:
             self.sizing = Sizing(min(self._agreed_choice(batch, samples), samples), most=samples)
         self.sizing.most = max(self.sizing.most, samples)
         return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self._layout))
+
+    def _fitting_size(self) -> int | Tokens:
+        """Return what was given, or as much of it as was found to fit."""
+        given = self._micro_batch
+        assert not isinstance(given, str)
+        if self.sizing is None:
+            return given
+        if isinstance(given, Tokens):
+            return replace(given, budget=max(1, self.sizing.size))
+        return min(given, self.sizing.size)
+
+    def _learn(self, recovered: Sequence[Recovered]) -> None:
+        """Let later windows begin with the size that went through; said once for each size."""
+        for recovery in recovered:
+            if self._micro_batch == "auto":
+                assert self.sizing is not None
+                self.sizing.failed(recovery.samples, into=recovery.into)
+            _log.warning(
+                "out of memory: a micro-batch of %d samples was cut into %d and the window begun "
+                "again",
+                recovery.samples,
+                recovery.into,
+            )
+        if not recovered or self._micro_batch == "auto":
+            return
+        now = self._fitting_size()
+        if isinstance(now, Tokens):
+            size = max(1, int(now.budget * _share_left(recovered)))
+        else:
+            size = min(recovery.into for recovery in recovered)
+        self.sizing = Sizing(size, most=size)  # not larger again: the size is the user's
+        _log.warning(
+            "micro_batch=%s does not fit: from now on micro-batches have %d %s",
+            self._micro_batch,
+            size,
+            "tokens" if isinstance(now, Tokens) else "samples",
+        )
 
     def _numbered(self, split: list[tuple[Any, Sequence[int]]]) -> list[Any]:
         self._split = [(id(micro), numbers) for micro, numbers in split]
@@ -148,19 +188,26 @@ class Fitting:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
             # would hold on to all of their memory.
             torch.cuda.empty_cache()
-        for recovery in self.recovered[seen:]:
-            if self.sizing is not None:
-                self.sizing.failed(recovery.samples, into=recovery.into)
-            _log.warning(
-                "out of memory: a micro-batch of %d samples was cut into %d and the window begun "
-                "again",
-                recovery.samples,
-                recovery.into,
-            )
+        self._learn(self.recovered[seen:])
         self._peak = meter.peak if isinstance(meter, MemoryMeter) else None
         if len(self.recovered) == seen and self.sizing is not None:
             self.sizing.went_well(peak=self._highest(), budget=self._budget or self._chosen_for)
         return parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size that was found to fit, and what it was found for."""
+        sizing = self.sizing
+        return {
+            "sizing": None if sizing is None else sizing.state_dict(),
+            "most": None if sizing is None else sizing.most,
+            "given": str(self._micro_batch),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with those sizes, unless another `micro_batch` is given now."""
+        if saved["sizing"] is not None and saved.get("given", "auto") == str(self._micro_batch):
+            self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"])
+            self.sizing.load_state_dict(saved["sizing"])
 
     def _highest(self) -> int | None:
         if self._device.type == "cuda":
@@ -255,3 +302,23 @@ class Fitting:
             precision=self._precision,
         )
         return OptionError(refusal(rungs, choice.budget))
+
+
+def _share_left(recovered: Sequence[Recovered]) -> float:
+    """How much is left of the micro-batch that was cut most, one cut after the other."""
+    least = share = 1.0
+    half = 0
+    for recovery in recovered:
+        share = (share if recovery.samples == half else 1.0) * recovery.into / recovery.samples
+        half, least = recovery.into, min(least, share)
+    return least
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    if first is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no parameters, so there is nothing to train and no device "
+            "to bring micro-batches to: put what is trained into the model, or use wb.Accumulator"
+        )
+    return first.device

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-__all__ = ["asked_of"]
+__all__ = ["as_on_cuda", "asked_of"]
 
 _aten = torch.ops.aten
 
@@ -58,3 +60,45 @@ def asked_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         output, *saved = result
         return (output, *(one.to(args[place].dtype) for one in saved))
     return result
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """While this is entered, dropout takes on a CPU what CUDA's fused kernels take.
+
+    Fused attention draws its dropout anew in the backward: it keeps q, k, v, the output and the
+    sums of the softmax, with dropout as without. A CPU has such a kernel only without, and makes
+    the matrix of all pairs otherwise. Dropout keeps a mask of one byte for each number on CUDA; on
+    a CPU the mask has the dtype of the input.
+    """
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
+
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        if "dropout_p" in kwargs and _attends_in_one_kernel():
+            kwargs["dropout_p"] = 0.0
+        elif len(args) > _DROPOUT_P and _attends_in_one_kernel():
+            args = (*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :])
+        return attention(*args, **kwargs)
+
+    def dropped(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if inplace or not training or not 0.0 < p < 1.0:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, train=True)[0]
+
+    functional.scaled_dot_product_attention, functional.dropout = attended, dropped
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+
+
+_DROPOUT_P = 4  # its place among the arguments of attention
+
+
+def _attends_in_one_kernel() -> bool:
+    """Tell if a fused kernel may be chosen: `sdpa_kernel(SDPBackend.MATH)` forbids them all."""
+    return bool(
+        torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
+    )

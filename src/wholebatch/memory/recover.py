@@ -3,7 +3,8 @@
 A forward or backward that fails half way has added some gradients, moved BatchNorm's running
 statistics and advanced the random generators; going on from there is wrong by half. So the window
 starts over, with all of that put back and the micro-batch that failed cut in two. The result is
-bit for bit that of a window which was split so from the start.
+bit for bit that of a window which was split so from the start. One failure may be an accident (a
+long sequence); from the second in a window on, all micro-batches of that size are cut at once.
 
 Only the typed `torch.OutOfMemoryError` counts, never the text of a message. The update is not
 inside: once parameters begin to change there is no way back.
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, SplitError
 from wholebatch.forward_state import ForwardState
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.precision import LossScale
@@ -84,9 +85,14 @@ class Recovery:
         before = ForwardState(self._model, every=self._draws_on_host is not False)
         scale = None if self._scale is None else self._scale.state_dict()
         parts = list(micros)
-        for _ in range(self._most + 1):
+        for tried in range(self._most + 1):
             place = _Place()
-            failure = _attempted(attempt, parts, place)
+            try:
+                failure = _attempted(attempt, parts, place)
+            except BaseException:
+                with suppress(RuntimeError):  # of a device that has failed for good
+                    before.restore()  # whatever it was, nothing of the window is left behind
+                raise
             if isinstance(failure, _Done):
                 if self._draws_on_host is None:
                     self._draws_on_host = not before.host_draws_same(ForwardState())
@@ -96,7 +102,7 @@ class Recovery:
             if self._scale is not None and scale is not None:
                 self._scale.load_state_dict(scale)
             if not relieved():
-                parts = self._smaller(parts, place.index, failure)
+                parts = self._smaller(parts, place.index, failure, all_alike=tried > 0)
             _release()
         raise torch.OutOfMemoryError(
             f"out of memory {self._most + 1} times in one window, the last time with"
@@ -104,8 +110,8 @@ class Recovery:
             " micro-batch or a smaller memory= than what is free"
         )
 
-    def _smaller(self, parts: list[Any], index: int, failure: str) -> list[Any]:
-        """The micro-batch that failed, cut in two."""
+    def _smaller(self, parts: list[Any], index: int, failure: str, *, all_alike: bool) -> list[Any]:
+        """Cut the micro-batch that failed in two, and with it `all_alike` that are as large."""
         samples = batch_size_of(parts[index], static=self._static)
         if samples == 1:
             raise torch.OutOfMemoryError(
@@ -115,7 +121,18 @@ class Recovery:
             )
         half = -(-samples // 2)
         self.recovered.append(Recovered(index, samples, half))
-        return parts[:index] + split(parts[index], half, static=self._static) + parts[index + 1 :]
+        smaller: list[Any] = []
+        for place, part in enumerate(parts):
+            cut = place == index or (all_alike and self._has(part, samples))
+            smaller += split(part, half, static=self._static) if cut else [part]
+        return smaller
+
+    def _has(self, part: Any, samples: int) -> bool:
+        """True for a micro-batch of at least so many samples, as far as that can be told."""
+        try:
+            return batch_size_of(part, static=self._static) >= samples
+        except SplitError:
+            return False
 
 
 def within(

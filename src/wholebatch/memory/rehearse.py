@@ -29,6 +29,7 @@ from wholebatch.memory.fake import (
     fake_model,
     fake_optimizer,
 )
+from wholebatch.memory.kernels import as_on_cuda
 from wholebatch.memory.masks import masks_as_for
 from wholebatch.memory.plain import PlainWindow, Reduction
 from wholebatch.memory.sharding import Sharding, gathered, group_now, shard
@@ -120,8 +121,8 @@ class Rehearsal:
         self._optimizer = optimizer
         self._target = target
         self._on_cuda = target.type == "cuda"
-        missing = self._on_cuda and not torch.cuda.is_available()
-        self._run_on = torch.device("cpu") if missing else target
+        self._is_missing = self._on_cuda and not torch.cuda.is_available()
+        self._run_on = torch.device("cpu") if self._is_missing else target
         self._copies: dict[tuple[Any, ...], _Copy] = {}
         self._steps: dict[tuple[Any, ...], _Stepped] = {}
         self._left: dict[tuple[Any, ...], Ran] = {}
@@ -192,7 +193,8 @@ class Rehearsal:
             device=self._run_on,
             granule=CUDA_GRANULE if self._on_cuda else 1,
         )
-        with _untouched(self._model), _quiet(), masks_as_for(batch), copy.mode, meter:
+        kernels = as_on_cuda() if self._is_missing else nullcontext()
+        with _untouched(self._model), _quiet(), masks_as_for(batch), kernels, copy.mode, meter:
             window = PlainWindow(
                 copy.model,
                 self._loss,

@@ -85,6 +85,14 @@ class Bench:
         for silence in self.silences:
             silence(self.model)
 
+    def with_loss(self, loss: Callable[[Any, Any], Any]) -> Bench:
+        """The same bench, from the same start, with another loss; no graph is compiled for it."""
+        other = copy.copy(self)
+        other.loss = loss
+        other.silences = list(self.silences)
+        other.options = {name: v for name, v in self.options.items() if name != "execute"}
+        return other
+
     def whole(self, batch: Any) -> Run:
         """The update of the undivided batch."""
         self.begin()
@@ -186,10 +194,21 @@ class Bench:
         ], found.units
 
     def draws_random_numbers(self, batch: Any) -> bool:
-        """Whether the forward of the batch moves a random generator."""
+        """Whether the forward of the batch moves a random generator.
+
+        A model that gives no loss with what is switched off (a detector in evaluation mode returns
+        what it has detected) has not been silenced: it is said to draw.
+        """
         self.begin()
-        with torch.enable_grad():
-            objective(self.inner, self.loss, batch, self.numbers)
+        try:
+            with torch.enable_grad():
+                found = objective(self.inner, self.loss, batch, self.numbers)
+        except Exception:
+            if not self.silences:
+                raise
+            return True
+        if self.silences and not any(total.requires_grad for total in found.totals):
+            return True
         return not _equal(randomness.capture(), self.start.random)
 
     def replayed(self, run: Run) -> Run:

@@ -7,7 +7,7 @@ micro-batches as it says, does it decompose at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ class Evidence:
 
 def diagnose(evidence: Evidence) -> list[Cause]:
     """The causes that were found, the one to begin with first."""
-    questions = [_repeats, _order, _state, _coupling, _weights]
+    questions = [_repeats, _order, _state, _coupling, _weights, _left_moved]
     if evidence.float64 is not None and evidence.float64.same:  # only rounding can be the cause
         questions = [_repeats]
     elif evidence.bench.is_sharded:  # a forward alone is a collective that all must join
@@ -114,25 +114,53 @@ def _order(evidence: Evidence) -> list[Cause]:
 
 
 def _state(evidence: Evidence) -> list[Cause]:
-    """A second forward from where the first has left the modules must give the same loss."""
+    """A second forward from where the first has left the modules must give the same gradient.
+
+    Not only the same loss: power iterations of a spectral norm hardly move it.
+    """
     bench = evidence.bench
     device = bench.parameters[0].device
     micro = evidence.reading.split(evidence.batch, evidence.micro_batch)[0]
     with _norms_frozen(bench):
-        first = _mean(bench, micro, device)
+        first, gradients = _mean(bench, micro, device)
         moved = _moved(bench)
         randomness.restore(bench.start.random)
-        second = _mean(bench, micro, device)
+        second, again = _mean(bench, micro, device)
+    apart = distance(again, gradients, bench.devices)
     unit = bench.numbers.unit(bench.model)
-    if abs(second - first) <= 100 * unit * max(abs(first), 1e-30):
+    same_loss = abs(second - first) <= 100 * unit * max(abs(first), 1e-30)
+    if same_loss and apart <= evidence.gradient.tolerance:
         return []
     return [
         Cause(
             "a stateful module",
             tuple(moved),
-            f"the same micro-batch, forwarded a second time, has the loss {second:.6g} and not "
-            f"{first:.6g}: the forward changes what the next one computes",
-            "move the state once per update (an after-step hook), or keep it out of the loss",
+            f"the same micro-batch, forwarded a second time, has a gradient {said(apart)} from the "
+            f"first and the loss {second:.6g} after {first:.6g}: the forward changes what the next "
+            "one computes",
+            _KEEP_STATE_OUT,
+        )
+    ]
+
+
+_KEEP_STATE_OUT = "move the state once per update (an after-step hook), or keep it out of the loss"
+
+
+def _left_moved(evidence: Evidence) -> list[Cause]:
+    """What a forward moves, where nothing else was found: one forward may move it too little."""
+    bench = evidence.bench
+    micro = evidence.reading.split(evidence.batch, evidence.micro_batch)[0]
+    with _norms_frozen(bench):
+        _mean(bench, micro, bench.parameters[0].device)
+        moved = _moved(bench, same=_equal)
+    if not moved:
+        return []
+    return [
+        Cause(
+            "a stateful module",
+            tuple(moved),
+            "every forward moves it, by little, and nothing else was found that could differ",
+            _KEEP_STATE_OUT,
         )
     ]
 
@@ -145,25 +173,28 @@ class _norms_frozen:
 
     def __enter__(self) -> None:
         self._bench.begin()
-        for _, module in batchnorms_of(self._bench.model):
-            module.training = False
+        _freeze_norms(self._bench.model)
 
     def __exit__(self, *error: object) -> None:
         self._bench.begin()
 
 
-def _mean(bench: Bench, micro: Any, device: torch.device) -> float:
-    found = objective(bench.inner, bench.loss, to_device(micro, device), bench.numbers)
-    return float(found.mean().detach())
+def _mean(
+    bench: Bench, micro: Any, device: torch.device
+) -> tuple[float, tuple[Tensor | None, ...]]:
+    """The mean loss of a micro-batch from where the modules are now, and its gradient."""
+    mean = objective(bench.inner, bench.loss, to_device(micro, device), bench.numbers).mean()
+    gradients = torch.autograd.grad(mean, bench.parameters, allow_unused=True)
+    return float(mean.detach()), tuple(g if g is None else g.to_dense() for g in gradients)
 
 
-def _moved(bench: Bench) -> list[str]:
+def _moved(bench: Bench, *, same: Callable[[Tensor, Tensor], bool] | None = None) -> list[str]:
     """Buffers and plain attributes that differ from the start."""
     model = bench.model
     names = [
         name
         for name, buffer in model.named_buffers()
-        if not (bench.start.knows(buffer) and _close(buffer, bench.start.before(buffer)))
+        if not (bench.start.knows(buffer) and (same or _close)(buffer, bench.start.before(buffer)))
     ]
     return names + bench.start.changed_attributes()
 
@@ -228,10 +259,27 @@ def _audit(evidence: Evidence) -> Audit:
 
 
 def _weights(evidence: Evidence) -> list[Cause]:
-    """Which weights of the micro-batches' gradients make the undivided batch's gradient?"""
+    """Ask about the loss; BatchNorms are frozen for it, since they couple samples themselves."""
     bench = evidence.bench
+    bench.begin()
+    _freeze_norms(bench.model)
     if any(uses_batch_statistics(module) for _, module in batchnorms_of(bench.model)):
         return []
+    bench.silences.append(_freeze_norms)
+    try:
+        return _weighing(evidence)
+    finally:
+        bench.silences.pop()
+
+
+def _freeze_norms(model: nn.Module) -> None:
+    for _, module in batchnorms_of(model):
+        module.training = False
+
+
+def _weighing(evidence: Evidence) -> list[Cause]:
+    """Which weights of the micro-batches' gradients make the undivided batch's gradient?"""
+    bench = evidence.bench
     micros = evidence.reading.split(evidence.batch, evidence.micro_batch)[:64]
     parts, units = [], []
     for micro in micros:
@@ -248,8 +296,9 @@ def _weights(evidence: Evidence) -> list[Cause]:
                 (),
                 f"no weighting of the micro-batches' gradients gives the undivided batch's: "
                 f"{said(left)} of it remains",
-                "samples are coupled in the loss (in-batch negatives, a quantile, a norm over the "
-                "batch): compute that part on the whole batch",
+                "samples are coupled in the loss (in-batch negatives, a quantile, a ratio of two "
+                "sums over the batch): wb.Coupled(encode, loss) computes it on the whole batch; or "
+                "means over different things are added up: wb.Loss.terms keeps them apart",
             )
         ]
     total = sum(units)
@@ -322,9 +371,13 @@ def _unexplained(evidence: Evidence) -> Cause:
     )
 
 
+def _equal(ours: Tensor, other: Tensor) -> bool:
+    return torch.equal(ours.cpu(), other.cpu())
+
+
 def _close(ours: Tensor, other: Tensor) -> bool:
     if not ours.is_floating_point():
-        return torch.equal(ours.cpu(), other.cpu())
+        return _equal(ours, other)
     left, right = ours.double().cpu(), other.detach().double().cpu()
     size = float(right.abs().max()) if right.numel() else 0.0
     tolerance = 100 * torch.finfo(ours.dtype).eps

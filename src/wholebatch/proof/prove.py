@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from wholebatch.close import ClipNorm
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.proof.approximate import approximated
 from wholebatch.proof.bench import Bench, in_other_orders
 from wholebatch.proof.chance import SILENCES, dropouts
-from wholebatch.proof.compare import Vectors, distance
+from wholebatch.proof.compare import Comparison, Vectors, distance
 from wholebatch.proof.diagnose import Evidence, diagnose
 from wholebatch.proof.judge import gradients, updates
+from wholebatch.proof.noise import Draws
 from wholebatch.proof.observe import Run
 from wholebatch.proof.reading import Reading
 from wholebatch.proof.reference import Numbers, ranks
@@ -112,41 +113,89 @@ class _Proof:
     reading: Reading
     wanted_float64: bool
     notes: list[str] = field(default_factory=list)
+    draws: Draws = field(default_factory=Draws)
+    held: Bench | None = None
 
     def verdict(self, began: float) -> Verdict:
         bench = self.bench
         of_samples = self.reading.size(self.batch)
         self._divide(of_samples)
-        randomness = self._silence()
+        chance = self._silence()
         whole = self._largest_that_fits(of_samples)
-        samples = self.reading.size(self.batch)
         if bench.options.get("gradients") == "moments":
-            return self._approximate(of_samples, randomness, began)
+            return self._approximate(of_samples, chance, began)
         if bench.numbers.precision == "fp16":
             bench.find_loss_scale(self.batch, self.micro_batch, self.reading)
             whole = bench.whole(self.batch)
         again = bench.whole(self.batch)
-        others = in_other_orders(bench, self.batch, self.reading)
-        ours = bench.accumulated(self.batch, self.micro_batch, self.reading)
+        # In another order every sample would get other random numbers, and in float64 as well.
+        others = [] if chance else in_other_orders(bench, self.batch, self.reading)
+        ours = self._accumulated(bench)
         state = {name: buffer.detach().clone() for name, buffer in bench.model.named_buffers()}
 
         wide = None
-        if self.wanted_float64:
+        if self.wanted_float64 and not chance:
             wide, note = in_float64(bench, self.batch, self.micro_batch, self.reading)
             self.notes += [note] if note else []
         right = [again, *others]
         more = [] if wide is None or wide.reference is None else [wide.reference]
         gradient = gradients("gradient", bench, ours, whole, right, more=more)
         update, notes = updates(bench, ours, whole, right, gradient)
-        self.notes += notes
+        self.notes += notes if gradient.same else []
         to_float64 = None
-        same = gradient.same and update.same and not randomness
+        same = gradient.same and update.same
         if wide is not None:
             same = same and wide.comparison.same
             if wide.reference is not None:
                 to_float64 = _to_float64(bench, ours, [whole, *others], wide.reference)
                 self.notes += _further_from_float64(bench, *to_float64)
-        evidence = Evidence(
+        float64 = None if wide is None else wide.comparison
+        evidence = replace(
+            self._evidence(bench, whole, again, others, gradient, update),
+            float64=float64,
+            state=state,
+        )
+        causes: list[Cause] = []
+        if not same:
+            causes = self._beside(chance) if chance else diagnose(evidence)
+        else:
+            self.notes += evidence.what_moved_otherwise()
+            if chance:
+                self.notes.append(f"{self._drawn}: here those of the undivided batch, in its order")
+        return Verdict(
+            same=same,
+            gradient=gradient,
+            update=update,
+            float64=float64,
+            to_float64=to_float64,
+            losses=(_number(whole.loss), _number(ours.loss)),
+            causes=tuple(causes),
+            **self._about(of_samples, began),
+        )
+
+    def _about(self, of_samples: int, began: float) -> dict[str, Any]:
+        """What a verdict says of the proof itself."""
+        return {
+            "samples": self.reading.size(self.batch),
+            "of_samples": of_samples,
+            "micro_batches": len(self.reading.split(self.batch, self.micro_batch)),
+            "precision": self.bench.numbers.precision,
+            "device": str(self.bench.parameters[0].device),
+            "ranks": ranks(),
+            "notes": tuple(self.notes),
+            "seconds": time.perf_counter() - began,
+        }
+
+    def _evidence(
+        self,
+        bench: Bench,
+        whole: Run,
+        again: Run,
+        others: Sequence[Run],
+        gradient: Comparison,
+        update: Comparison,
+    ) -> Evidence:
+        return Evidence(
             bench=bench,
             batch=self.batch,
             micro_batch=self.micro_batch,
@@ -156,36 +205,52 @@ class _Proof:
             permuted=others,
             gradient=gradient,
             update=update,
-            float64=None if wide is None else wide.comparison,
-            state=state,
+            float64=None,
+            state={},
         )
-        causes: list[Cause] = [*randomness]
-        if not same:
-            causes += diagnose(evidence)
-        else:
-            self.notes += evidence.what_moved_otherwise()
-        return Verdict(
-            same=same,
-            gradient=gradient,
-            update=update,
-            float64=None if wide is None else wide.comparison,
-            to_float64=to_float64,
-            losses=(_number(whole.loss), _number(ours.loss)),
-            samples=samples,
-            of_samples=of_samples,
-            micro_batches=len(self.reading.split(self.batch, self.micro_batch)),
-            precision=bench.numbers.precision,
-            device=str(bench.parameters[0].device),
-            ranks=ranks(),
-            causes=tuple(causes),
-            notes=tuple(self.notes),
-            seconds=time.perf_counter() - began,
-        )
+
+    def _beside(self, chance: list[Cause]) -> list[Cause]:
+        """The draws as the cause, and what is found beside them when they are held."""
+        bench = self.held
+        if bench is None:
+            return chance
+        with self.draws.watching():
+            whole = bench.whole(self.batch)
+        again = bench.whole(self.batch)
+        others = in_other_orders(bench, self.batch, self.reading)
+        ours = self._accumulated(bench)
+        gradient = gradients("gradient", bench, ours, whole, [again, *others])
+        update, _ = updates(bench, ours, whole, [again, *others], gradient)
+        if not self.draws.steady:
+            return chance
+        held = "with every draw held, the same for each sample, the gradient is"
+        if gradient.same and update.same:
+            said_held = f"{held} that of the undivided batch ({said(gradient.distance)} off)"
+            return [replace(one, evidence=f"{one.evidence}; {said_held}") for one in chance]
+        said_held = f"{held} still {said(gradient.distance)} off: see the next cause"
+        evidence = self._evidence(bench, whole, again, others, gradient, update)
+        return [
+            *(replace(one, evidence=f"{one.evidence}; {said_held}") for one in chance),
+            *diagnose(evidence),
+        ]
+
+    def _accumulated(self, bench: Bench) -> Run:
+        try:
+            return bench.accumulated(self.batch, self.micro_batch, self.reading)
+        except (WholebatchError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not _raised_in(self.bench.loss, error):
+                raise
+            raise LossError(
+                f"the loss fails on a micro-batch, and not on the undivided batch: "
+                f"{type(error).__name__}: {error}; a loss that needs several samples at once is "
+                "wb.Coupled(encode, loss), and another micro_batch= may leave no short last one"
+            ) from error
 
     def _approximate(self, of_samples: int, randomness: list[Cause], began: float) -> Verdict:
         """What was asked for is not the update of the undivided batch: say how far it is."""
-        bench = self.bench
-        found = approximated(bench, self.batch, self.micro_batch, self.reading)
+        found = approximated(self.bench, self.batch, self.micro_batch, self.reading)
         return Verdict(
             same=False,
             gradient=found.first,
@@ -193,16 +258,9 @@ class _Proof:
             float64=None,
             to_float64=None,
             losses=(_number(found.losses[0]), _number(found.losses[1])),
-            samples=self.reading.size(self.batch),
-            of_samples=of_samples,
-            micro_batches=len(self.reading.split(self.batch, self.micro_batch)),
-            precision=bench.numbers.precision,
-            device=str(bench.parameters[0].device),
-            ranks=ranks(),
             causes=(found.cause, *randomness),
-            notes=tuple(self.notes),
-            seconds=time.perf_counter() - began,
             approximate=True,
+            **self._about(of_samples, began),
         )
 
     # ------------------------------------------------------------ what is run
@@ -236,15 +294,33 @@ class _Proof:
                 )
                 return []
         bench.silences.clear()
+        self._hold(few)
         return [
             Cause(
                 "randomness",
                 (),
-                "the forward draws random numbers that no module's mode switches off, so two runs "
-                "on differently divided batches cannot agree",
-                "make them a function of the sample (augment in the dataset), or verify without",
+                f"{self._drawn} for the batch that it is given, so the micro-batches get others "
+                "than the undivided batch",
+                "draw them once for the whole batch and give them with it, a leaf with the samples "
+                "first: each sample keeps its own however the batch is divided; or accept another "
+                "draw of the same distribution, as with dropout",
             )
         ]
+
+    @property
+    def _drawn(self) -> str:
+        places = f" ({self.draws})" if self.draws.places else ""
+        return f"the loss or the model's forward draws random numbers{places}"
+
+    def _hold(self, few: Any) -> None:
+        """Try to hold what is drawn; where that holds everything, `held` is the bench with it."""
+        bench = self.bench
+        for silences in ((), SILENCES[:1]):
+            held = bench.with_loss(self.draws.holding(bench.loss))
+            held.silences.extend(silences)
+            if not held.draws_random_numbers(few):
+                self.held = held
+                return
 
     def _largest_that_fits(self, samples: int) -> Run:
         """The undivided batch, or the largest part of it whose undivided update fits."""
@@ -279,6 +355,15 @@ class _Proof:
             run = self.bench.whole(self.batch)
         assert run is not None
         return run
+
+
+def _raised_in(loss: Any, error: BaseException) -> bool:
+    """Tell if an error came out of the loss function itself."""
+    code = getattr(loss, "__code__", None)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code is not code:
+        frame = frame.tb_next
+    return frame is not None
 
 
 def _to_float64(

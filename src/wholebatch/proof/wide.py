@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from wholebatch.errors import WholebatchError
 from wholebatch.proof.bench import Bench, in_other_orders, wide_batch
 from wholebatch.proof.compare import Comparison, Vectors, roundoff
 from wholebatch.proof.judge import gradients
@@ -40,9 +39,7 @@ def in_float64(
         return _runs(bench, wide_batch(batch), micro_batch, reading)
     except torch.OutOfMemoryError:
         why = "there is not enough memory"
-    except WholebatchError:
-        raise
-    except Exception as error:  # what a foreign module says to being copied, or to float64
+    except Exception as error:  # what a module or loss says to being copied, or to float64
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
         free_memory()

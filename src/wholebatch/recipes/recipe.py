@@ -22,6 +22,7 @@ import hashlib
 import importlib.util
 import inspect
 import linecache
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ import torch
 from torch import nn
 
 from wholebatch.errors import RecipeError, WholebatchError
+from wholebatch.recipes.horizon import with_horizon
 
 __all__ = ["EMBEDDED", "Recipe", "Settings", "load_recipe", "place_of", "source_of"]
 
@@ -118,11 +120,20 @@ class Recipe:
         return optimizer
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
-        """Return the result of `scheduler(optimizer)` or `scheduler(optimizer, steps)`, or None."""
+        """Return the result of `scheduler(optimizer)` or `scheduler(optimizer, steps)`, or None.
+
+        A schedule made for a number of updates stays at its last rate after them.
+        """
         if "scheduler" not in self._parts:
             return None
-        wants_steps = _takes(self._parts["scheduler"], 2)
-        return self._call("scheduler", optimizer, *((steps,) if wants_steps else ()))
+        if not self.schedule_ends:
+            return self._call("scheduler", optimizer)
+        return with_horizon(self._call("scheduler", optimizer, steps), steps)
+
+    @property
+    def schedule_ends(self) -> bool:
+        """True if the learning-rate schedule is made for a number of updates."""
+        return "scheduler" in self._parts and _takes(self._parts["scheduler"], 2)
 
     def build_tokens(self, budget: int) -> Any:
         """Return the split by a token budget: the recipe's `tokens(budget)`, or the default."""
@@ -206,6 +217,8 @@ def _find(name: str) -> Path:
         raise RecipeError(f"recipe {name!r} is empty; give a Python file or one of: {known}")
     if path.is_dir():
         raise RecipeError(f"recipe {name!r} is a folder; give a Python file or one of: {known}")
+    if "\0" not in name and os.path.lexists(name):
+        raise RecipeError(f"recipe {name!r} is not a file; give a Python file or one of: {known}")
     meant = f"{name}.py" if Path(f"{name}.py").is_file() else ""
     meant = meant or next(iter(get_close_matches(name, EMBEDDED, n=1)), "")
     hint = f" (did you mean {meant}?)" if meant else ""

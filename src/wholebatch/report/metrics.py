@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from wholebatch.errors import StateError
+from wholebatch.files import reason
 from wholebatch.jsonable import finite
 from wholebatch.step import Step
 
-__all__ = ["TIMING", "MetricsFile", "Sink", "record_of", "scalars_of"]
+__all__ = ["TIMING", "MetricsFile", "Sink", "record_of", "scalars_of", "writing"]
 
 TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries", "communication"})
 """The fields of a record about time and resources: two identical runs differ in them."""
@@ -112,15 +114,23 @@ class MetricsFile:
         self.first: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
         self.lost = 0
-        kept, size = self._read(windows)
+        if path.exists() and not path.is_file():
+            raise StateError(f"{path} is not a file: move it away, so that one can be written")
+        try:
+            kept, size = self._read(windows)
+        except OSError as error:
+            raise StateError(f"{path} cannot be read: {reason(error)}") from None
         if kept != windows:
             raise StateError(
                 f"{path} holds {kept} of the {windows} windows before the checkpoint; it was "
                 "changed by something else: move it away, or put it back as it was"
             )
-        self._file = path.open("ab")
-        self._file.truncate(size)
-        self._file.seek(size)
+        try:
+            self._file = path.open("ab")
+            self._file.truncate(size)
+            self._file.seek(size)
+        except OSError as error:
+            raise StateError(f"{path} cannot be written: {reason(error)}") from None
 
     def _read(self, windows: int) -> tuple[int, int]:
         """Return how many of the first windows the file holds, and the offset after them."""
@@ -135,7 +145,7 @@ class MetricsFile:
                         if not size:  # The file may have been started again before.
                             self.lost = kept = min(max(0, record["window"] - 1), windows)
                         belongs = record["window"] == kept + 1 <= windows
-                    except (ValueError, KeyError, TypeError):
+                    except (ValueError, KeyError, TypeError, RecursionError):
                         belongs = False
                     if not belongs or not line.endswith(b"\n"):
                         break
@@ -147,14 +157,26 @@ class MetricsFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line; it has reached the operating system when this returns."""
-        self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+            self._file.flush()
         self.first = self.first or dict(record)
         self.last = dict(record)
 
     def sync(self) -> None:
         """Wait until every line is on disk; called before a checkpoint counts them."""
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written was told when it was
+            self._file.close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell a full disk, or a file that is gone, by its name."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"cannot write {path}: {reason(error)}") from error

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from wholebatch.errors import MissingExtraError
-from wholebatch.report.metrics import scalars_of
+from wholebatch.errors import MissingExtraError, StateError
+from wholebatch.files import reason
+from wholebatch.report.metrics import scalars_of, writing
 
 __all__ = ["Events"]
 
@@ -42,17 +44,36 @@ class Events:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
-            self._writer: Any = SummaryWriter(
-                str(folder), purge_step=windows + 1 if windows else None, flush_secs=10
-            )
+            self._folder = folder
+            try:
+                self._writer: Any = SummaryWriter(
+                    str(folder), purge_step=windows + 1 if windows else None, flush_secs=10
+                )
+            except OSError as error:
+                raise StateError(f"{folder} cannot be written: {reason(error)}") from None
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._thread_failed
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the numbers of a record, by its window."""
-        for name, value in scalars_of(record).items():
-            self._writer.add_scalar(name, value, record["window"])
+        with writing(self._folder):
+            for name, value in scalars_of(record).items():
+                self._writer.add_scalar(name, value, record["window"])
 
     def sync(self) -> None:
-        self._writer.flush()
+        """Write what is held back; a failure of TensorBoard's own thread is told here too."""
+        with writing(self._folder):
+            self._writer.flush()
+
+    def _thread_failed(self, args: threading.ExceptHookArgs) -> None:
+        """Print nothing of TensorBoard's own thread: what it failed by is raised in `sync`."""
+        if not (
+            type(args.thread).__name__ == "_AsyncWriterThread"
+            and issubclass(args.exc_type, OSError)
+        ):
+            self._hook_before(args)
 
     def close(self) -> None:
-        self._writer.close()
+        threading.excepthook = self._hook_before
+        with suppress(OSError):  # what could not be written was told when it was
+            self._writer.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import MissingExtraError, OptionError
+from wholebatch.jsonable import read_json
 from wholebatch.report.metrics import scalars_of
 
 __all__ = ["WandbRun"]
@@ -63,7 +64,7 @@ class WandbRun:
 
 def _id_in(path: Path) -> str | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["id"]
+        found = read_json(path)["id"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, str) else None

@@ -209,7 +209,7 @@ class Feeding:
         if together and self._window.sync.counts_must_agree:
             raise UnsupportedError(
                 'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
-                "which cannot wait for each other in lock-step; use DDP, or another batchnorm="
+                'which cannot wait in step; use DDP, "statistics", "freeze", "group" or "layer"'
             )
 
         def before(index: int) -> None:

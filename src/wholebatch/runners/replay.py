@@ -45,4 +45,7 @@ def find_nonfinite(
                     )
     finally:
         now.restore()
-    return None, "Replayed, no micro-batch has such a gradient alone: their sum overflows"
+    return None, (
+        "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a gradient "
+        "hook or on_gradient= has made it so"
+    )

@@ -51,7 +51,8 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
 
         if len(models) > 1:
             raise UnsupportedError(
-                "several DeepSpeed engines in one accumulator: give each one of its own"
+                "several DeepSpeed engines in one accumulator: give each one of its own, and a "
+                "loop of its own"
             )
         return DeepSpeed(models[0], sync=sync)
     raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")

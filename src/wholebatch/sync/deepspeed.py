@@ -80,6 +80,7 @@ class DeepSpeed(Sync):
 
     counts_must_agree = True  # ZeRO 3 gathers in forwards, 2 and 3 reduce in every backward
     keeps_gradients = False
+    owns_step = True
     grows_own_graph = True  # graphs end in the engine's hooks, and only its backward() runs them
 
     def __init__(self, engine: Any, *, sync: str = "auto") -> None:
@@ -141,10 +142,16 @@ class DeepSpeed(Sync):
                     "clip_norm= or clip_value=: give one"
                 )
             self.clip_norm = None
-        if options["precision"] not in ("full", "fp32") or options["scaler"] is not None:
+        if options["scaler"] is not None:
+            raise UnsupportedError(
+                "scaler= with a DeepSpeed engine: its backward is its own and takes no scaler, and "
+                "its fp16 is not shown to be exact; leave scaler= away and train in float32"
+            )
+        if options["precision"] not in ("full", "fp32"):
             raise UnsupportedError(
                 f"precision={options['precision']!r} with a DeepSpeed engine: it switches off an "
-                'autocast around it and has scalers of its own; use precision="full"'
+                "autocast around it, and its own bf16 and fp16 are not shown to be exact; use "
+                'precision="full", or another precision with DDP or fully_shard'
             )
         if self._stage == 3 and options["ema"] is not None:
             raise UnsupportedError(
@@ -158,6 +165,7 @@ class DeepSpeed(Sync):
             )
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().begin(parameters)
         if self._order is not None:
             self._order.value = 0
         if self._failed:
@@ -183,7 +191,8 @@ class DeepSpeed(Sync):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         try:
-            yield
+            with self.failures():
+                yield
         except BaseException:
             self._failed = True
             raise
@@ -244,6 +253,7 @@ class DeepSpeed(Sync):
 
     def discard(self) -> None:
         """As DeepSpeed itself does after an overflow; nothing is left to do after a step."""
+        super().discard()
         optimizer = self._engine.optimizer
         if self._stage == 3:
             optimizer.zero_grad()
@@ -259,6 +269,7 @@ class DeepSpeed(Sync):
                 optimizer.all_grad_tensors[index] = None
 
     def restore(self) -> None:
+        super().restore()
         self._engine._is_gradient_accumulation_boundary = self._found
 
 

@@ -30,7 +30,8 @@ class Group:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         vector = torch.tensor(list(values), dtype=torch.float64, device=self._device)
-        summed: list[float] = self._reduced(vector, dist.ReduceOp.SUM).tolist()
+        with alarm().progress.waiting():  # on CUDA the host waits for the numbers
+            summed: list[float] = self._reduced(vector, dist.ReduceOp.SUM).tolist()
         return summed
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class Group:
                 self.wait(dist.broadcast(tensor, source, group=group, async_op=True))
 
     def wait(self, work: dist.Work) -> None:
-        with self.waiting.measured():
+        with self.waiting.measured(), alarm().progress.waiting():
             if self._device.type == "cuda":
                 work.wait()  # orders the streams; the host does not stop here
             else:

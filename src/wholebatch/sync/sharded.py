@@ -92,7 +92,10 @@ class Sharded(Sync):
             module.set_requires_gradient_sync(reduces or self._every, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
-        yield
+        if self.progress is not None:
+            self.progress.mark()
+        with self.failures():
+            yield
 
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
         raise WindowError(
@@ -108,13 +111,17 @@ class Sharded(Sync):
         return self._group.sum_tensor(tensor)
 
     def largest(self, value: Tensor) -> Tensor:
-        return self._group.largest(value)
+        found = self._group.largest(value)
+        if self.progress is not None:  # ranks have agreed on a window: its forwards wait for them
+            self.progress.mark()
+        return found
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore(self) -> None:
+        super().restore()
         for module, (gradient_sync, all_reduce) in zip(self._modules, self._found, strict=True):
             module.set_requires_gradient_sync(gradient_sync, recurse=False)
             if self._is_hybrid:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from wholebatch.sync.progress import Progress
 
 __all__ = ["Sync"]
 
@@ -44,6 +47,9 @@ class Sync(ABC):
     owns_hooks: bool = False
     """Whether the engine has put its own post-accumulate-grad hooks on the parameters."""
 
+    owns_step: bool = False
+    """True if the engine steps the optimizer itself."""
+
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
@@ -58,9 +64,27 @@ class Sync(ABC):
         """Refuse options that this engine cannot keep exactly, at construction."""
         return
 
+    @property
+    def progress(self) -> Progress | None:
+        """Where the marks of this rank's way go, by which the others know that it is not stuck."""
+        if self.ranks == 1:
+            return None
+        from wholebatch.sync.alarm import alarm
+
+        return alarm().progress
+
+    def failures(self) -> AbstractContextManager[None]:
+        """Tell an engine's collective that failed by the rank that made it fail."""
+        if self.ranks == 1:
+            return nullcontext()
+        from wholebatch.sync.alarm import alarm
+
+        return alarm().failures()
+
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """A window opens."""
-        return
+        if self.progress is not None:
+            self.progress.begin()
 
     def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         """The backward of an engine that `grows_own_graph`."""
@@ -119,8 +143,10 @@ class Sync(ABC):
 
     def discard(self) -> None:
         """Drop what the engine itself holds of a window that is over."""
-        return
+        if self.progress is not None:
+            self.progress.end()
 
     def restore(self) -> None:
         """Leave the engine's own switches as they were found."""
-        return
+        if self.progress is not None:
+            self.progress.pause()

@@ -227,8 +227,14 @@ def _over_ranks(best: Trial, gradient_bytes: int, link: float, *, measured: bool
     assert best.seconds is not None
     backward = best.split.get("backward", 0.0) + 2 / 3 * best.split.get("micro-step", 0.0)
     alone = best.seconds - best.split.get("communication", 0.0)
-    units = (best.units_per_second or 0.0) * best.seconds
+    # A window's units are those of all ranks that measured it; the model counts those of one.
+    units = (best.units_per_second or 0.0) * best.seconds / _ranks_here()
     return RanksModel(alone, backward / best.steps, units, gradient_bytes, link, measured)
+
+
+def _ranks_here() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _device_said(device: torch.device) -> str:

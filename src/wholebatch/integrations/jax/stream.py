@@ -120,9 +120,9 @@ def multi_steps(
         window = state.units + counted
         steps = every_k(state.updates) if callable(every_k) else every_k
         closes = (place >= steps) | jnp.asarray(last, bool)
-        finite = jax.tree.reduce(
-            lambda so_far, leaf: so_far & jnp.isfinite(leaf).all(), total, True
-        )
+        finite = jnp.ones((), bool)
+        for leaf in jax.tree.leaves(total):
+            finite &= jnp.isfinite(leaf).all()
         makes = closes & (window > 0) & finite
 
         def close(inner_state: Any) -> tuple[Any, Any]:
@@ -132,11 +132,12 @@ def multi_steps(
                 updates,
             )
             made, new = wrapped.update(mean, inner_state, params, **extra)
-            return made, new
+            return made, jax.tree.map(_no_narrower, new, inner_state)
 
         def keep(inner_state: Any) -> tuple[Any, Any]:
-            shapes, _ = jax.eval_shape(close, inner_state)
-            return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes), inner_state
+            shapes, new = jax.eval_shape(close, inner_state)
+            none = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+            return none, jax.tree.map(_no_narrower, inner_state, new)
 
         made, inner_state = jax.lax.cond(makes, close, keep, state.inner)
         open_ = jnp.logical_not(closes)
@@ -146,7 +147,7 @@ def multi_steps(
             total=jax.tree.map(lambda sum_: jnp.where(open_, sum_, jnp.zeros_like(sum_)), total),
             updates=state.updates + makes,
             inner=inner_state,
-            skipped=state.skipped + (closes & jnp.logical_not(finite)),
+            skipped=state.skipped + (closes & ~finite),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -165,15 +166,29 @@ def flush(
     >>> updates, state = flush(tx, state, w)
     >>> float(updates), int(state.updates)
     (-2.0, 1)
+
+    Its updates are in float32 or wider: which dtype the window's gradients had is not known here.
     """
-    nothing = jax.tree.map(jnp.zeros_like, params)
+    nothing = jax.tree.map(jnp.zeros_like, state.total)
     updates, closed = tx.update(nothing, state, params, units=0, last=True, **extra)
-    return updates, closed
+    same_types = jax.tree.map(
+        lambda new, old: new.astype(jnp.result_type(old)), closed.inner, state.inner
+    )
+    return updates, closed._replace(inner=same_types)
 
 
 def has_updated(state: WindowState) -> Any:
     """Whether the last `update` closed a window (True or False, as an array)."""
     return (state.place == 0) & (state.updates > 0)
+
+
+def _no_narrower(leaf: Any, other: Any) -> Any:
+    """Return a leaf in the wider dtype of two.
+
+    Adam's moments begin in the dtype of the parameters, and wider gradients widen them. Both ways
+    out of a window must give the same dtypes.
+    """
+    return jnp.asarray(leaf).astype(jnp.promote_types(jnp.result_type(leaf), other.dtype))
 
 
 def _wide(dtype: Any) -> Any:

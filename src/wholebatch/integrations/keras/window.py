@@ -166,9 +166,10 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
                 sums, [grad.to(sum_.dtype) for sum_, (_, grad) in zip(sums, pairs, strict=True)]
             )
             return
+        many = replicas() > 1
         for sum_, grad in pairs:
-            if backend == "tensorflow":
-                self.assign_add(sum_, grad)  # sparse gradients of embeddings too
+            if backend == "tensorflow":  # sparse gradients of embeddings too
+                self.assign_add(sum_, _dense(grad) if many else grad)
             else:
                 sum_.assign(sum_ + ops.cast(grad, sum_.dtype))
 
@@ -234,6 +235,13 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
     def moved_to(self, place: int | None) -> None:
         """Note the place from outside: on JAX the variables are not current during a fit."""
         self._now = place
+
+
+def _dense(gradient: Any) -> Any:
+    """Return the gradient of an embedding as a whole table: replicas' variables take no rows."""
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:

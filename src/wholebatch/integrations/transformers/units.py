@@ -8,13 +8,14 @@ mean of their means, weighed by how many labels each has; only the right count m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholebatch.errors import LossError
+from wholebatch.errors import LossError, NonFiniteError
 
 __all__ = ["count_labels", "is_encoder_decoder", "knows_loss", "measured_shift", "shifts_labels"]
 
@@ -89,6 +90,11 @@ def measured_shift(mean_of: Callable[[dict[str, Any]], Tensor], inputs: Mapping[
         return float(mean_of({**inputs, "labels": valid.where(kept, -100)}))
 
     first, second, both = map(mean_at, (first_set, second_set, first_set | second_set))
+    if not all(map(math.isfinite, (first, second, both))):
+        raise NonFiniteError(
+            f"the loss is {both:g} on this batch, so it cannot be found out what it is a mean "
+            f"over: mend the batch or the model (its first update was not made yet), or {_HELP}"
+        )
     in_second = 2 * ((rows + 1) // 2)
     residual = {}
     for shifted, in_first in ((True, rows), (False, 2 * rows)):

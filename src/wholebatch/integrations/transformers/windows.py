@@ -41,6 +41,7 @@ from wholebatch.integrations.transformers.units import (
     measured_shift,
     shifts_labels,
 )
+from wholebatch.loading import load_tensors
 from wholebatch.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Memory
 from wholebatch.splitting import batch_size_of, split
@@ -367,7 +368,7 @@ class ExactWindows(_Trainer):
             return
         file = Path(checkpoint) / _WINDOW_FILE.format(rank=self.args.process_index)
         if file.exists():
-            self._resume = torch.load(file, map_location="cpu", weights_only=True)
+            self._resume = load_tensors(file)
 
     def _continue_window(self, model: nn.Module) -> None:
         """The gradients and random generators as they were when the window was left."""

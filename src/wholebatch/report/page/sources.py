@@ -8,12 +8,15 @@ A folder is a run of `wholebatch train` (`config.json`, `metrics.jsonl`), with o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wholebatch.errors import StateError
+from wholebatch.files import open_file, reason
+from wholebatch.jsonable import read_json
 
 __all__ = ["Run", "Sources", "kind_of", "read_sources"]
 
@@ -64,7 +67,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     for path, name in zip(paths, names, strict=True):
         if path.is_dir():
             _read_folder(path, name, sources)
-        elif path.is_file():
+        elif os.path.lexists(path):
             data = _load(path)
             sources.add(_known(path, data), name, data)
         else:
@@ -106,7 +109,7 @@ def _beside(path: Path) -> str:
 
 
 def _read_folder(path: Path, name: str, sources: Sources) -> None:
-    if not (path / "config.json").is_file():
+    if not os.path.lexists(path / "config.json"):
         raise StateError(f"{path}: there is no run in this folder (it has no config.json)")
     config = _load(path / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
@@ -126,10 +129,15 @@ def _records(path: Path) -> list[Data]:
     if not path.is_file():
         return []
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    try:
+        with open_file(path) as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise StateError(f"{path}: cannot be read: {reason(error)}") from error
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(record, dict) or not isinstance(record.get("window"), int):
             raise StateError(f"{path}, line {number}: is not the record of a window")
@@ -139,9 +147,9 @@ def _records(path: Path) -> list[Data]:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except OSError as error:
-        raise StateError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise StateError(f"{path}: cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise StateError(f"{path}: is not JSON: {error}") from error
 

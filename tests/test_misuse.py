@@ -1,0 +1,302 @@
+"""Calls that cannot be right: one clear line before work begins, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import wholebatch as wb
+from tests.support import EXACT, Whole, mlp, samples, sgd, summed
+from wholebatch import errors
+from wholebatch.errors import LossError, SplitError, UnsupportedError, WholebatchError, WindowError
+from wholebatch.loss import check_units
+
+BATCH = samples(12)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+    ).double()
+
+
+def loss(model: nn.Module, micro: Any) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def refused(kind: type[Exception], match: str, batch: Any = BATCH, **options: Any) -> None:
+    """A step raises this error, and parameters, buffers, gradients and generators stay."""
+    model = network()
+    train = wb.WholeBatch(
+        model,
+        sgd(model),
+        **{"loss": loss, "micro_batch": 4, "batchnorm": "statistics", **options},
+    )
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(9)
+    generator = torch.get_rng_state()
+    with pytest.raises(kind, match=match) as caught:
+        train.step(batch)
+    assert "\n" not in str(caught.value)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(p.grad is None for p in model.parameters())
+    assert train.updates == 0
+
+
+BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
+    "csr": (lambda: {**BATCH, "x": BATCH["x"].to_sparse_csr()}, "'x' has the layout .*sparse_csr"),
+    "nested": (
+        lambda: {**BATCH, "x": torch.nested.nested_tensor([torch.ones(3, 5), torch.ones(2, 5)])},
+        r"'x' is a nested \(jagged\) tensor",
+    ),
+    "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "zero samples"),
+    "nothing": (dict, "no leaf with a batch dimension"),
+    "generator": (lambda: (one for one in [BATCH]), r"the batch \(a generator\) has no leaf"),
+    "None": (lambda: None, r"the batch \(a NoneType\) has no leaf"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(CSR|nested)")
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name: str) -> None:
+    make, match = BATCHES[name]
+    refused(SplitError, match, make())
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        10**400,
+        Fraction(10**400),
+        -1,
+        float("nan"),
+        float("inf"),
+        True,
+        None,
+        "3",
+        1 + 2j,
+        Decimal(4),
+        torch.tensor(True),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor(1j),
+    ],
+    ids=lambda u: repr(u)[:12],
+)
+def test_units_that_are_no_number(units: Any) -> None:
+    refused(LossError, "^units", units=lambda micro: units)
+    with pytest.raises(LossError, match=r"^units") as caught:
+        check_units(units)
+    assert len(str(caught.value)) < 200
+    acc = wb.Accumulator(model := mlp(), sgd(model), steps=2)
+    with pytest.raises(LossError, match="units"):
+        acc.backward(summed(model, BATCH), units=units)
+
+
+@pytest.mark.parametrize("units", [torch.tensor(float("nan")), torch.tensor(-2.0)])
+def test_units_on_a_device_are_read_before_the_first_forward(units: Any) -> None:
+    refused(LossError, "units= counted .*must be finite and not negative", units=lambda m: units)
+
+
+@pytest.mark.parametrize("units", [np.float32(4), np.float64(4), np.int64(4), Fraction(4), 4.0])
+def test_units_that_are_numbers(units: Any) -> None:
+    model = mlp()
+    whole = Whole(model)
+    whole.step(BATCH)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, units=lambda m: units)
+    assert train.step(BATCH).units == 12.0
+    whole.assert_same(model, at_most=EXACT)
+    assert type(check_units(units)) in (int, float)
+
+
+@pytest.mark.parametrize("returned", [None, 1.5, (1, 2), torch.tensor(1.0)], ids=str)
+def test_losses_that_are_none(returned: Any) -> None:
+    def wrong(model: nn.Module, micro: Any) -> Any:
+        model(micro["x"])  # moves statistics, and draws masks
+        return returned
+
+    refused(LossError, "the loss function returned", loss=wrong)
+
+
+def test_an_error_of_the_users_own_puts_buffers_and_generators_back() -> None:
+    calls: list[int] = []
+
+    def fails(model: nn.Module, micro: Any) -> wb.Loss:
+        found = loss(model, micro)
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            raise KeyError("mine")
+        return found
+
+    refused(KeyError, "mine", loss=fails, audit=False)
+    refused(KeyError, "mine", loss=fails, audit=False, batchnorm="exact")
+
+
+def test_models_and_optimizers_that_do_not_belong_together() -> None:
+    model, other = mlp(), mlp()
+    loose = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(UnsupportedError, match="Identity has no parameters"):
+        wb.WholeBatch(nn.Identity(), loose, loss=loss)
+    with pytest.raises(UnsupportedError, match="a model without parameters: nothing to train"):
+        wb.WholeBatch(nn.Identity(), None, loss=loss)
+    for make in (
+        lambda: wb.WholeBatch(model, sgd(other), loss=loss),
+        lambda: wb.Accumulator(model, sgd(other), steps=2),
+    ):
+        with pytest.raises(UnsupportedError, match="none of the optimizer's 6 parameters"):
+            make()
+
+
+def test_what_is_trained_may_lie_beside_a_frozen_model() -> None:
+    model = mlp().requires_grad_(False)
+    prompt = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    train = wb.WholeBatch(
+        model,
+        torch.optim.SGD([prompt], lr=0.1),
+        loss=lambda m, b: wb.cross_entropy(m(b["x"] + prompt), b["y"]),
+        micro_batch=4,
+    )
+    train.step(BATCH)
+    assert prompt.norm() > 0
+
+
+# ------------------------------------------------------------------ one call at a time
+
+
+def test_a_step_inside_its_own_loss_is_refused() -> None:
+    holder: list[wb.WholeBatch] = []
+    refused_calls: list[str] = []
+
+    def recursive(model: nn.Module, micro: Any) -> wb.Loss:
+        train = holder[0]
+        for call in (train.step, train.gradient, train.choose, train.join):
+            with pytest.raises(WindowError, match=r"WholeBatch.step\(\) is running already"):
+                call(BATCH)  # type: ignore[operator]
+            refused_calls.append(call.__name__)  # type: ignore[attr-defined]
+        return loss(model, micro)
+
+    model = mlp()
+    whole = Whole(model)
+    whole.step(BATCH)
+    holder.append(wb.WholeBatch(model, sgd(model), loss=recursive, micro_batch=6, audit=False))
+    holder[0].step(BATCH)  # goes on as if nothing had been
+    assert len(refused_calls) == 8
+    whole.assert_same(model)
+
+
+def test_a_step_in_a_second_thread_is_refused() -> None:
+    model = mlp()
+    whole = Whole(model)
+    whole.step(BATCH)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def waits(model: nn.Module, micro: Any) -> wb.Loss:
+        inside.set()
+        assert go_on.wait(30)
+        return loss(model, micro)
+
+    train = wb.WholeBatch(model, sgd(model), loss=waits, micro_batch=6, audit=False)
+    thread = threading.Thread(target=train.step, args=(BATCH,))
+    thread.start()
+    assert inside.wait(30)
+    with pytest.raises(WindowError, match="another thread"):
+        train.step(BATCH)
+    go_on.set()
+    thread.join(30)
+    assert train.updates == 1
+    whole.assert_same(model)
+    train.step(BATCH)  # one after the other is fine
+    assert train.updates == 2
+
+
+def test_many_threads_make_whole_updates_only() -> None:
+    model = mlp()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2)
+    refusals: list[BaseException] = []
+
+    def steps() -> None:
+        for _ in range(10):
+            try:
+                train.step(BATCH)
+            except WindowError as error:
+                refusals.append(error)
+
+    threads = [threading.Thread(target=steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    whole = Whole(mlp())
+    for _ in range(train.updates):
+        whole.step(BATCH)
+    assert train.updates + len(refusals) == 40
+    whole.assert_same(model, at_most=1e-11)
+
+
+def test_a_backward_inside_a_backward_is_refused() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    seen: list[str] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        with pytest.raises(WindowError, match=r"Accumulator.backward\(\) is running already"):
+            acc.backward(summed(model, BATCH), units=12)
+        with pytest.raises(WindowError, match="running already"):
+            acc.flush()
+        seen.append("refused")
+
+    total = summed(model, BATCH)
+    total.register_hook(hook)
+    acc.backward(total, units=12)
+    assert set(seen) == {"refused"}  # the look at the first loss calls the hook too
+
+
+# ------------------------------------------------------------------ pickle and copy
+
+ERRORS = [getattr(errors, name) for name in errors.__all__]
+
+
+def instance(kind: Any) -> WholebatchError:
+    if kind is errors.NonFiniteError:
+        return kind("loss", micro_batch=3)  # type: ignore[no-any-return]
+    if kind is errors.MissingExtraError:
+        return kind("wandb", "logging", "the report")  # type: ignore[no-any-return]
+    return kind("what was given: what is allowed")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("way", [lambda e: pickle.loads(pickle.dumps(e)), copy.deepcopy, copy.copy])
+def test_errors_travel(kind: Any, way: Any) -> None:
+    error = instance(kind)
+    error.add_note("of rank 2")
+    again = way(error)
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_every_class_of_errors_is_in_the_list() -> None:
+    found = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception)}
+    assert found == set(ERRORS)
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.deepcopy])
+def test_what_holds_a_window_says_what_to_save_instead(way: Any) -> None:
+    model = mlp()
+    for one in (
+        wb.WholeBatch(model, sgd(model), loss=loss),
+        wb.Accumulator(model, sgd(model), steps=2),
+    ):
+        with pytest.raises(UnsupportedError, match=r"cannot be pickled or copied.*state_dict\(\)"):
+            way(one)

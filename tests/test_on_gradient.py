@@ -1,0 +1,291 @@
+"""Work on the whole gradient before the step: `on_gradient=`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.support import EXACT, distance, mean, mlp, pieces, samples, summed
+from wholebatch.errors import NonFiniteError, OptionError, WindowError
+
+Named = list[tuple[str, nn.Parameter]]
+SPLITS = [[20], [1, 19], [3, 11, 6], [7, 1, 1, 5, 6]]
+
+
+def adaptive_clipping(named: Named) -> None:
+    """Adaptive gradient clipping (arXiv 2102.06171), by row of each weight."""
+    for name, parameter in named:
+        if name.endswith("weight"):
+            assert parameter.grad is not None
+            limit = 0.05 * parameter.norm(dim=1, keepdim=True).clamp(min=1e-3)
+            norm = parameter.grad.norm(dim=1, keepdim=True).clamp(min=1e-6)
+            parameter.grad.mul_((limit / norm).clamp(max=1.0))
+
+
+def orthogonal(named: Named) -> None:
+    """The gradient of an orthogonal regularisation, added to that of the batch."""
+    for _, parameter in named:
+        if parameter.dim() == 2:
+            w = parameter
+            assert w.grad is not None
+            w.grad.add_(1e-2 * (w @ (w.T @ w) - w))
+
+
+def noise(named: Named) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for _, parameter in named:
+        assert parameter.grad is not None
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad.add_(drawn.to(parameter.grad.dtype), alpha=0.1)
+
+
+FUNCTIONS = [adaptive_clipping, orthogonal, noise]
+
+
+def make(fused: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+
+
+def undivided(
+    model: nn.Module,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    batch: Any,
+    function: Callable[[Named], None],
+    clip_norm: float | None,
+) -> tuple[nn.Module, list[Tensor], float]:
+    """The plain loop: backward, the function, clipping, step; its model, gradients and norm."""
+    model = copy.deepcopy(model)
+    mean(model, batch).backward()
+    with torch.no_grad():
+        function(list(model.named_parameters()))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = float(nn.utils.get_total_norm(gradients))
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    gradients = [gradient.clone() for gradient in gradients]
+    optimizer(model).step()
+    return model, gradients, norm
+
+
+def loss(model: nn.Module, micro: Any) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def whole_batch(
+    model: nn.Module, optimizer: Any, sizes: list[int], **options: Any
+) -> wb.WholeBatch:
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=8, **options)
+    train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
+    return train
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("sizes", SPLITS)
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("store", ["device", "swap"])
+def test_the_update_of_the_undivided_batch_with_the_same_function(
+    function: Any, sizes: list[int], clip: float | None, store: Any
+) -> None:
+    model, batch = mlp(), samples(20)
+    right, _, norm = undivided(model, make(False), batch, function, clip)
+    start = copy.deepcopy(model)
+    train = whole_batch(
+        model,
+        make(False)(model),
+        sizes,
+        clip_norm=clip,
+        on_gradient=function,
+        gradients=store,
+    )
+    step = train.step(batch)
+    assert step.grad_norm == pytest.approx(norm, rel=1e-12)
+    assert changed(model, start) == pytest.approx(changed(right, start))
+    assert distance(model.parameters(), right.parameters()) <= EXACT
+    assert distance(update(model, start), update(right, start)) <= 1e-10  # of a difference
+
+
+def update(model: nn.Module, start: nn.Module) -> list[Tensor]:
+    pairs = zip(model.parameters(), start.parameters(), strict=True)
+    return [after.detach() - before.detach() for after, before in pairs]
+
+
+def changed(model: nn.Module, start: nn.Module) -> float:
+    return float(nn.utils.get_total_norm(update(model, start)))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_in_a_stream_fused_or_not(function: Any, fused: bool, clip: float | None) -> None:
+    model = mlp(dtype=torch.float32)
+    batch = samples(20, dtype=torch.float32)
+    right, _, norm = undivided(model, make(fused), batch, function, clip)
+    acc = wb.Accumulator(model, make(fused)(model), steps=3, clip_norm=clip, on_gradient=function)
+    for micro in acc.over(pieces(batch, [3, 11, 6])):
+        step = acc.backward(summed(model, micro), units=len(micro["y"]))
+    assert step is not None
+    assert step.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert distance(model.parameters(), right.parameters()) <= 1e-6
+
+
+def test_gradients_of_16_bit_parameters_are_float32() -> None:
+    seen: list[torch.dtype] = []
+
+    def function(named: Named) -> None:
+        seen.extend(p.grad.dtype for _, p in named if p.grad is not None)
+        adaptive_clipping(named)
+
+    double = mlp()
+    model = copy.deepcopy(double).bfloat16()
+    rounded = copy.deepcopy(model).double()
+    batch = samples(20)
+    _, right, _ = undivided(rounded, make(False), batch, adaptive_clipping, None)
+    got: list[Tensor] = []
+    optimizer = make(False)(model)
+    optimizer.register_step_pre_hook(
+        lambda *_: got.extend(p.grad.double() for p in model.parameters() if p.grad is not None)
+    )
+    low = {"x": batch["x"].bfloat16(), "y": batch["y"]}
+    whole_batch(model, optimizer, [3, 11, 6], on_gradient=function).step(low)
+    assert set(seen) == {torch.float32}
+    plain = copy.deepcopy(rounded).bfloat16()
+    mean(plain, low).backward()
+    with torch.no_grad():
+        adaptive_clipping(list(plain.named_parameters()))
+    own = distance([p.grad for p in plain.parameters() if p.grad is not None], right)
+    assert distance(got, right) <= 1.25 * own
+
+
+def test_what_it_is_given() -> None:
+    first, second = mlp(), mlp()
+    second.requires_grad_(False)
+    second[0].requires_grad_(True)  # type: ignore[index]
+    second[0].bias.requires_grad_(False)  # type: ignore[index]
+    given: list[str] = []
+    models = {"a": first, "b": second}
+    train = wb.WholeBatch(
+        models,
+        torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
+        loss=lambda both, m: wb.cross_entropy(both["a"](m["x"]) + both["b"](m["x"]), m["y"]),
+        micro_batch=8,
+        on_gradient=lambda named: given.extend(name for name, _ in named),
+    )
+    train.step(samples(20))
+    assert given == [f"0.{name}" for name, _ in first.named_parameters()] + ["1.0.weight"]
+
+
+def test_a_gradient_hook_comes_before_it_and_clipping_after() -> None:
+    model, batch = mlp(), samples(20)
+    order: list[float] = []
+    weight = next(model.parameters())
+    weight.register_hook(lambda gradient: gradient * 3.0)
+
+    def function(named: Named) -> None:
+        gradient = dict(named)["0.weight"].grad
+        assert gradient is not None
+        order.append(float(gradient.norm()))
+
+    reference = copy.deepcopy(model)
+    mean(reference, batch).backward()
+    right = next(reference.parameters()).grad
+    assert right is not None
+    step = whole_batch(
+        model, make(False)(model), [3, 17], on_gradient=function, clip_norm=1e-3
+    ).step(batch)
+    hooked = bool(next(reference.parameters())._backward_hooks)  # copies keep hooks, or not
+    assert order == [pytest.approx(float(right.norm()) * (1.0 if hooked else 3.0), rel=1e-12)]
+    assert step.clip < 0.1
+
+
+def test_it_is_not_called_for_a_gradient_that_is_not_finite() -> None:
+    model, batch = mlp(), samples(20)
+    batch["x"][7] = math.nan
+    called: list[int] = []
+
+    def hides(named: Named) -> None:
+        called.append(1)
+        for _, parameter in named:
+            assert parameter.grad is not None
+            parameter.grad.nan_to_num_()
+
+    before = copy.deepcopy(model)
+    train = whole_batch(model, make(False)(model), [3, 17], on_gradient=hides)
+    with pytest.raises(NonFiniteError):
+        train.step(batch)
+    skips = whole_batch(model, make(False)(model), [3, 17], on_gradient=hides, nonfinite="skip")
+    assert skips.step(batch).skipped is not None
+    assert not called
+    assert changed(model, before) == 0.0
+
+
+def test_a_function_that_makes_it_infinite_is_named() -> None:
+    model = mlp()
+    train = whole_batch(
+        model,
+        make(False)(model),
+        [3, 17],
+        on_gradient=lambda named: [p.grad.fill_(math.inf) for _, p in named],  # type: ignore[union-attr, func-returns-value, arg-type]
+    )
+    before = copy.deepcopy(model)
+    with pytest.raises(NonFiniteError, match="or on_gradient= has made it so"):
+        train.step(samples(20))
+    assert changed(model, before) == 0.0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_function_that_fails_leaves_nothing() -> None:
+    def fails(named: Named) -> None:
+        raise KeyError("mine")
+
+    model = mlp()
+    before = copy.deepcopy(model)
+    train = whole_batch(model, make(False)(model), [3, 17], on_gradient=fails)
+    with pytest.raises(KeyError, match="mine"):
+        train.step(samples(20))
+    assert changed(model, before) == 0.0
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("store", ["host", "release", "moments"])
+def test_stores_without_the_whole_gradient_refuse(store: Any) -> None:
+    model = mlp(dtype=torch.float32)
+    options: dict[str, Any] = {
+        "loss": loss,
+        "micro_batch": 4,
+        "gradients": store,
+        "units": lambda m: len(m["y"]),
+        "nonfinite": "skip" if store == "release" else "raise",
+    }
+    with pytest.raises(OptionError, match=f"on_gradient= with gradients='{store}'.*never in .grad"):
+        wb.WholeBatch(model, make(False)(model), on_gradient=noise, **options)
+    with pytest.raises(OptionError, match=f"optimizer=None with gradients='{store}'"):
+        wb.WholeBatch(model, None, **options)
+    train = wb.WholeBatch(model, make(False)(model), **options)
+    with pytest.raises(WindowError, match=f'gradient\\(\\) with gradients="{store}"'):
+        train.gradient(samples(8, dtype=torch.float32))
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(OptionError, match="on_gradient=3: must be a function"):
+        wb.Accumulator(model, make(False)(model), steps=2, on_gradient=3)  # type: ignore[arg-type]
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/whole-gradient.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(compile(block, "whole-gradient.md", "exec"), names)
+    norm, of_one = map(float, capsys.readouterr().out.split())
+    assert norm > 0
+    assert of_one == pytest.approx(names["norms"]["0.weight"])
+    assert names["train"].gradient(names["batch"]).loss < 1.0  # seven steps on one batch
