@@ -75,6 +75,7 @@ def coupled(term: Callable[[Tensor, Tensor, Batch], Tensor]) -> Callable[[Task],
 @mistake(COUPLES)
 def batch_hard_mining(task: Task) -> Task:
     def term(z: Tensor, losses: Tensor, micro: Batch) -> Tensor:
+        z = F.normalize(torch.cat([z, losses[:, None]], 1), dim=1)
         apart = torch.cdist(z, z) + 100.0 * torch.eye(len(z), dtype=z.dtype)
         return F.softplus(-apart.min(1).values).mean()
 
@@ -126,7 +127,7 @@ def correlation_with_a_target(task: Task) -> Task:
 @mistake(COUPLES)
 def pairwise_ranking(task: Task) -> Task:
     def term(z: Tensor, losses: Tensor, micro: Batch) -> Tensor:
-        score = z[:, 0]
+        score = 4.0 * z[:, 0] + losses
         return F.softplus(score[:, None] - score[None]).triu(1).sum() / len(z) ** 2
 
     return coupled(term)(task)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.mistakes.catalogue import EVERYWHERE, TOUCHED, mistake
-from tests.mistakes.kinds import RANDOM
+from tests.mistakes.kinds import RANDOM, WITH_BATCHNORM
 from tests.mistakes.task import Batch, Moment, Task, quotient
 
+# In lock-step (exact BatchNorm) other micro-batches run their backwards while a loss function
+# runs, so that what it does to gradients and learning rates cannot be told from theirs.
+IN_TURN = frozenset(WITH_BATCHNORM)
 LOOP = ("WholeBatch", "Accumulator", "Accumulator, counted", "Accelerate", "Fabric")
 
 
@@ -26,7 +29,7 @@ def in_the_loop(line: Callable[[Moment], None]) -> Callable[[Task], Task]:
     return lambda task: task.but(line=stands)
 
 
-@mistake(TOUCHED, doors=(*LOOP, "Lightning", "Trainer"))
+@mistake(TOUCHED, doors=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
 def zero_grad_kept_in_the_loop(task: Task) -> Task:
     return in_the_loop(lambda moment: moment.model.zero_grad())(task)
 
@@ -45,14 +48,14 @@ def a_plain_backward_beside(task: Task) -> Task:
     return in_the_loop(line)(task)
 
 
-@mistake(TOUCHED + "|clip", doors=(*LOOP, "Lightning", "Trainer"))
+@mistake(TOUCHED + "|clip", doors=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
 def clipping_kept_in_the_loop(task: Task) -> Task:
     return in_the_loop(lambda m: nn.utils.clip_grad_norm_(m.model.parameters(), 1e-3) and None)(
         task
     )
 
 
-@mistake(r"learning rate|schedul|\blr\b", doors=(*LOOP, "Lightning", "Trainer"))
+@mistake(r"learning rate|schedul|\blr\b", doors=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
 def the_schedule_kept_in_the_loop(task: Task) -> Task:
     def line(moment: Moment) -> None:
         for group in moment.optimizer.param_groups:

@@ -128,7 +128,7 @@ def samples_mixed_with_their_neighbours(task: Task) -> Task:
     return around(MixedUp)(task)
 
 
-@mistake(r"gradient", doors=LOOKING)
+@mistake(r"gradient|" + COUPLES, doors=LOOKING)
 def a_gradient_normalised_in_the_backward(task: Task) -> Task:
     return around(lambda out: normalise_gradient())(task)
 

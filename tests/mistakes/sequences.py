@@ -119,7 +119,8 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=torch.float64)
+        dtype = self.embed.weight.dtype
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=dtype)
         return self.head(self.layer(self.embed(x), src_mask=causal))
 
 
