@@ -144,7 +144,8 @@ def trainer_of(
 
     class Given(Trainer):
         def get_train_dataloader(self) -> Any:
-            return DataLoader(samples, batch_sampler=places)  # one that can be gone on with
+            data: Any = samples  # a list, so that a resumed run can skip to its place
+            return DataLoader(data, batch_sampler=places)
 
     def units(inputs: Any) -> int:
         return len(inputs["y"])
