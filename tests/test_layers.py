@@ -78,6 +78,7 @@ SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
         ("memory", "runners"),
         ("memory", "noise"),
         ("hosted", "untouched"),
+        ("runners", "untouched"),
     }
 )
 # `import wholebatch as wb` reaches every export, up to WholeBatch.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import Whole, mean, mlp, pieces, samples, sgd, summed
@@ -26,7 +26,7 @@ def _freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (lambda m, o: o.zero_grad(set_to_none=False), "remove zero_grad"),
         (lambda m, o: nn.utils.clip_grad_norm_(m.parameters(), 1e-3), "clip_norm= clips"),
         (lambda m, o: mean(m, samples(4)).backward(), r"loss.backward\(\)"),
-        (lambda m, o: o.step(), r"4.bias has changed .* remove optimizer.step\(\)"),
+        (lambda m, o: o.step(), r"4.weight has changed .* remove optimizer.step\(\)"),
         (_freeze, "0.weight was frozen"),
     ],
     ids=["zero_grad", "zeroed", "clip", "backward", "step", "freeze"],
@@ -76,3 +76,39 @@ def test_a_layer_that_moves_with_every_forward_is_named(caplog: pytest.LogCaptur
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
     wb.Accumulator(model, sgd(model), steps=2)
     assert "0.parametrizations.weight.0 (_SpectralNorm): one power iteration" in caplog.text
+
+
+def test_a_loss_function_that_clears_gradients_is_refused() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+
+    def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+        optimizer.zero_grad()
+        return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+    before = [p.detach().clone() for p in model.parameters()]
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
+    with pytest.raises(WindowError, match=r"gradient of 4.weight .* from the loss function"):
+        train.step(samples(10))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_schedule_in_the_loop_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    acc = wb.Accumulator(model, optimizer, steps=3)
+    for _ in range(2):
+        for micro in acc.over(MICROS[:3]):
+            acc.backward(summed(model, micro), units=len(micro["y"]))
+            optimizer.param_groups[0]["lr"] *= 0.5
+    assert (
+        caplog.text.count("the learning rate changed in the middle of a window (0.1 → 0.05)") == 1
+    )
+
+
+def test_a_loss_divided_by_the_steps_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp(classes=7)  # three classes would explain a division by three
+    acc = wb.Accumulator(model, sgd(model), steps=3)
+    for micro in acc.over(MICROS[:3]):
+        acc.backward(summed(model, micro) / 3, units=len(micro["y"]))
+    assert "the loss is divided by 3, and the window has as many micro-batches" in caplog.text

@@ -293,7 +293,7 @@ class Accumulator:
     def _close(self) -> Step:
         self._untouched.check()
         self._untouched.forget()
-        self._look.end_window()
+        self._look.end_window(self._window.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from wholebatch.errors import LossError
 from wholebatch.loss import Units
 
-__all__ = ["check_mean", "check_sum"]
+__all__ = ["check_mean", "check_sum", "divisors"]
 
 _log = logging.getLogger("wholebatch")
 
@@ -113,6 +113,24 @@ def check_mean(mean: Tensor, units: Units) -> None:
         )
 
 
+def divisors(scalar: Tensor, units: Units) -> set[int]:
+    """Return the whole numbers above 2 that a loss is divided by, but for what it is a mean over.
+
+    >>> import torch
+    >>> losses = torch.rand(6, requires_grad=True)
+    >>> divisors(losses.sum() / 4, 6), divisors(losses.mean(), 6)
+    ({4}, set())
+    """
+    found = set()
+    for term in _terms(scalar.grad_fn):
+        counts = (term.count, *term.sizes, _number(units) or 0.0)
+        for value in (*term.over, *(1 / factor for factor in term.times)):
+            whole = round(value)
+            if whole > 2 and _close(value, whole) and not any(_close(value, c) for c in counts):
+                found.add(whole)
+    return found
+
+
 def _words(count: float, what: str = " elements") -> str:
     return f"{count:g}{what}"
 
@@ -154,7 +172,7 @@ def _is_divided_by_its_count(term: _Term, units: float) -> bool:
     if _close(count, term.count):
         return True
     # Of [units, units] losses, a division may be by the features; by 2, it may be of two terms.
-    return _close(count, units) and units > 2 and term.count != units * units
+    return _close(count, units) and not _close(units, 2) and term.count != units * units
 
 
 def _is_undone(term: _Term, counts: tuple[float, ...]) -> bool:
@@ -229,7 +247,8 @@ def _sum(node: Any, name: str, below: list[Any], so_far: _Term) -> _Term:
         if dims == {0} and math.prod(sizes) != given[0]:
             return replace(so_far, node=inner.name(), kind="first", count=given[0])
     of_losses = inner is not None and _saved(inner, "reduction") == 0
-    return replace(so_far, node=name, kind="sum", count=math.prod(sizes), is_loss=of_losses)
+    count = math.prod(sizes)
+    return replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
 
 
 def _times(term: _Term, factor: Any, *, whole: bool = True) -> _Term:

@@ -1,15 +1,18 @@
-"""That nobody else touches an open window of a user's own loop.
+"""That nobody else touches an open window.
 
 A loop that is changed by one line keeps its other lines: an `optimizer.zero_grad()` at its top
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
 plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
 are looked for, between two backwards, on one small parameter: every write to a tensor in place
-moves its version, and reading that costs nothing.
+moves its version, and reading that costs nothing. A `scheduler.step()` that the loop has kept
+changes the learning rate with every micro-batch; that is warned of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -24,13 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Untouched", "Watch"]
 
+_log = logging.getLogger("wholebatch")
+
 _requires_grad = attrgetter("requires_grad")
 
 
 class Watch:
-    """One small parameter, as the last backward of a window left it."""
+    """One small parameter, as the last backward of a window left it, and the learning rates."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self._optimizers = optimizers
+        self._warned = False
         self.forget()
 
     def forget(self) -> None:
@@ -39,6 +46,7 @@ class Watch:
         self._gradient: Tensor | None = None
         self._value: Tensor | None = None
         self._versions = (0, 0)
+        self._rates: list[float] = []
 
     def remember(self, inputs: Sequence[nn.Parameter]) -> None:
         """A backward of the window is made: how it leaves the parameter and its gradient."""
@@ -46,11 +54,34 @@ class Watch:
             if not inputs:
                 return
             made = [parameter for parameter in inputs if parameter.grad is not None]
-            self._parameter = min(made or inputs, key=Tensor.numel)
+            self._parameter = min(made or inputs, key=_matrices_first)
             self._value = self._parameter.detach().clone()
+            self._rates = self._learning_rates()
         self._gradient = self._parameter.grad
         version = 0 if self._gradient is None else self._gradient._version
         self._versions = (self._parameter._version, version)
+
+    def warn_of_rates(self) -> None:
+        """Warn, once, of a learning rate that is another than at the window's first backward."""
+        if self._warned or self._parameter is None:
+            return
+        now = self._learning_rates()
+        if now != self._rates:
+            self._warned = True
+            before, after = next(
+                pair for pair in zip(self._rates, now, strict=False) if pair[0] != pair[1]
+            )
+            _log.warning(
+                "the learning rate changed in the middle of a window (%g → %g), and only its value "
+                "at the update counts: step the scheduler once per update, not once per "
+                "micro-batch",
+                before,
+                after,
+            )
+
+    def _learning_rates(self) -> list[float]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group["lr"] for group in groups if isinstance(group.get("lr"), float)]
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
         """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
@@ -74,15 +105,20 @@ class Watch:
         return None if frozen is None else (frozen, "frozen")
 
 
+def _matrices_first(parameter: nn.Parameter) -> tuple[bool, int]:
+    """Prefer the smallest matrix: a bias may be zero, which decays to zero."""
+    return parameter.dim() < 2, parameter.numel()
+
+
 _WHY = {
     "gradient": (
         "the gradient of {} has changed since the window's last backward. A window makes, clips "
         "and clears its gradients itself: remove zero_grad(), loss.backward() and gradient "
-        "clipping from the loop (clip_norm= clips)"
+        "clipping from {by} (clip_norm= clips)"
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
-        "update: remove optimizer.step() from the loop"
+        "update: remove optimizer.step() from {by}"
     ),
     "frozen": (
         "{} was frozen in the middle of the window. Freeze and unfreeze between windows, where "
@@ -92,16 +128,24 @@ _WHY = {
 
 
 class Untouched:
-    """That a loop of the user's own leaves an open window alone."""
+    """That a loop of the user's own, or a loss function (`by`), leaves an open window alone."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window, by: str = "the loop") -> None:
         self._window = window
+        self._by = by
         sync = window.sync
         # Elsewhere gradients are not in `.grad` between two backwards, or the engine moves them.
         plain = type(window.store) is DeviceStore and not sync.grows_own_graph
         self._looks = plain and sync.keeps_gradients
-        self._watch = Watch()
+        self._watch = Watch(window.target.optimizers)
         self.forget = self._watch.forget
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Within it the window makes a backward: nobody has touched it before."""
+        self.check()
+        yield
+        self.remember()
 
     def remember(self) -> None:
         """A backward of the window is made: how it leaves the parameter and its gradient."""
@@ -113,7 +157,9 @@ class Untouched:
         window = self._window
         found = self._watch.changed(window.inputs)
         if found is None or not window.is_open or window.broken:
+            self._watch.warn_of_rates()
             return
         parameter, what = found
+        why = _WHY[what].format(window.target.name_of(parameter), by=self._by)
         held = f"discard() drops the {window.micro_batches} micro-batches that this window holds"
-        raise WindowError(f"{_WHY[what].format(window.target.name_of(parameter))}; {held}")
+        raise WindowError(f"{why}; {held}" if self._by == "the loop" else why)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from wholebatch.coupled import causes
-from wholebatch.coupled.few import Few, Run, Uncheckable, evaluating
+from wholebatch.coupled.few import Few, GoesBack, Run, Uncheckable, evaluating
 from wholebatch.coupled.finding import Finding
 from wholebatch.coupled.moving import Moving
 from wholebatch.coupled.norms import batchnorms, uses_batch_statistics
@@ -34,6 +34,13 @@ __all__ = ["AddsUp", "Look"]
 _log = logging.getLogger("wholebatch")
 
 _SAMPLES = 8
+_DRAWS = 8
+_COMPARES = (
+    "%s seems to compare samples with each other: with the same random numbers, the losses of two "
+    "groups of %d samples are together %.6g, and %.6g when they exchange halves. Each micro-batch "
+    "would only be compared with itself: if so, give wb.Coupled(encode, loss), which sees the "
+    "whole batch"
+)
 _MISTAKES = ("mean", "sum", "added", "units")
 
 
@@ -88,20 +95,19 @@ class AddsUp:
         `run(few)` runs forward and loss function as training does, precision included, on a batch
         of the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
         `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are
-        run: so many that all runs together cost no more than a micro-batch of `micro_batch` samples
-        (default: `batch` is one). `batch_size` and `static` say how the batch is to
-        be read, as in `WholeBatch`. `name` is how findings call the function.
+        run with their gradient, and up to 8 without: together no longer than a micro-batch of
+        `micro_batch` samples (default: `batch` is one), from 10 samples on. `batch_size` and
+        `static` say how the batch is to be read, as in `WholeBatch`. `name` is how findings call
+        the function.
         """
         made = self._few(run, batch, batch_size, static, outputs=outputs)
         if made is None:
             return Look(told=False)
         few, size = made
         micro_batch = micro_batch or size
-        # Forward and backward of 2n samples and a forward of n/2: a micro-batch at most.
-        count = _power_of_two(min(size, max(2, min(_SAMPLES, micro_batch * 6 // 13))))
         more = min(size, _SAMPLES, 3 * micro_batch)
         try:
-            return _Looking(few, count, more, name).result()
+            return _Looking(few, _with_gradient(size, micro_batch), more, name).result()
         except Uncheckable as reason:
             _log.debug("the loss was not looked at: %s", reason)
             return Look()
@@ -151,6 +157,19 @@ class AddsUp:
         return few, layout.size
 
 
+def _with_gradient(size: int, micro_batch: int) -> int:
+    """Return of how many samples the gradient is looked at too.
+
+    In forwards of one sample, n samples with their gradient cost 6.5 n (forward and backward of 2 n
+    and a forward of n/2), without it 2 n, and a micro-batch of m samples 3 m.
+    """
+    most = _power_of_two(min(size, _SAMPLES))
+    if 13 * most <= 6 * micro_batch:
+        return most  # and no more samples than these
+    rest = 3 * micro_batch - 2 * most
+    return _power_of_two(min(size, max(2, 2 * rest // 13)))
+
+
 def _power_of_two(number: int) -> int:
     """Return the largest power of two up to a number: pairs and groups of samples stay together."""
     return 1 << number.bit_length() - 1
@@ -166,6 +185,20 @@ class _Looking:
         self._name = name
 
     def result(self) -> Look:
+        made = self._of_gradients()
+        more = _power_of_two(self._more)
+        if made.findings or not made.told or more <= self._count:
+            return made
+        for graph in (False, True):
+            try:  # two samples may have nothing to do with each other, of eight some have
+                return self._looked(self._few(more, graph), again=True)
+            except GoesBack:
+                continue  # the loss runs a backward of its own, and needs a graph for it
+            except (torch.OutOfMemoryError, Uncheckable):
+                break
+        return made
+
+    def _of_gradients(self) -> Look:
         try:
             return self._looked(self._few(self._count, True))
         except torch.OutOfMemoryError:
@@ -173,12 +206,13 @@ class _Looking:
         _release(thoroughly=True)
         return self._looked(self._few(self._count, False))
 
-    def _looked(self, few: Few) -> Look:
+    def _looked(self, few: Few, *, again: bool = False) -> Look:
+        """`again` says that fewer samples were looked at before, and nothing was found."""
         with few.looking():
-            found = self._compared(few)
+            found = self._compared(few, looked=again)
         return found if isinstance(found, Look) else self._named(few, *found)
 
-    def _compared(self, few: Few) -> Look | tuple[Sequence[Run], Tolerance]:
+    def _compared(self, few: Few, *, looked: bool) -> Look | tuple[Sequence[Run], Tolerance]:
         """Return what was found, or the runs that do not add up."""
         half = few.count // 2
         whole = few.whole()
@@ -192,7 +226,8 @@ class _Looking:
             first = few.part(0, half, backward=True, scale=0.25)
             left = watched.as_left_by(first)
             second = few.part(half, few.count, prepare=left, backward=True, scale=0.25)
-            again = few.part(half, few.count)
+            # Without state that moves, the same samples would give the same once more.
+            again = second if looked and not watched.any else few.part(half, few.count)
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
@@ -203,7 +238,11 @@ class _Looking:
         found = watched.acting(first, second, again, tolerance)
         if found:
             return Look(found)
-        runs = (whole, first, again if again.digests else replace(again, digests=second.digests))
+        runs = (
+            whole,
+            first,
+            again if again.digests is not None else replace(again, digests=second.digests),
+        )
         if tolerance.adds_up(whole, runs[1:]) and not tolerance.gradient_gap(whole, runs[1:]):
             return Look(watched.kept(first, second, again, tolerance))
         if not few.draws.held or not _drew_alike(runs):
@@ -229,8 +268,33 @@ class _Looking:
         if tolerance.adds_up(whole, runs[1:]):
             return Look()
         if not few.draws.held or not _drew_alike(runs):
+            self._warn_of_random_comparisons(few, tolerance)
             raise Uncheckable("random numbers cannot be held")
         return runs, tolerance
+
+    def _warn_of_random_comparisons(self, few: Few, tolerance: Tolerance) -> None:
+        """Warn of a loss that compares samples, where its draws cannot be held.
+
+        Then only runs of one shape draw alike. With two pairs of parts that are exchanged,
+
+            L(a, b) + L(c, d) = L(c, b) + L(a, d)
+
+        if and only if each sample counts by itself.
+        """
+        part = min(self._more, few.layout.size) // 4
+        if not part:
+            return
+        a, b, c, d = (list(range(i * part, (i + 1) * part)) for i in range(4))
+        for skip in range(_DRAWS):  # one draw may happen to keep the parts apart
+            try:
+                runs = [few.of(x + y, skip) for x, y in ((a, b), (c, d), (c, b), (a, d))]
+            except (torch.OutOfMemoryError, Uncheckable, RuntimeError, ValueError):
+                return
+            one, other = (runs[0].total + runs[1].total, runs[2].total + runs[3].total)
+            size = max(sum(abs(run.total) for run in pair) for pair in (runs[:2], runs[2:]))
+            if not tolerance.near(one, other, size):
+                _log.warning(_COMPARES, self._name, 2 * part, one, other)
+                return
 
     def _named(self, few: Few, runs: Sequence[Run], tolerance: Tolerance) -> Look:
         """Return the cause; `runs` are those of the whole and of its halves, if these have any."""
@@ -243,6 +307,9 @@ class _Looking:
             return Look(self._of_more(tolerance) or couples)
         except torch.OutOfMemoryError:
             return Look(couples)
+        except Uncheckable:  # a loss that runs a backward of its own
+            with few.looking():
+                return Look((causes.of_loss(few, runs, tolerance, self._name),) if parts else ())
 
     def _of_more(self, tolerance: Tolerance) -> tuple[Finding, ...]:
         """Return what more samples, run forwards only, tell of the cause."""

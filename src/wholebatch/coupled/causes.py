@@ -110,7 +110,20 @@ def _apart(runs: Sequence[Run]) -> str:
     gap = abs(mean - apart) / max(abs(mean), abs(apart), 1e-300)
     return (
         f"the loss of some samples is {mean:.6g}, of the same in two halves {apart:.6g} (relative "
-        f"difference {gap:.0e}). {_COUPLES}"
+        f"difference {gap:.0e}). {_COUPLES}{_other_units(runs)}"
+    )
+
+
+def _other_units(runs: Sequence[Run]) -> str:
+    """Say that a mean may have other units, if it lies between the means of the halves."""
+    if not all(run.units for run in runs):
+        return ""
+    whole, *halves = (run.total / run.units for run in runs)
+    if not min(halves) < whole < max(halves):
+        return ""
+    return (
+        ". If the loss is a mean, its units may be others than what it is the mean over (padding "
+        "that is counted): count those"
     )
 
 
@@ -158,8 +171,10 @@ def _gradient(few: Few, tolerance: Tolerance, gap: tuple[int, float]) -> str:
     once = few.part(0, half, backward=True)
     quarter = few.part(0, half, backward=True, scale=0.25)
     why = (
-        "A hook on a tensor or module, or the backward of an autograd.Function, mixes the samples "
-        "or counts them; or a mean was multiplied by other units than it is a mean over"
+        "The loss compares its samples by a statistic of them that is detached "
+        "(losses / losses.detach().mean(): give wb.Coupled(encode, loss)); or a hook on a tensor "
+        "or module, or the backward of an autograd.Function, mixes the samples or counts them; or "
+        "a mean was multiplied by other units than it is a mean over"
     )
     if tolerance.gradient_gap(once, [quarter]) is not None:
         why = (

@@ -26,7 +26,7 @@ from wholebatch.precision import SIXTEEN_BIT
 from wholebatch.splitting.layout import Layout
 from wholebatch.splitting.structure import flatten
 
-__all__ = ["Few", "Run", "Sum", "Uncheckable", "evaluating", "weight_norms"]
+__all__ = ["Few", "GoesBack", "Run", "Sum", "Uncheckable", "evaluating", "weight_norms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,13 @@ class Few:
         with self.draws.serving(start, stop, self.count, to_the_end=backward):
             return self._made(start, stop, scale=scale, backward=backward)
 
+    def of(self, rows: list[int], skip: int = 0) -> Run:
+        """Run any samples without a backward; they draw anew, after `skip` draws."""
+        self._begin()
+        device = next(self.model.parameters()).device
+        torch.rand(skip, device=device)
+        return self._made(0, len(rows), scale=1.0, backward=False, rows=rows)
+
     def _begin(self) -> None:
         self.start.restore()
         for parameter, data in self._data:
@@ -151,9 +158,11 @@ class Few:
                 parameter.data = data
         self.fixed.begin()
 
-    def _made(self, start: int, stop: int, *, scale: float, backward: bool) -> Run:
+    def _made(
+        self, start: int, stop: int, *, scale: float, backward: bool, rows: list[int] | None = None
+    ) -> Run:
         # Copies, so that a function that changes its batch in place does not change the user's.
-        batch = self.layout.take(list(range(start, stop)))
+        batch = self.layout.take(list(range(start, stop)) if rows is None else rows)
         holding: AbstractContextManager[Any] = nullcontext()
         if not self.graph:
             holding = saved_tensors_hooks(_dropped, _gone)
@@ -247,7 +256,7 @@ class Uncheckable(Exception):
     """Nothing can be told of this loss."""
 
 
-class _GoesBack(Uncheckable):
+class GoesBack(Uncheckable):
     """The loss function runs a backward of its own, and there is no memory for it."""
 
 
@@ -256,7 +265,7 @@ def _dropped(tensor: Tensor) -> None:
 
 
 def _gone(nothing: None) -> Tensor:
-    raise _GoesBack
+    raise GoesBack
 
 
 class Called:

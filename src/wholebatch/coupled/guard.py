@@ -93,6 +93,10 @@ def _samples(batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> di
     """
     made = [readable_layout(micro, None, layout["static"]) for micro in micros]
     sizes = [1 if one is None else one.size for one in made]
+    whole = readable_layout(batch, layout["batch_size"], layout["static"])
+    if whole is not None and sum(sizes) != whole.size:
+        # Few samples may read otherwise than many: three images as three parts of a batch.
+        return {"batch": batch, "micro_batch": -(-whole.size // len(micros)), **layout}
     if len(set(sizes[:-1])) > 1 and sizes[0] > 1:
         return {"batch": micros[0], "micro_batch": sizes[0], "static": layout["static"]}
     return {"batch": batch, "micro_batch": sizes[0], **layout}

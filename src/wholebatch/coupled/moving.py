@@ -43,6 +43,11 @@ class Moving:
         self._whole = whole
         self._moved = [key for key in few.start.moved(whole.after) if not self._is_known(key)]
 
+    @property
+    def any(self) -> bool:
+        """True if anything has moved."""
+        return bool(self._moved)
+
     def _is_known(self, key: Key) -> bool:
         item = self._few.start.items.get(key) or self._whole.after.items[key]
         module = item.module

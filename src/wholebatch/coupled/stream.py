@@ -6,6 +6,7 @@ the models see the outputs of the first forwards, and the graph of a loss tells 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -24,11 +25,14 @@ from wholebatch.coupled.moments import recomputing
 from wholebatch.coupled.statistics import Statistics
 from wholebatch.errors import LossError
 from wholebatch.loss import Loss, Units, check_units
-from wholebatch.reduction import check_mean, check_sum
+from wholebatch.reduction import check_mean, check_sum, divisors
 
 __all__ = ["StreamLook"]
 
+_log = logging.getLogger("wholebatch")
+
 _MOST_OUTPUTS = 32
+_READS = 3  # of divisors: one may be the size of a micro-batch, and not of the next
 
 
 class StreamLook:
@@ -46,7 +50,7 @@ class StreamLook:
     look.watch()                          # before the first forward of a window: hooks on models
     look.at_backward(total, units)        # before every backward; or at_backward(mean=, units=)
     look.done()                           # after the last backward of every micro-batch
-    look.end_window()                     # the window is over
+    look.end_window(micro_batches)        # the window is over
     ```
 
     The first call of each model is made again on a few samples and their halves, before it is made
@@ -72,6 +76,8 @@ class StreamLook:
         self._looking = False
         self._audits = audit
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
+        self._divisors: set[int] = set()  # what losses were divided by
+        self._reads = 0
         self._handles: list[Any] = []
         self._depth = 0
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
@@ -120,6 +126,9 @@ class StreamLook:
         if (kind, mean is None) not in self._kinds:
             (check_sum if mean is None else check_mean)(scalar, check_units(units))
             self._kinds.add((kind, mean is None))
+        if self._reads < _READS:
+            self._reads += 1
+            self._divisors |= divisors(scalar, check_units(units))
         if self._handles and in_parts:
             number = float(check_units(units))
             # One unit owns all rows of its micro-batch: only state can be wrong there.
@@ -135,9 +144,20 @@ class StreamLook:
             if self._looked:
                 self._remove_hooks()
 
-    def end_window(self) -> None:
-        """The first window is over: nothing more is looked at."""
+    def end_window(self, micro_batches: int = 0) -> None:
+        """The first window is over: nothing more is looked at.
+
+        Warn of losses that were divided by the number of micro-batches.
+        """
         self.active = False
+        if micro_batches in self._divisors:
+            _log.warning(
+                "the loss is divided by %d, and the window has as many micro-batches. If that is "
+                "for the accumulation, remove it: the window divides by its units, and nothing by "
+                "the number of steps",
+                micro_batches,
+            )
+            self._divisors.clear()
         if self._handles:
             self._remove_hooks()
 

@@ -34,7 +34,7 @@ class Clean:
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         self._models, self._optimizers = models, optimizers
-        self._watch = Watch()
+        self._watch = Watch(optimizers)
         self._inputs: list[nn.Parameter] = []
         self.unused = False  # whether a window was settled that no step was made from
         for optimizer in optimizers:
@@ -78,6 +78,7 @@ class Clean:
         """Refuse to go on with a window that is no longer what its backwards made."""
         found = self._watch.changed(self._inputs)
         if found is None:
+            self._watch.warn_of_rates()
             return
         parameter, what = found
         raise WindowError(

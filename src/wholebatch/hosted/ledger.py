@@ -260,7 +260,7 @@ class Hosted:
     ) -> Settled | None:
         books = self._books
         if books.micro_batches > 1 or self.ranks.size > 1:
-            self._look.end_window()
+            self._look.end_window(books.micro_batches)
         if not self._is_scaled():  # whose scaler may have unscaled the gradients already
             self._clean.check(books.micro_batches)
         books.check_complete(self.ranks.size, in_grad=self._in_grad)

@@ -27,6 +27,7 @@ from wholebatch.runners.sequential import run_sequential
 from wholebatch.runners.wholeloss import WholeLoss
 from wholebatch.splitting import batch_size_of, to_device
 from wholebatch.units import SINGLE
+from wholebatch.untouched import Untouched
 from wholebatch.window import Window
 
 __all__ = ["AfterMicro", "Feeding", "LossFunction", "check_functions", "modules_of"]
@@ -70,15 +71,12 @@ class Feeding:
         self._device = window.target.device
         sync = window.sync
         self._norms = [*batchnorms(root), *tracked_instance_norms(root)]
-        self._lock_step = LockStep(
-            self._norms,
-            model=root,
-            hold=hold,
-            reduce=sync.sum_tensor if sync.ranks > 1 else None,
-        )
+        reduce = sync.sum_tensor if sync.ranks > 1 else None
+        self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce)
+        self._untouched = Untouched(window, by="the loss function")
         self.policy: Policy | None = None
         if batchnorm != "exact":
-            reduce = sync.sum_tensor if sync.ranks > 1 and not sync.counts_must_agree else None
+            reduce = None if sync.counts_must_agree else reduce
             self.policy = choose_batchnorm(batchnorm, root, reduce=reduce)
         if batchnorm == "sync" and sync.ranks > 1:
             sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
@@ -149,6 +147,7 @@ class Feeding:
 
     def begin_window(self, samples: int = 0) -> None:
         """The first micro-batch of an attempt at a window, of so many samples, comes next."""
+        self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         if self._drop is not None:
@@ -337,7 +336,8 @@ class Feeding:
 
     def _eager(self, micro: Any, loss_function: LossFunction) -> Loss | Terms:
         loss = self._computed(micro, loss_function)
-        self._window.add_loss(loss)
+        with self._untouched.backward():
+            self._window.add_loss(loss)
         return loss
 
     def _moved(self, micro: Any) -> Any:

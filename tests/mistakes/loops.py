@@ -1,0 +1,257 @@
+"""Correct training with loops of its own: GANs, averages of weights, clipping, many windows.
+
+Each function trains twice, divided and undivided, and returns how far the two are apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import wholebatch as wb
+from tests.mistakes.kinds import rows, task
+from tests.mistakes.task import Batch, Task, flat, pieces, sgd
+
+LOOPS: dict[str, Callable[[], float]] = {}
+
+
+def loop(run: Callable[[], float]) -> Callable[[], float]:
+    LOOPS[run.__name__.replace("_", " ")] = run
+    return run
+
+
+def apart(ours: Any, truth: Any, start: Any) -> float:
+    """Distance of two modules, relative to how far the second has moved."""
+    moved = (flat(truth) - flat(start)).norm()
+    return float((flat(ours) - flat(truth)).norm() / moved)
+
+
+def net(width: int, out: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 8), nn.LeakyReLU(), nn.Linear(8, out)).double()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.maker, self.critic = net(3, 4), net(4, 1)
+
+
+def critic_losses(pair: Pair, micro: Batch) -> Tensor:
+    real = pair.critic(micro["x"])
+    made = pair.critic(pair.maker(micro["noise"]).detach())
+    return (F.softplus(-real) + F.softplus(made))[:, 0]
+
+
+def maker_losses(pair: Pair, micro: Batch) -> Tensor:
+    return F.softplus(-pair.critic(pair.maker(micro["noise"])))[:, 0]
+
+
+def pair_batch() -> Batch:
+    torch.manual_seed(6)
+    return {"x": rows(17, 4), "noise": rows(17, 3)}
+
+
+def undivided_pair(updates: int) -> Pair:
+    pair, batch = Pair(), pair_batch()
+    critic, maker = sgd(pair.critic), sgd(pair.maker)
+    for _ in range(updates):
+        for losses, optimizer in ((critic_losses, critic), (maker_losses, maker)):
+            pair.zero_grad()
+            losses(pair, batch).mean().backward()
+            optimizer.step()
+    return pair
+
+
+@loop
+def a_gan_in_two_whole_batches() -> float:
+    pair = Pair()
+    steps = [
+        wb.WholeBatch(part, sgd(part), loss=lambda _m, b, of=of: of(pair, b), micro_batch=5)
+        for part, of in ((pair.critic, critic_losses), (pair.maker, maker_losses))
+    ]
+    for _ in range(3):
+        for one in steps:
+            one.step(pair_batch())
+    return apart(pair, undivided_pair(3), Pair())
+
+
+@loop
+def a_gan_in_two_accumulators() -> float:
+    pair, sizes = Pair(), [5, 2, 6, 4]
+    accumulators = [
+        (wb.Accumulator(part, sgd(part), steps=4), of)
+        for part, of in ((pair.critic, critic_losses), (pair.maker, maker_losses))
+    ]
+    for _ in range(3):
+        for acc, of in accumulators:
+            for micro in acc.over(pieces(pair_batch(), sizes)):
+                losses = of(pair, micro)
+                acc.backward(losses.sum(), units=len(losses))
+    return apart(pair, undivided_pair(3), Pair())
+
+
+@loop
+def an_average_of_weights() -> float:
+    made, twin = task("mlp", 2), task("mlp", 2)
+    start = copy.deepcopy(made.model)
+    ours = AveragedModel(made.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    truth = AveragedModel(twin.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    train = wb.WholeBatch(
+        *(made.model, sgd(made.model)),
+        loss=lambda m, b: wb.Loss(*made.sum(m, b)),
+        micro_batch=4,
+        ema=ours,
+    )
+    optimizer = sgd(twin.model)
+    for _ in range(3):
+        train.step(made.batch)
+        undivided(twin, optimizer)
+        truth.update_parameters(twin.model)
+    return apart(ours, truth, start)
+
+
+def undivided(made: Task, optimizer: Any, clip: Callable[[Any], Any] | None = None) -> None:
+    optimizer.zero_grad()
+    made.mean(made.model, made.batch).backward()
+    if clip is not None:
+        clip(made.model.parameters())
+    optimizer.step()
+
+
+def several(kind: str, options: dict[str, Any], clip: Any = None, updates: int = 3) -> float:
+    """WholeBatch with options, three updates, beside plain torch with `clip`."""
+    made, twin = task(kind, 4), task(kind, 4)
+    start = copy.deepcopy(made.model)
+    train = wb.WholeBatch(
+        *(made.model, sgd(made.model)),
+        loss=lambda m, b: wb.Loss(*made.sum(m, b)),
+        micro_batch=4,
+        **options,
+    )
+    optimizer = sgd(twin.model)
+    for _ in range(updates):
+        train.step(made.batch)
+        undivided(twin, optimizer, clip)
+    return apart(made.model, twin.model, start)
+
+
+@loop
+def clipping_by_norm() -> float:
+    return several("lstm", {"clip_norm": 0.05}, lambda p: nn.utils.clip_grad_norm_(p, 0.05))
+
+
+@loop
+def clipping_by_value() -> float:
+    return several("vae", {"clip_value": 0.01}, lambda p: nn.utils.clip_grad_value_(p, 0.01))
+
+
+@loop
+def units_that_are_announced() -> float:
+    made = task("transformer", 4)
+    return several("transformer", {"units": made.units})
+
+
+@loop
+def batchnorm_over_three_updates() -> float:
+    return several("cnn with batchnorm", {})
+
+
+@loop
+def gradients_summed_on_the_host() -> float:
+    return several("diffusion", {"gradients": "host"})
+
+
+@loop
+def dropout_by_sample() -> float:
+    """The same masks however the batch is split: two splits are each other's truth."""
+    made = [task("mlp", 3) for _ in range(3)]
+    models = [nn.Sequential(nn.Dropout(0.3), one.model, nn.Dropout(0.2)) for one in made]
+    for model, micro_batch in zip(models, (3, 7), strict=False):
+        torch.manual_seed(1)
+        train = wb.WholeBatch(
+            *(model, sgd(model)),
+            loss=lambda m, b: wb.cross_entropy(m(b["x"]), b["y"]),
+            micro_batch=micro_batch,
+            dropout="per-sample",
+        )
+        train.step(made[0].batch)
+    return apart(models[0], models[1], models[2])
+
+
+@loop
+def windows_with_a_short_tail() -> float:
+    """Seven uneven micro-batches in windows of three: the last window has one."""
+    made, twin = task("tied language model", 4, 21), task("tied language model", 4, 21)
+    start = copy.deepcopy(made.model)
+    sizes = [4, 2, 3, 4, 1, 3, 4]
+    acc = wb.Accumulator(made.model, sgd(made.model), steps=3)
+    for micro in acc.over(pieces(made.batch, sizes)):
+        given = made.sum(made.model, micro)
+        acc.backward(given.value, units=given.units)
+    optimizer = sgd(twin.model)
+    for batch in pieces(twin.batch, [9, 8, 4]):
+        undivided(twin.but(batch=batch), optimizer)
+    return apart(made.model, twin.model, start)
+
+
+@loop
+def a_schedule_of_the_whole() -> float:
+    """The user steps the schedule between windows, not in them."""
+    made, twin = task("flow", 4), task("flow", 4)
+    start = copy.deepcopy(made.model)
+    optimizer, other = sgd(made.model), sgd(twin.model)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, other)]
+    acc = wb.Accumulator(made.model, optimizer, steps=3)
+    for _ in range(3):
+        for micro in acc.over(pieces(made.batch, [4, 4, len(made.batch["x"]) - 8])):
+            given = made.sum(made.model, micro)
+            if acc.backward(given.value, units=given.units) is not None:
+                schedules[0].step()
+        undivided(twin, other)
+        schedules[1].step()
+    return apart(made.model, twin.model, start)
+
+
+@loop
+def layers_thawed_between_windows() -> float:
+    """Gradual unfreezing, between two updates."""
+    made, twin = task("weighted samples", 4), task("weighted samples", 4)
+    start = copy.deepcopy(made.model)
+    for one in (made, twin):
+        one.model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(made.model.parameters(), lr=0.5)
+    other = torch.optim.SGD(twin.model.parameters(), lr=0.5)
+    train = wb.WholeBatch(
+        *(made.model, optimizer), loss=lambda m, b: wb.Loss(*made.sum(m, b)), micro_batch=5
+    )
+    for update in range(3):
+        if update == 1:
+            made.model[0].requires_grad_(True)
+            twin.model[0].requires_grad_(True)
+        train.step(made.batch)
+        undivided(twin, other)
+    return apart(made.model, twin.model, start)
+
+
+@loop
+def validation_between_windows() -> float:
+    """A forward in evaluation mode, without gradients, between two micro-batches."""
+    made, twin = task("weight norm", 4), task("weight norm", 4)
+    start = copy.deepcopy(made.model)
+    acc = wb.Accumulator(made.model, sgd(made.model), steps=3)
+    for micro in acc.over(pieces(made.batch, [4, 4, len(made.batch["x"]) - 8])):
+        given = made.sum(made.model, micro)
+        acc.backward(given.value, units=given.units)
+        made.model.eval()
+        with torch.no_grad():
+            made.model(micro["x"])
+        made.model.train()
+    undivided(twin, sgd(twin.model))
+    return apart(made.model, twin.model, start)

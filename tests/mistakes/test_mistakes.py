@@ -1,0 +1,88 @@
+"""No planted mistake passes unseen, and nothing that is correct raises an alarm."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+from tests.mistakes import correct, judge
+from tests.mistakes.loops import LOOPS
+from tests.mistakes.planted import MISTAKES, Mistake
+from tests.mistakes.task import trajectory
+
+pytestmark = pytest.mark.slow
+PAIRS = [(one, door) for one in MISTAKES for door in one.doors]
+SEEDS = int(os.environ.get("WHOLEBATCH_MISTAKE_SEEDS", "1"))  # more of them look further
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_to_collect() -> Iterator[None]:
+    """Transformers' Trainer collects garbage after every run: keep what is imported out of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_the_catalogue() -> None:
+    listed = [one for one in MISTAKES if one.listed]
+    assert len({one.name for one in MISTAKES}) == len(MISTAKES)
+    assert len(listed) >= 10
+    assert len(MISTAKES) - len(listed) >= 20
+    assert len([one for one in MISTAKES if "WholeBatch" in one.doors]) >= 20
+    assert len(correct.combinations()) + len(LOOPS) >= 60
+
+
+@pytest.mark.parametrize("mistake, door", PAIRS, ids=[f"{m.name}-{door}" for m, door in PAIRS])
+def test_no_mistake_passes_unseen(mistake: Mistake, door: str) -> None:
+    """It is named before or at the first wrong update, or the update is exact."""
+    draw = random.Random(f"{mistake.name} {door}")
+    for seed in range(SEEDS):
+        kind = draw.choice(judge.kinds_for(mistake, door))
+        found = judge.complaint(mistake, kind, door, seed)
+        assert found is None, found
+
+
+HARMFUL = [one for one in MISTAKES if {"WholeBatch", "Accumulator"} & set(one.doors)]
+
+
+@pytest.mark.parametrize("mistake", HARMFUL, ids=[one.name for one in HARMFUL])
+def test_every_mistake_is_one(mistake: Mistake) -> None:
+    """A loop by hand, which checks nothing, makes another update: the catalogue can fail."""
+    if mistake.words == "never" or "announced" in mistake.name:
+        pytest.skip("wrong only in what the library counts")
+    kinds = judge.kinds_for(mistake, "by hand")
+    assert any(judge.complaint(mistake, kind, "by hand", seed=1) for kind in kinds)
+
+
+@pytest.mark.parametrize("name, door", correct.combinations())
+def test_no_false_alarm(name: str, door: str) -> None:
+    task = correct.task(name, 1)
+    samples = len(next(iter(task.batch.values())))
+    sizes = judge.split(door, samples, random.Random(f"{name} {door}"))
+    torch.manual_seed(11)
+    states = trajectory(correct.task(name, 1))
+    outcome = judge.train(task.but(steps=len(sizes)), door, sizes)
+    assert outcome.error is None, outcome.error
+    assert not outcome.warned
+    assert torch.isfinite(outcome.end).all()
+    assert (outcome.end != states[0]).any()
+    if not task.random:
+        assert judge.off(outcome.end, states, 1) <= task.tolerance
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_false_alarm_in_a_loop(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert LOOPS[name]() <= 1e-12
