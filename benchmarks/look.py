@@ -29,12 +29,12 @@ ROUNDS = 5
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 8, batch_first=True)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,8 +44,10 @@ class Block(nn.Module):
         return made
 
 
-def transformer(width: int, depth: int, length: int, samples: int) -> tuple[nn.Module, Any]:
-    blocks = [Block(width) for _ in range(depth)]
+def transformer(
+    width: int, depth: int, length: int, samples: int, dropout: float = 0.0
+) -> tuple[nn.Module, Any]:
+    blocks = [Block(width, dropout) for _ in range(depth)]
     model = nn.Sequential(nn.Embedding(1000, width), *blocks, nn.Linear(width, 1000))
     return model, torch.randint(0, 1000, (samples, length))
 
@@ -71,6 +73,7 @@ def mlp(width: int, samples: int) -> tuple[nn.Module, Any]:
 
 ON_CPU: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "transformer 4×256, 128 tokens, micro-batch 16": lambda: transformer(256, 4, 128, 16),
+    "the same with dropout": lambda: transformer(256, 4, 128, 16, 0.1),
     "transformer 4×256, 128 tokens, micro-batch 4": lambda: transformer(256, 4, 128, 4),
     "CNN 7×64, 64×64 images, micro-batch 16": lambda: cnn(64, 64, 16),
     "MLP 2×2048, micro-batch 64": lambda: mlp(2048, 64),
@@ -78,6 +81,7 @@ ON_CPU: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 ON_CUDA: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "transformer 12×768, 1024 tokens, micro-batch 16": lambda: transformer(768, 12, 1024, 16),
+    "the same with dropout": lambda: transformer(768, 12, 1024, 16, 0.1),
     "transformer 12×768, 1024 tokens, micro-batch 4": lambda: transformer(768, 12, 1024, 4),
     "CNN 7×256, 128×128 images, micro-batch 32": lambda: cnn(256, 128, 32),
     "MLP 2×64, micro-batch 8": lambda: mlp(64, 8),

@@ -101,6 +101,11 @@ class ForwardState:
         hosts = [name for name in ("python", "numpy") if name in self._random]
         return all(randomness.is_same(self._random[h], other._random.get(h)) for h in hosts)
 
+    def draws_same(self, other: ForwardState) -> bool:
+        """True if torch's generators are at the same place in both."""
+        own = [name for name in self._random if name not in ("python", "numpy")]
+        return all(randomness.is_same(self._random[n], other._random.get(n)) for n in own)
+
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""
         return [key for key in {**self.items, **after.items} if not self.is_same(after, key)]

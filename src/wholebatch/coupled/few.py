@@ -95,6 +95,7 @@ class Few:
         own = [sizes.get(id(p), 0.0) for _, p in self.parameters]
         self._parameter_sizes = torch.tensor(own, dtype=torch.float64).clamp_min(1e-30)
         self.draws = HeldDraws()
+        self._draws_nothing = False
         self.called = Called(model)
         self.graph = graph
         self.run = run
@@ -119,7 +120,17 @@ class Few:
             self._begin()
 
     def whole(self) -> Run:
-        """Run all samples, and record what they draw."""
+        """Run all samples, and record what they draw.
+
+        Recording slows every operation down, so a model without dropout runs plainly first.
+        """
+        self._draws_nothing = False
+        if not any(map(_is_dropout, self.model.modules())):
+            self._begin()
+            run = self._made(0, self.count, scale=1.0, backward=self.graph)
+            self._draws_nothing = self.start.draws_same(run.after)
+            if self._draws_nothing:
+                return run
         self._begin()
         with self.draws.recording():
             return self._made(0, self.count, scale=1.0, backward=self.graph)
@@ -141,6 +152,8 @@ class Few:
         self._begin()
         prepare()
         backward = backward and self.graph
+        if self._draws_nothing:
+            return self._made(start, stop, scale=scale, backward=backward)
         with self.draws.serving(start, stop, self.count, to_the_end=backward):
             return self._made(start, stop, scale=scale, backward=backward)
 
@@ -228,6 +241,12 @@ class Few:
             made = Sum(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
             terms[leaf.name] = (made, total)
         return terms
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    """True for a layer that draws in training mode."""
+    rate = getattr(module, "p", None) or getattr(module, "dropout", None)
+    return module.training and isinstance(rate, float) and 0.0 < rate < 1.0
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
