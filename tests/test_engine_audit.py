@@ -87,8 +87,8 @@ def test_the_look_costs_one_micro_batch_once() -> None:
 
     train = wb.WholeBatch(model, sgd(model), loss=counted, micro_batch=10)
     train.step(samples(20))
-    # Two samples beside their halves, with backwards but for the last; then eight, without any.
-    assert calls == [2, 1, 1, 1, 8, 4, 4, 10, 10]
+    # Four samples beside their halves, with backwards but for the last.
+    assert calls == [4, 2, 2, 2, 10, 10]
     calls.clear()
     train.step(samples(20))
     assert calls == [10, 10]

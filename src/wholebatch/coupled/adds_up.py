@@ -34,6 +34,7 @@ __all__ = ["AddsUp", "Look"]
 _log = logging.getLogger("wholebatch")
 
 _SAMPLES = 8
+_ENOUGH = 4
 _DRAWS = 8
 _COMPARES = (
     "%s seems to compare samples with each other: with the same random numbers, the losses of two "
@@ -95,10 +96,10 @@ class AddsUp:
         `run(few)` runs forward and loss function as training does, precision included, on a batch
         of the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
         `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are
-        run with their gradient, and up to 8 without: together no longer than a micro-batch of
-        `micro_batch` samples (default: `batch` is one), from 10 samples on. `batch_size` and
-        `static` say how the batch is to be read, as in `WholeBatch`. `name` is how findings call
-        the function.
+        run with their gradient, so many that all runs cost no more than a micro-batch of
+        `micro_batch` samples (default: `batch` is one). Where these are only 2, up to 8 are run
+        without their gradient too. `batch_size` and `static` say how the batch is to be read, as in
+        `WholeBatch`. `name` is how findings call the function.
         """
         made = self._few(run, batch, batch_size, static, outputs=outputs)
         if made is None:
@@ -161,13 +162,9 @@ def _with_gradient(size: int, micro_batch: int) -> int:
     """Return of how many samples the gradient is looked at too.
 
     In forwards of one sample, n samples with their gradient cost 6.5 n (forward and backward of 2 n
-    and a forward of n/2), without it 2 n, and a micro-batch of m samples 3 m.
+    and a forward of n/2), and a micro-batch of m samples 3 m.
     """
-    most = _power_of_two(min(size, _SAMPLES))
-    if 13 * most <= 6 * micro_batch:
-        return most  # and no more samples than these
-    rest = 3 * micro_batch - 2 * most
-    return _power_of_two(min(size, max(2, 2 * rest // 13)))
+    return _power_of_two(min(size, max(2, min(_SAMPLES, 6 * micro_batch // 13))))
 
 
 def _power_of_two(number: int) -> int:
@@ -187,10 +184,10 @@ class _Looking:
     def result(self) -> Look:
         made = self._of_gradients()
         more = _power_of_two(self._more)
-        if made.findings or not made.told or more <= self._count:
+        if made.findings or not made.told or self._count >= min(more, _ENOUGH):
             return made
         for graph in (False, True):
-            try:  # two samples may have nothing to do with each other, of eight some have
+            try:  # Two samples may have nothing to do with each other; of eight some have.
                 return self._looked(self._few(more, graph), again=True)
             except GoesBack:
                 continue  # the loss runs a backward of its own, and needs a graph for it
