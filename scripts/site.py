@@ -11,7 +11,7 @@ from typing import Any
 
 # Pages that are not here yet are left out; a page's title is its first heading.
 ORDER: dict[str, tuple[str, ...]] = {
-    "Start": ("index.md", "train.md", "verify.md", "report.md"),
+    "Start": ("index.md", "train.md", "laws.md", "verify.md", "report.md"),
     "How to": (
         "memory.md",
         "tune.md",
