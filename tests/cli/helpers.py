@@ -20,6 +20,7 @@ from torch import nn
 import wholebatch as wb
 
 defaults = {"batch_size": 10, "micro_batch": 4, "steps": 6, "checkpoint_every": 2, "clip_norm": 0.5}
+audit = False  # a look would count as calls
 calls = 0
 
 class Points:

@@ -71,6 +71,7 @@ def test_a_stop_within_exact_batchnorm_finishes_the_window(
     path = tmp_path / "digits.py"
     stopping = """
 import os, signal
+audit = False
 _plain, _calls = loss, []
 def loss(model, micro):
     _calls.append(1)

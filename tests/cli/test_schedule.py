@@ -32,7 +32,7 @@ LOADER = (
     "    return torch.utils.data.DataLoader(Points(), batch_size=10, shuffle=True)",
 )
 # Each sample says which one it is: what an epoch has seen can be counted.
-COUNTING = EXACT.replace(
+COUNTING = "audit = False\n" + EXACT.replace(
     "    x, y = micro\n",
     '    x, y = micro\n    with open("seen.txt", "a") as file:\n'
     "        file.write(' '.join(str(round(v.item(), 6)) for v in x[:, 0]) + '\\n')\n",

@@ -60,6 +60,7 @@ def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> 
         stepped,
         loss=loss,
         units=recipe.units,
+        audit=recipe.audit,
         micro_batch=micro_batch_of(recipe, config),
         precision=config.autocast,
         clip_norm=config.clip_norm,

@@ -141,15 +141,21 @@ class Fitting:
             return
         now = self._fitting_size()
         if isinstance(now, Tokens):
-            size = max(1, int(now.budget * _share_left(recovered)))
+            unit, asked = "tokens", now.budget
+            size = max(1, int(asked * _share_left(recovered)))
         else:
+            unit, asked = "samples", now
             size = min(recovery.into for recovery in recovered)
-        self.sizing = Sizing(size, most=size)  # not larger again: the size is the user's
+        if self.sizing is None:
+            self.sizing = Sizing(asked, most=asked, returns=True)
+        self.sizing.failed(asked, into=size)
         _log.warning(
-            "micro_batch=%s does not fit: from now on micro-batches have %d %s",
+            "micro_batch=%s does not fit: from now on micro-batches have %d %s; what was asked for "
+            "is tried again after %d windows",
             self._micro_batch,
             size,
-            "tokens" if isinstance(now, Tokens) else "samples",
+            unit,
+            self.sizing.patience,
         )
 
     def _numbered(self, split: list[tuple[Any, Sequence[int]]]) -> list[Any]:
@@ -206,7 +212,8 @@ class Fitting:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with those sizes, unless another `micro_batch` is given now."""
         if saved["sizing"] is not None and saved.get("given", "auto") == str(self._micro_batch):
-            self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"])
+            returns = self._micro_batch != "auto"
+            self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"], returns=returns)
             self.sizing.load_state_dict(saved["sizing"])
 
     def _highest(self) -> int | None:

@@ -8,6 +8,7 @@ __all__ = ["Sizing"]
 
 _STEP_UP = 1.25
 _SPARE = 0.95
+_MOST_PATIENCE = 1280
 
 
 class Sizing:
@@ -23,23 +24,30 @@ class Sizing:
     20
 
     After `patience` windows without a failure it tries a quarter more, if the peak that was
-    measured leaves room for it (or if nothing was measured). Each failure doubles the patience:
-    data whose sequences grow would otherwise fail again and again.
+    measured leaves room for it (or if nothing was measured); with `returns` it tries `most` again,
+    the size that a user asked for. Each failure doubles the patience, up to a limit: data whose
+    sequences grow would otherwise fail again and again.
     """
 
-    def __init__(self, size: int, *, most: int, patience: int = 20) -> None:
+    def __init__(self, size: int, *, most: int, patience: int = 20, returns: bool = False) -> None:
         if not 1 <= size <= most:
             raise OptionError(f"size={size}: must be from 1 to most={most} samples")
         self.size = size
         self.most = most
         self._patience = patience
+        self._returns = returns
         self._well = 0
+
+    @property
+    def patience(self) -> int:
+        """Windows without a failure before a larger size is tried."""
+        return self._patience
 
     def failed(self, samples: int, *, into: int) -> None:
         """A micro-batch of so many samples ran out of memory and was cut into parts of `into`."""
         if samples <= self.size:
             self.size = into
-        self._patience *= 2
+        self._patience = min(_MOST_PATIENCE, 2 * self._patience)
         self._well = 0
 
     def went_well(self, *, peak: int | None = None, budget: int | None = None) -> None:
@@ -48,6 +56,9 @@ class Sizing:
         if self._well < self._patience or self.size == self.most:
             return
         self._well = 0
+        if self._returns:
+            self.size = self.most
+            return
         larger = min(self.most, max(self.size + 1, int(self.size * _STEP_UP)))
         # The part of the peak that does not grow with the size only makes this too careful.
         if peak is None or budget is None or peak * larger / self.size <= _SPARE * budget:

@@ -70,6 +70,7 @@ class Recipe:
     digest: str
     defaults: Settings
     unit: str
+    audit: bool
     loss: Callable[[Any, Any], Any]
     units: Callable[[Any], Any] | None
     collate: Callable[[list[Any]], Any] | None
@@ -183,6 +184,7 @@ def load_recipe(name: str) -> Recipe:
         digest=hashlib.sha256(source).hexdigest(),
         defaults=_defaults_of(module, path),
         unit=_unit_of(module, path),
+        audit=_audit_of(module, path),
         loss=parts["loss"],
         units=parts.get("units"),
         collate=parts.get("collate"),
@@ -299,6 +301,14 @@ def _defaults_of(module: ModuleType, path: Path) -> Settings:
                 f"recipe {path}: defaults has {name!r}; it may have {', '.join(allowed)}"
             )
     return cast(Settings, dict(defaults))
+
+
+def _audit_of(module: ModuleType, path: Path) -> bool:
+    """Return False if the recipe says that its loss needs no look before the first window."""
+    audit = getattr(module, "audit", True)
+    if not isinstance(audit, bool):
+        raise RecipeError(f"{path}: audit = {audit!r}: must be True or False")
+    return audit
 
 
 def _unit_of(module: ModuleType, path: Path) -> str:
