@@ -30,7 +30,7 @@ defaults = {"batch_size": BATCH, "micro_batch": 4, "steps": 100, "checkpoint_eve
 
 # One process begins such a window again; several ranks end, and are started again.
 MEMORY = 1 / 200 if os.environ.get("WORLD_SIZE", "1") == "1" else 1 / 2000
-# The chance of each fault, at one micro-batch. The last five end the process.
+# The chance of each fault, at a micro-batch of four samples. The last five end the process.
 RATES = {
     "out of memory in a forward": MEMORY,
     "out of memory in a backward": MEMORY,
@@ -56,7 +56,7 @@ def _happens(samples: int) -> str | None:
         return None
     at = _draw.random()
     for name, chance in RATES.items():
-        at -= chance
+        at -= chance * samples / 4  # as often in a window, however it is split
         if at < 0:
             if samples == 1 and name in (
                 "out of memory in a forward",
