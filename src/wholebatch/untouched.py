@@ -56,14 +56,18 @@ class Watch:
             made = [parameter for parameter in inputs if parameter.grad is not None]
             self._parameter = min(made or inputs, key=_matrices_first)
             self._value = self._parameter.detach().clone()
-            self._rates = self._learning_rates()
+            self.note_rates()
         self._gradient = self._parameter.grad
         version = 0 if self._gradient is None else self._gradient._version
         self._versions = (self._parameter._version, version)
 
+    def note_rates(self) -> None:
+        """Note the learning rates, unless they were noted in this window."""
+        self._rates = self._rates or self._learning_rates()
+
     def warn_of_rates(self) -> None:
-        """Warn, once, of a learning rate that is another than at the window's first backward."""
-        if self._warned or self._parameter is None:
+        """Warn, once, of a learning rate that is another than those noted."""
+        if self._warned or not self._rates:
             return
         now = self._learning_rates()
         if now != self._rates:
@@ -138,7 +142,7 @@ class Untouched:
         plain = type(window.store) is DeviceStore and not sync.grows_own_graph
         self._looks = plain and sync.keeps_gradients
         self._watch = Watch(window.target.optimizers)
-        self.forget = self._watch.forget
+        self.forget, self.note_rates = self._watch.forget, self._watch.note_rates
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -396,3 +396,28 @@ def test_functions_that_may_not_run_twice_are_left_alone() -> None:
     model = mlp()
     assert accumulator(model).backward(Once.apply(model(data())), units=8) is None
     assert len(ran) == 1
+
+
+class Unfollowed(nn.Module):
+    """An encoder, and fused attention above it, which has no second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = mlp(classes=4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        states = self.encoder(x)
+        q = states[:, None, None].expand(-1, 1, 3, -1)
+        made = F.scaled_dot_product_attention(q, q, q)
+        return {"states": states, "logits": made[:, 0].mean(1)}
+
+
+@pytest.mark.parametrize("of", ["states", "logits"])
+def test_an_output_below_what_cannot_be_differentiated_twice(of: str) -> None:
+    model = Unfollowed()
+    acc = accumulator(model)
+    out = model(data())
+    z = F.normalize(out[of], dim=1)
+    total = F.cross_entropy(z @ z.T, torch.arange(8), reduction="sum")
+    with pytest.raises(LossError, match=COMPARES):
+        acc.backward(total + out["logits"].square().sum(), units=8)

@@ -57,18 +57,24 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     if all(tensor.shape[0] == 1 for tensor in outputs):
         return None
     watched = [Output(tensor) for tensor in _distinct(outputs) if _can_be_asked(tensor)]
-    nodes: set[object] = {output.tensor.grad_fn for output in watched}
+    nodes: set[Any] = {output.tensor.grad_fn for output in watched}
     if not watched or not _can_run_again(total, nodes):
         return []
-    try:
-        with _without_hooks(output.tensor for output in watched):
-            linked = _Links(total, watched).beyond(units)
-            others = [_time_first(output, units) for output in watched]
-            if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
-                return linked if _Links(total, others).beyond(units) else []
-            return linked
-    except (RuntimeError, NotImplementedError):  # an operation without a second derivative
-        return []
+    for cut in (False, True):
+        try:
+            with _without_hooks(o.tensor for o in watched), _cut_at(nodes if cut else ()):
+                return _linked(total, watched, units)
+        except (RuntimeError, NotImplementedError):  # an operation without a second derivative
+            continue  # It may lie between two outputs, and not between them and the loss.
+    return []
+
+
+def _linked(total: Tensor, watched: Sequence[Output], units: float) -> list[int]:
+    linked = _Links(total, watched).beyond(units)
+    others = [_time_first(output, units) for output in watched]
+    if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
+        return linked if _Links(total, others).beyond(units) else []
+    return linked
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -97,7 +103,7 @@ def _time_first(output: Output, units: float) -> Output:
     return Output(output.tensor, 1) if by_units or shape[0] == shape[1] else output
 
 
-def _can_run_again(total: Tensor, until: set[object]) -> bool:
+def _can_run_again(total: Tensor, until: set[Any]) -> bool:
     """False if a function of somebody's own lies on the way: it may change what it has saved."""
     waiting: list[Any] = [total.grad_fn]
     seen = set(until)
@@ -218,6 +224,17 @@ def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, back in zip(found, taken, strict=True):
             hooks.update(back)
+
+
+@contextmanager
+def _cut_at(nodes: Iterable[Any]) -> Iterator[None]:
+    """Let no gradient go on from the outputs that these nodes made: to another output, upstream."""
+    handles = [node.register_prehook(lambda slopes: (None,) * len(slopes)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

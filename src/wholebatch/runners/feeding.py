@@ -74,6 +74,7 @@ class Feeding:
         reduce = sync.sum_tensor if sync.ranks > 1 else None
         self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce)
         self._untouched = Untouched(window, by="the loss function")
+        self._lock_step.waits = self._untouched.remember
         self.policy: Policy | None = None
         if batchnorm != "exact":
             reduce = None if sync.counts_must_agree else reduce
@@ -81,7 +82,9 @@ class Feeding:
         if batchnorm == "sync" and sync.ranks > 1:
             sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
         self._guard = Guard(root, looks=audit and not sync.counts_must_agree)
-        self._whole = WholeLoss(loss, model, window=window) if isinstance(loss, Coupled) else None
+        self._whole = None
+        if isinstance(loss, Coupled):
+            self._whole = WholeLoss(loss, model, window=window, untouched=self._untouched)
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
             model=root,
@@ -295,10 +298,12 @@ class Feeding:
             return micro, self.forward(micro)
 
         def backward(made: tuple[Any, Loss | Terms]) -> None:
-            with self._sampling(made[0]):  # a checkpointed block draws its masks again
+            # A checkpointed block draws its masks again.
+            with self._sampling(made[0]), self._untouched.backward():
                 self._window.add_loss(made[1])
             self._window.micro_batch_done()
 
+        self._untouched.note_rates()  # all losses may come before the first backward
         self.recorder.run(
             micros, lambda: self._lock_step.run(micros, forward=forward, backward=backward)
         )

@@ -113,6 +113,7 @@ class LockStep:
         self.seed = 0  # The seed of the last run's random numbers.
         self._begins: dict[Call, int] = {}
         self.relieve: Callable[[], bool] = lambda: False  # Frees memory; True if there was any.
+        self.waits: Callable[[], None] = lambda: None  # A backward waits: another loss may follow.
 
     def run(
         self,
@@ -214,10 +215,18 @@ class LockStep:
         on_tape = recorded if isinstance(recorded, RecordedStreams) else None
         pages = self._pages(parties, pool) if self.holding == "host" and parties > 1 else None
         parts = [part for part in (streams, on_tape, pages) if part is not None]
+        going_back: set[int] = set()
+
+        def leave(party: int) -> None:
+            if party in going_back:
+                self.waits()
+            for part in parts:
+                part.leave(party)
+
         baton: Baton[R] = Baton(
             parties,
             enter=lambda party: [part.enter(party) for part in parts],
-            leave=lambda party: [part.leave(party) for part in parts],
+            leave=leave,
             around=below_autograd,
         )
         elsewhere = parties > 1 and self._has_thread_state()
@@ -243,6 +252,8 @@ class LockStep:
                 result = forward(micro)
                 del micro
                 recomputed.check()
+                if not recorded:
+                    going_back.add(party)
                 value = backward(result)
                 del result
             if streams is not None:

@@ -18,6 +18,7 @@ from wholebatch.runners.gathered import Gathered
 from wholebatch.runners.keeping import Keeping
 from wholebatch.runners.twopass import Each, run_two_pass
 from wholebatch.units import SINGLE
+from wholebatch.untouched import Untouched
 from wholebatch.window import Window
 
 __all__ = ["WholeLoss"]
@@ -32,7 +33,9 @@ class WholeLoss:
     sum over the ranks is one loss, also for parameters that only the loss uses.
     """
 
-    def __init__(self, coupled: Coupled, model: Any, *, window: Window) -> None:
+    def __init__(
+        self, coupled: Coupled, model: Any, *, window: Window, untouched: Untouched
+    ) -> None:
         sync = window.sync
         if sync.grows_own_graph or sync.counts_must_agree:
             raise UnsupportedError(
@@ -44,6 +47,7 @@ class WholeLoss:
         self.keeping = Keeping(coupled.keep, window.target.models)
         self._model = model
         self._window = window
+        self._untouched = untouched
         self._gather = Gathered(sync) if sync.ranks > 1 else None
         self._finite: list[Tensor] = []
 
@@ -68,7 +72,8 @@ class WholeLoss:
             last = window.micro_batches == len(micros) - 1
             window.closing = reduces and each is None and last
             if outputs:
-                window.backward(outputs, gradients)
+                with self._untouched.backward():
+                    window.backward(outputs, gradients)
             window.micro_batch_done()
             if each is None:
                 after_micro(window.micro_batches, len(micros))
@@ -117,7 +122,8 @@ class WholeLoss:
             {name: term.weight for name, term in terms.items()},
         )
         window.owners.clear()  # The loss belongs to no single micro-batch.
-        window.backward([term.total for term in terms.values()], seeds, also=leaves)
+        with self._untouched.backward():
+            window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
     def _agreed(self, terms: Mapping[str, Term]) -> dict[str, float]:
         """Return the units of each term; raise LossError if the ranks' losses differ."""
