@@ -23,7 +23,13 @@ from compare.keras_problem import (
 )
 from keras import layers, ops
 
-from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.errors import (
+    LossError,
+    NonFiniteError,
+    OptionError,
+    UnsupportedError,
+    WindowError,
+)
 from wholebatch.integrations.keras import (
     AccumBatchNormalization,
     GradientAccumulateModel,
@@ -330,3 +336,86 @@ def test_refusals_and_units_of_ones_own() -> None:
 
     error = both(build, lambda model: model.compile(keras.optimizers.SGD(0.01), scalar), (x, y))
     assert error <= ROUNDED
+
+
+@pytest.mark.parametrize("value", [np.nan] if JAX else [np.nan, np.inf])
+def test_a_window_that_is_not_finite_changes_nothing(value: float) -> None:
+    """With Adam and weight decay, which move weights even at a gradient of zero."""
+    x, y = data(24)
+    spoiled = y.copy()
+    spoiled[9, 0, 0] = value  # in the second of three windows
+    kept = [*range(8), *range(16, 24)]
+
+    def fresh(cls: Any, **options: Any) -> Any:
+        model = model_of(cls, masked=False, **options)
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), squared)
+        return model
+
+    want = fit(fresh(keras.Model), (x[kept], y[kept]), (8, 8), epochs=1)
+    skips = fresh(GradientAccumulateModel, accum_steps=4, nonfinite="skip")
+    assert distance(fit(skips, (x, spoiled), (3, 1, 1, 3) * 3, epochs=1), want) <= LIMIT
+    assert skips.optimizer.skipped == 1
+    assert int(ops.convert_to_numpy(skips.optimizer.iterations)) == 2
+
+    raises = fresh(GradientAccumulateModel, accum_steps=4)
+    start = flat(raises)
+    with pytest.raises(NonFiniteError, match=r"Nothing was updated.*nonfinite='skip'"):
+        fit(raises, (x, spoiled), (3, 1, 1, 3) * 3, epochs=1)
+    first = fresh(GradientAccumulateModel, accum_steps=4)
+    assert distance(flat(raises) - start, fit(first, (x[:8], y[:8]), (8,), epochs=1)) <= LIMIT
+    fit(raises, (x[16:], y[16:]), (3, 1, 1, 3), epochs=1)  # and goes on, with other data
+    assert distance(flat(raises) - start, want) <= LIMIT
+
+
+def test_a_tail_or_a_single_batch_that_is_not_finite() -> None:
+    x, y = data(6)
+    model = model_of(GradientAccumulateModel, masked=False, accum_steps=2)
+    model.compile(keras.optimizers.SGD(0.01), squared, run_eagerly=quick_eagerly())
+    start = flat(model)
+    model.train_on_batch(x[:2], y[:2] * np.nan)
+    with pytest.raises(NonFiniteError, match="Nothing was updated"):
+        model.train_on_batch(x[2:4], y[2:4])
+    model.train_on_batch(x[4:], y[4:] * np.inf)
+    with pytest.raises(NonFiniteError, match="Nothing was updated"):
+        model.flush()
+    assert not np.any(flat(model) - start)
+    assert model.optimizer.skipped == 2
+    with pytest.raises(OptionError, match="nonfinite='no'"):
+        model_of(GradientAccumulateModel, masked=False, accum_steps=2, nonfinite="no")
+
+
+def test_a_loss_that_is_not_finite_where_gradients_are() -> None:
+    """An infinite constant has no gradient."""
+    x, y = data(4)
+
+    class Infinite(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return squared(y_true, y_pred) + float("inf")
+
+    for reduction in ("sum_over_batch_size", "sum"):
+        model = model_of(GradientAccumulateModel, masked=False, accum_steps=2, nonfinite="skip")
+        model.compile(keras.optimizers.SGD(0.01), Infinite(reduction=reduction))
+        assert not np.any(fit(model, (x, y), (2, 2), epochs=1))
+        assert model.optimizer.skipped == 1
+
+
+def test_the_optimizer_alone_skips_or_raises() -> None:
+    x, y = data(8)
+    spoiled = y.copy()
+    spoiled[5, 0, 0] = np.nan
+    for nonfinite in ("skip", "raise"):
+        optimizer = GradientAccumulateOptimizer(
+            keras.optimizers.SGD(0.01), 2, units="equal", nonfinite=nonfinite
+        )
+        model = model_of(masked=False)
+        model.compile(optimizer, squared)
+        whole = model_of(masked=False)
+        whole.compile(keras.optimizers.SGD(0.01), squared, run_eagerly=quick_eagerly())
+        start = flat(model)
+        if nonfinite == "raise":
+            with pytest.raises(NonFiniteError, match="Nothing was updated"):
+                fit(model, (x, spoiled), (2,) * 4, epochs=1, callbacks=[optimizer.tail()])
+        else:
+            fit(model, (x, spoiled), (2,) * 4, epochs=1, callbacks=[optimizer.tail()])
+            assert optimizer.skipped == 1
+        assert distance(flat(model) - start, fit(whole, (x[:4], y[:4]), (4,), epochs=1)) <= LIMIT

@@ -106,7 +106,9 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
         ):
             before = ops.convert_to_tensor(moving)
             moved = before * self.momentum + found * (1.0 - self.momentum)
-            moving.assign(ops.where(closes, moved, before))
+            # A window that is not finite makes no update, and none of the statistics.
+            moves = ops.logical_and(closes, ops.all(ops.isfinite(moved)))
+            moving.assign(ops.where(moves, moved, before))
         for variable in (
             self.window_count,
             self.window_place,

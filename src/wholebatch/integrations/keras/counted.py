@@ -51,11 +51,19 @@ class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
 
 
 class Tail(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that closes a half-filled window at the end of an epoch, before validation."""
+    """A callback that closes a half-filled window at the end of an epoch, before validation.
+
+    After every batch it raises if a window was skipped that must not be (`nonfinite="raise"`).
+    """
 
     def _flush(self) -> None:
         flush = getattr(self.model, "flush", None) or self.model.optimizer.flush
         flush()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        if not optimizer.driven or optimizer.place == 0:
+            optimizer.report_skipped(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._flush()

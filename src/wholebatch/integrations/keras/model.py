@@ -15,12 +15,12 @@ from wholebatch.integrations.keras.batchnorm import AccumBatchNormalization
 from wholebatch.integrations.keras.counted import Tail
 from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer
 from wholebatch.integrations.keras.terms import ObservedLosses
-from wholebatch.integrations.keras.window import check_steps
+from wholebatch.integrations.keras.window import NonFinite, check_nonfinite, check_steps
 
 __all__ = ["GradientAccumulateModel"]
 
 BatchNorm = Literal["refuse", "warn", "allow"]
-_OWN = ("accum_steps", "batchnorm")
+_OWN = ("accum_steps", "batchnorm", "nonfinite")
 
 
 def _steps() -> Any:
@@ -50,7 +50,9 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     `units(x, y, sample_weight)` counts the units if the model cannot see them: for a custom
     `compute_loss`, or a loss that returns a single number. `batchnorm` sets how to treat
-    BatchNormalization layers, which see one micro-batch at a time.
+    BatchNormalization layers, which see one micro-batch at a time. A window with a loss or gradient
+    that is not finite changes no weights: `nonfinite="raise"` raises after it, "skip" goes on and
+    counts it in `optimizer.skipped`.
     """
 
     train_function: Any
@@ -61,9 +63,11 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         accum_steps: int,
         units: Callable[[Any, Any, Any], Any] | None = None,
         batchnorm: BatchNorm = "refuse",
+        nonfinite: NonFinite = "raise",
         **kwargs: Any,
     ) -> None:
         check_steps(accum_steps)
+        check_nonfinite(nonfinite)
         if batchnorm not in ("refuse", "warn", "allow"):
             raise OptionError(f'batchnorm={batchnorm!r}: must be "refuse", "warn" or "allow"')
         if units is not None and not callable(units):
@@ -71,6 +75,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.accum_steps = accum_steps
         self.batchnorm = batchnorm
+        self.nonfinite = nonfinite
         self.count_units = units
 
     # ---------------------------------------------------------------- compile
@@ -95,6 +100,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
             inner = GradientAccumulateOptimizer(inner, self.accum_steps)
         inner.driven = True
         inner.accum_steps = self.accum_steps
+        inner.nonfinite = self.nonfinite
         super().compile(inner, loss, loss_weights, *args, auto_scale_loss=False, **kwargs)
         if loss is not None and self.count_units is None:
             names = getattr(self, "output_names", None)
@@ -146,6 +152,13 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         call = dict(bound.arguments)
         del call["self"]
         return super().fit(**call)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `keras.Model.train_on_batch` does; the batch is a micro-batch."""
+        logs = super().train_on_batch(*args, **kwargs)
+        if self.optimizer.place == 0:
+            self.optimizer.report_skipped()
+        return logs
 
     def flush(self) -> bool:
         """Close a half-filled window now, as `fit` does; return True if there was one."""

@@ -10,7 +10,13 @@ from keras import ops
 
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.keras.terms import Group, wide
-from wholebatch.integrations.keras.window import Window, check_steps, replicas
+from wholebatch.integrations.keras.window import (
+    NonFinite,
+    Window,
+    check_nonfinite,
+    check_steps,
+    replicas,
+)
 
 __all__ = ["GradientAccumulateOptimizer"]
 
@@ -30,6 +36,9 @@ class GradientAccumulateOptimizer(Window):
     of units: no masks, no short last batch. `callbacks=[optimizer.tail()]` closes a half-filled
     window at the end of an epoch; without it, it goes on in the next. `GradientAccumulateModel`
     needs none of this.
+
+    A window with a gradient that is not finite makes no update. `nonfinite="raise"` raises then,
+    inside a compiled step through the callback of `tail()`; "skip" counts it in `skipped`.
     """
 
     def __init__(
@@ -39,6 +48,7 @@ class GradientAccumulateOptimizer(Window):
         *,
         units: str = LOSS,
         groups: Sequence[bool] = (False,),
+        nonfinite: NonFinite = "raise",
         name: str | None = None,
     ) -> None:
         inner = keras.optimizers.get(optimizer)
@@ -61,6 +71,7 @@ class GradientAccumulateOptimizer(Window):
         self.inner_optimizer = inner
         self.accum_steps = check_steps(accum_steps)
         self.units = units
+        self.nonfinite = check_nonfinite(nonfinite)
         self.driven = False  # by a GradientAccumulateModel, which says itself when to close
         self._sums_only = tuple(groups)
         self._noted: Any = None  # the units of the loss that was computed last
@@ -125,8 +136,8 @@ class GradientAccumulateOptimizer(Window):
                 'loss=optimizer.loss("..."), or use GradientAccumulateModel, or units="equal" '
                 "where every micro-batch has as many"
             )
-        self._weighed, self._noted = self._noted, None
-        (weighted,) = self.weighted([Group(ops.cast(loss, wide()), self._weighed)])
+        (weighted,) = self.weighted([Group(ops.cast(loss, wide()), self._noted)])
+        self._weighed, self._noted = (self._noted, weighted), None
         return weighted
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -141,11 +152,13 @@ class GradientAccumulateOptimizer(Window):
                 "gradients of a loss that did not pass through optimizer.scale_loss(): use "
                 "TapeAccumulator in a loop of your own"
             )
-        self.add([grads], [self._weighed])
+        units, weighted = self._weighed
+        self.add([grads], [units], [weighted])
         self._weighed = None
         if keras.backend.backend() == "torch":
             if self.place >= self.accum_steps:
                 self.close()
+                self.report_skipped()
         else:
             ops.cond(ops.greater_equal(self._place, self.accum_steps), self.close, lambda: None)
 
@@ -158,7 +171,7 @@ class GradientAccumulateOptimizer(Window):
         return stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     def flush(self) -> bool:
-        """Close a half-filled window; whether there was one."""
+        """Close a half-filled window; return True if there was one."""
         if self.place == 0:
             return False
         backend = keras.backend.backend()
@@ -178,6 +191,7 @@ class GradientAccumulateOptimizer(Window):
                 self._flush = tf.function(lambda: self._distribution_strategy.run(self.close))
             self._flush()
         self._now = 0
+        self.report_skipped()
         return True
 
     # -------------------------------------------------- what the inner one has
@@ -203,8 +217,17 @@ class GradientAccumulateOptimizer(Window):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def load_own_variables(self, store: Any) -> None:
-        super().load_own_variables(store)
+        own = getattr(self, "_skipped", None)
+        rest = [variable for variable in self.variables if variable is not own]
+        if self.built and len(store.keys()) == len(
+            rest
+        ):  # saved before windows were skipped and counted
+            for index, variable in enumerate(rest):
+                variable.assign(store[str(index)])
+        else:
+            super().load_own_variables(store)
         self._now = None
+        self._reported = self.skipped
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -212,6 +235,7 @@ class GradientAccumulateOptimizer(Window):
             "accum_steps": self.accum_steps,
             "units": self.units,
             "groups": list(self._sums_only),
+            "nonfinite": self.nonfinite,
             "name": self.name,
         }
 

@@ -41,7 +41,7 @@ def micro_step(model: Any, state: Any, data: Any, *, closes: bool) -> Any:
     gradients = [pull_back(vector)[0] for vector in unit_vectors]
     y_pred, non_trainable, metrics = aux
     trainable, optimizer_variables = _into_window(
-        optimizer, optimizer_variables, trainable, gradients, units, closes=closes
+        optimizer, optimizer_variables, trainable, gradients, units, list(weighted), closes=closes
     )
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (trainable, non_trainable, optimizer_variables, metrics)
@@ -96,20 +96,37 @@ def _into_window(
     trainable: Sequence[Any],
     gradients: Sequence[Sequence[Any]],
     units: Sequence[Any],
+    losses: Sequence[Any] | None = None,
     *,
     closes: bool,
 ) -> tuple[Any, list[Any]]:
     """Run the optimizer's `add`, and `close` if asked, as a function of the variables' values."""
+    import jax
+
     with _scope(optimizer, variables) as scope:
         if gradients:
-            optimizer.add(gradients, units)
-        means = optimizer.mean_gradients() if closes else []
+            optimizer.add(gradients, units, losses)
         if closes:
+            means, finite = optimizer.mean_gradients()
+            if not optimizer.scaled:
+                optimizer._skipped.assign(optimizer._skipped + ~finite)
             optimizer.clear()
     own = [scope.get_current_value(v) for v in optimizer._variables]
     inner = list(variables[len(own) :])
-    if closes:
-        trainable, inner = optimizer.inner_optimizer.stateless_apply(inner, means, trainable)
+    if not closes:
+        return trainable, [*own, *inner]
+    apply = optimizer.inner_optimizer.stateless_apply
+    if optimizer.scaled:
+        trainable, inner = apply(inner, means, trainable)
+    else:
+        trainable, inner = jax.lax.cond(
+            finite,
+            lambda inner, means, trainable: _lists(apply(inner, means, trainable)),
+            lambda inner, means, trainable: (trainable, inner),
+            inner,
+            means,
+            list(trainable),
+        )
     return trainable, [*own, *inner]
 
 

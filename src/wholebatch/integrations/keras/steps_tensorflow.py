@@ -62,7 +62,7 @@ def _micro_step(model: Any, data: Any, *, closes: bool) -> Any:
         weighted = optimizer.weighted(groups)
     gradients = [tape.gradient(each, weights) for each in weighted]
     del tape
-    optimizer.add(gradients, [group.units for group in groups])
+    optimizer.add(gradients, [group.units for group in groups], weighted)
     if closes:
         optimizer.close()
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
@@ -83,6 +83,8 @@ def train_function(model: Any) -> Callable[[Any], Any]:
         closing = place >= model.accum_steps
         logs = (closes if closing else adds)(iterator)
         optimizer.moved_to(0 if closing else place)
+        if closing and optimizer.nonfinite == "raise":
+            optimizer.report_skipped()
         return logs
 
     def function(iterator: Any) -> Any:

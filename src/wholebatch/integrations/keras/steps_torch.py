@@ -41,11 +41,13 @@ def micro_step(model: Any, data: Any) -> Any:
     ]
     place = optimizer.place + 1
     with torch.no_grad():
-        optimizer.add(gradients, [group.units for group in groups])
+        optimizer.add(gradients, [group.units for group in groups], weighted)
         if place >= model.accum_steps:
             optimizer.close()
             place = 0
     optimizer.moved_to(place)
+    if place == 0:
+        optimizer.report_skipped()
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 

@@ -11,7 +11,7 @@ from keras import ops
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer
 from wholebatch.integrations.keras.terms import Group, wide
-from wholebatch.integrations.keras.window import replicas
+from wholebatch.integrations.keras.window import NonFinite, replicas
 
 __all__ = ["TapeAccumulator"]
 
@@ -30,10 +30,19 @@ class TapeAccumulator:
     ```
 
     Call `weigh` under the tape, with the sum over the micro-batch and its units (samples, tokens,
-    weights). `weigh` and `add` may be in a `tf.function`.
+    weights). `weigh` and `add` may be in a `tf.function`. A window with a loss or gradient that is
+    not finite makes no update; `nonfinite="raise"` raises in `add`, or, if that is in a
+    `tf.function`, in `flush`; "skip" counts it in `skipped`.
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], *, accum_steps: int) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: Sequence[Any],
+        *,
+        accum_steps: int,
+        nonfinite: NonFinite = "raise",
+    ) -> None:
         if keras.backend.backend() != "tensorflow":
             raise UnsupportedError(
                 "TapeAccumulator needs the TensorFlow backend; on JAX use "
@@ -43,7 +52,7 @@ class TapeAccumulator:
             raise UnsupportedError(
                 "TapeAccumulator on several replicas: use GradientAccumulateModel"
             )
-        self.window = GradientAccumulateOptimizer(optimizer, accum_steps)
+        self.window = GradientAccumulateOptimizer(optimizer, accum_steps, nonfinite=nonfinite)
         self.window.build(list(variables))
         self._variables = list(variables)
         self._units: Any = None
@@ -52,6 +61,11 @@ class TapeAccumulator:
     def place(self) -> int:
         """The number of micro-batches in the open window."""
         return self.window.place
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update because a loss or gradient was not finite."""
+        return self.window.skipped
 
     def weigh(self, total: Any, *, units: Any) -> Any:
         """Return the loss for the tape to differentiate, from a sum over this many units."""
@@ -68,9 +82,13 @@ class TapeAccumulator:
         gradients = tape.gradient(weighted, self._variables)
         units, self._units = self._units, None
         window = self.window
-        window.add([gradients], [units])
+        window.add([gradients], [units], [weighted])
         ops.cond(ops.greater_equal(window._place, window.accum_steps), window.close, lambda: None)
+        if hasattr(window._skipped.value, "numpy"):
+            window.report_skipped()
 
     def flush(self) -> bool:
         """Close a half-filled window; return True if there was one."""
-        return self.window.flush()
+        closed = self.window.flush()
+        self.window.report_skipped()
+        return closed

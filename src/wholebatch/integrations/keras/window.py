@@ -6,21 +6,27 @@ many micro-batches are in. All of it are optimizer variables, saved with the mod
 Every loss is multiplied by `units × seed` before its gradient is taken, so that the sum over the
 window, divided by `Σ units × seed`, is the gradient of the whole batch's mean. The seed is near
 1 / Σ units, so that float16 gradients stay as large as those of the whole batch.
+
+A window with a loss or gradient that is not finite makes no update and is counted in `skipped`. A
+compiled step cannot raise, so `report_skipped` raises afterwards, in Python. A LossScaleOptimizer
+inside decides this itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 from keras import ops
 from keras.src.utils import tracking
 
-from wholebatch.errors import OptionError, UnsupportedError, WindowError
+from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.keras.terms import Group, wide
 
-__all__ = ["Window", "check_steps", "replicas"]
+__all__ = ["NonFinite", "Window", "check_nonfinite", "check_steps", "replicas"]
+
+NonFinite = Literal["raise", "skip"]
 
 
 def check_steps(accum_steps: Any) -> int:
@@ -29,6 +35,12 @@ def check_steps(accum_steps: Any) -> int:
             f"accum_steps={accum_steps!r}: must be a positive number of micro-batches"
         )
     return accum_steps
+
+
+def check_nonfinite(nonfinite: Any) -> NonFinite:
+    if nonfinite not in ("raise", "skip"):
+        raise OptionError(f'nonfinite={nonfinite!r}: must be "raise" or "skip"')
+    return nonfinite  # type: ignore[no-any-return]
 
 
 def replicas() -> int:
@@ -46,6 +58,7 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
     inner_optimizer: Any
     accum_steps: int
     driven: bool
+    nonfinite: NonFinite
     _sums_only: tuple[bool, ...]
     _now: int | None
 
@@ -56,6 +69,8 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
         self.inner_optimizer.build(variables)
         super().build(variables)
         self._place = self._variable("place", (), "int32", "only_first_replica", "auto")
+        self._skipped = self._variable("skipped", (), "int32", "only_first_replica", "auto")
+        self._reported = 0
         self._window: list[tuple[Any, Any, list[Any]]] = []
         self._seen = [False] * len(variables)
         for _ in self._sums_only:
@@ -141,13 +156,26 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
             found.append(self.inner_optimizer.scale_loss(group.loss * factor))
         return found
 
-    def add(self, gradients: Sequence[Sequence[Any]], units: Sequence[Any]) -> None:
-        """Take in one micro-batch: the gradients of its weighted losses, and their units."""
+    def add(
+        self,
+        gradients: Sequence[Sequence[Any]],
+        units: Sequence[Any],
+        losses: Sequence[Any] | None = None,
+    ) -> None:
+        """Take in one micro-batch: the gradients of its weighted losses, their units and values.
+
+        A loss that is not finite makes the units NaN, even if its gradients are finite.
+        """
         for index, (grads, counted) in enumerate(zip(gradients, units, strict=True)):
             total, seed, sums = self._window[index]
             seed.assign(self.seed_of(index, counted))
-            if counted is not None:
-                self.assign_add(total, counted)
+            more = counted
+            if losses is not None and not self.scaled:
+                value = ops.cast(losses[index], wide())
+                known = ops.zeros((), wide()) if counted is None else counted
+                more = ops.where(ops.isfinite(value), known, float("nan"))
+            if more is not None:
+                self.assign_add(total, more)
             here = [
                 (sum_, grad) for sum_, grad in zip(sums, grads, strict=True) if grad is not None
             ]
@@ -173,8 +201,16 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
             else:
                 sum_.assign(sum_ + ops.cast(grad, sum_.dtype))
 
-    def mean_gradients(self) -> list[Any]:
-        """The whole batch's gradients (still times the loss scale), reduced over replicas."""
+    @property
+    def scaled(self) -> bool:
+        """True if a LossScaleOptimizer decides about gradients that are not finite."""
+        return isinstance(self.inner_optimizer, keras.mixed_precision.LossScaleOptimizer)
+
+    def mean_gradients(self) -> tuple[list[Any], Any]:
+        """Return the whole batch's gradients and True (a tensor) if all of it is finite.
+
+        The gradients still have the loss scale, and are reduced over replicas.
+        """
         counted = [ops.convert_to_tensor(total) for total, _, _ in self._window]
         sums = [[ops.convert_to_tensor(each) for each in window[2]] for window in self._window]
         if replicas() > 1:
@@ -195,7 +231,9 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
         for each, factor in zip(sums[1:], factors[1:], strict=True):
             more = _scaled(each, factor)
             gradients = [ops.add(a, b) for a, b in zip(gradients, more, strict=True)]
-        return [grad if used else None for grad, used in zip(gradients, seen, strict=True)]
+        means = [grad if used else None for grad, used in zip(gradients, seen, strict=True)]
+        checked = [*counted, *(grad for grad in means if grad is not None)]
+        return means, ops.all(ops.stack([ops.all(ops.isfinite(each)) for each in checked]))
 
     def clear(self) -> None:
         """Empty the window; the seed stays."""
@@ -212,14 +250,65 @@ class Window(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def close(self) -> None:
         """One update of the inner optimizer from what is in the window."""
-        gradients = self.mean_gradients()
+        gradients, finite = self.mean_gradients()
         base = getattr(self.inner_optimizer, "inner_optimizer", self.inner_optimizer)
         if replicas() > 1:
             # They are sums over the replicas already, so that clipping sees the whole gradient.
             # (It stays: replicas are traced in turns, and this optimizer applies nothing else.)
             base._all_reduce_sum_gradients = list
-        self.inner_optimizer.apply(gradients, self._trainable_variables)
+        if self.scaled:
+            self.inner_optimizer.apply(gradients, self._trainable_variables)
+        else:
+            self._apply_if(finite, gradients)
+            self._skipped.assign(self._skipped + ops.cast(ops.logical_not(finite), "int32"))
         self.clear()
+
+    def _apply_if(self, finite: Any, gradients: Sequence[Any]) -> None:
+        """Make the inner optimizer's update, or change nothing."""
+
+        def apply(gradients: Sequence[Any]) -> None:
+            self.inner_optimizer.apply(gradients, self._trainable_variables)
+
+        if replicas() == 1:
+            ops.cond(finite, lambda: apply(gradients), lambda: None)
+            return
+        import tensorflow as tf
+
+        def on_all(strategy: Any, finite: Any, gradients: Sequence[Any]) -> None:
+            # A condition around an update must be outside of the replicas (as Keras's loss scale).
+            ops.cond(
+                strategy.experimental_local_results(finite)[0],
+                lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
+                lambda: None,
+            )
+
+        tf.distribute.get_replica_context().merge_call(on_all, args=(finite, gradients))
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update because a loss or gradient was not finite."""
+        return int(ops.convert_to_numpy(self._skipped)) if self.built else 0
+
+    def report_skipped(self, model: Any = None) -> None:
+        """Raise if windows were skipped since the last call and `nonfinite` is "raise".
+
+        On JAX the variables are empty during a fit: their values are in the `model`.
+        """
+        if self.nonfinite != "raise" or not self.built:
+            return
+        if getattr(self._skipped, "_value", self) is None:
+            at = [id(variable) for variable in self.variables].index(id(self._skipped))
+            found = int(model._jax_state["optimizer_variables"][at])
+        else:
+            found = self.skipped
+        before, self._reported = self._reported, found
+        if found > before:
+            raise NonFiniteError(
+                f"a loss or gradient of the last window ({self.accum_steps} micro-batches, or "
+                "those left at the end of an epoch) is not finite. Nothing was updated: "
+                "parameters and optimizer state are as before this window; pass "
+                "nonfinite='skip' to skip and count such updates"
+            )
 
     @property
     def place(self) -> int:
