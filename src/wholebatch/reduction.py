@@ -124,7 +124,9 @@ def divisors(scalar: Tensor, units: Units) -> set[int]:
     found = set()
     for term in _terms(scalar.grad_fn):
         counts = (term.count, *term.sizes, _number(units) or 0.0)
-        for value in (*term.over, *(1 / factor for factor in term.times)):
+        for value in (*term.over, *(1 / factor for factor in term.times if factor)):
+            if not math.isfinite(value):
+                continue
             whole = round(value)
             if whole > 2 and _close(value, whole) and not any(_close(value, c) for c in counts):
                 found.add(whole)

@@ -45,6 +45,8 @@ class Events:
             except ImportError:
                 raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
             self._folder = folder
+            if folder.exists() and not folder.is_dir():  # TensorFlow has errors of its own for it
+                raise StateError(f"{folder} cannot be written: it is not a directory")
             try:
                 self._writer: Any = SummaryWriter(
                     str(folder), purge_step=windows + 1 if windows else None, flush_secs=10

@@ -341,7 +341,10 @@ class Feeding:
 
     def _eager(self, micro: Any, loss_function: LossFunction) -> Loss | Terms:
         loss = self._computed(micro, loss_function)
-        with self._untouched.backward():
+        if self.executor.by_autograd:
+            with self._untouched.backward():
+                self._window.add_loss(loss)
+        else:  # a graph may have added to the gradients since the last eager micro-step
             self._window.add_loss(loss)
         return loss
 
