@@ -46,7 +46,7 @@ class Events:
                 raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
             self._folder = folder
             if folder.exists() and not folder.is_dir():  # TensorFlow has errors of its own for it
-                raise StateError(f"{folder} cannot be written: it is not a directory")
+                raise StateError(f"{folder} cannot be written: File exists")
             try:
                 self._writer: Any = SummaryWriter(
                     str(folder), purge_step=windows + 1 if windows else None, flush_secs=10
