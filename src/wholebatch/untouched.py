@@ -44,7 +44,7 @@ class Watch:
         """The window is over, or another one has been loaded."""
         self._parameter: nn.Parameter | None = None
         self._gradient: Tensor | None = None
-        self._value: Tensor | None = None
+        self._norm: Tensor | None = None
         self._versions = (0, 0)
         self._rates: list[float] = []
 
@@ -55,7 +55,7 @@ class Watch:
                 return
             made = [parameter for parameter in inputs if parameter.grad is not None]
             self._parameter = min(made or inputs, key=_matrices_first)
-            self._value = self._parameter.detach().clone()
+            self._norm = _norm_of(self._parameter)
             self.note_rates()
         self._gradient = self._parameter.grad
         version = 0 if self._gradient is None else self._gradient._version
@@ -103,10 +103,18 @@ class Watch:
         if gradient is not self._gradient or version != versions[1]:
             return parameter, "gradient"
         moved = parameter._version != versions[0]  # also weights swapped out and back again
-        if moved and self._value is not None and not torch.equal(parameter, self._value):
+        if moved and self._norm is not None and not torch.equal(_norm_of(parameter), self._norm):
             return parameter, "value"
         frozen = next((one for one in inputs if not one.requires_grad), None)
         return None if frozen is None else (frozen, "frozen")
+
+
+def _norm_of(parameter: nn.Parameter) -> Tensor:
+    """Return one number that an update changes: a copy of the values would take memory."""
+    values = parameter.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    return torch.linalg.vector_norm(values, dtype=wide)
 
 
 def _matrices_first(parameter: nn.Parameter) -> tuple[bool, int]:
