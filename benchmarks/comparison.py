@@ -58,7 +58,8 @@ that much, "NaN" that the weights are lost, "refused" that an error names the ca
 update, "wrong, documented" that it is wrong in silence and the library's page says so. Cases that a
 library does not have are left out: SFTTrainer trains language models with its own loss (no
 BatchNorm, no contrastive loss), a pure function of JAX has no running statistics, and
-optax.microbatch keeps nothing that could be resumed. Written by `make compare` on {day}; do not edit.
+optax.microbatch keeps nothing that could be resumed. Written by `make compare` on {day}; do not
+edit.
 
 | library | case | precision | its own accumulation | with wholebatch | |
 |---|---|---|---:|---:|---|
