@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import keras
 
+from compare.keras_laws import law_rows
 from compare.keras_problem import CASES, STEPS, Mode, data, flat, model_of, rows_of, squared
 from compare.row import Row
 from wholebatch.integrations.keras import GradientAccumulateModel
@@ -39,4 +40,5 @@ def in_two(mode: Mode) -> Any:
 
 
 def rows() -> list[Row]:
-    return rows_of("JAX", in_two=in_two)
+    split = rows_of("JAX", in_two=in_two)
+    return [*split, *law_rows(split[0].library, loss_rounds=False, moments_round=True)]

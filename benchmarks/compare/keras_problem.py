@@ -13,7 +13,18 @@ import numpy as np
 from compare.row import Row
 from wholebatch.integrations.keras import GradientAccumulateModel
 
-__all__ = ["CASES", "STEPS", "Case", "Mode", "data", "flat", "model_of", "rows_of", "squared"]
+__all__ = [
+    "CASES",
+    "STEPS",
+    "Case",
+    "Mode",
+    "contrastive",
+    "data",
+    "flat",
+    "model_of",
+    "rows_of",
+    "squared",
+]
 
 Mode = Literal["whole", "own", "ours"]
 LENGTH, WIDTH, CLASSES, STEPS = 6, 3, 7, 4
@@ -73,6 +84,14 @@ def data(samples: int) -> tuple[Any, Any]:
 def squared(y_true: Any, y_pred: Any) -> Any:
     """One value per token. Keras's own losses, and tanh, compute in float32 on JAX and torch."""
     return keras.ops.sum(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+def contrastive(y_true: Any, y_pred: Any) -> Any:
+    """One value per sample: how well it is told from all others of the batch."""
+    z = keras.ops.reshape(y_pred, (-1, LENGTH * CLASSES))
+    scores = keras.ops.matmul(z, keras.ops.transpose(z))
+    own = keras.ops.sum(keras.ops.square(z), axis=1)
+    return keras.ops.logsumexp(scores, axis=1) - own
 
 
 def model_of(cls: Any = keras.Model, *, masked: bool, **options: Any) -> Any:

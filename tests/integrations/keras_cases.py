@@ -13,6 +13,7 @@ import pytest
 from compare.keras_problem import (
     CASES,
     Slices,
+    contrastive,
     data,
     distance,
     flat,
@@ -419,3 +420,53 @@ def test_the_optimizer_alone_skips_or_raises() -> None:
             fit(model, (x, spoiled), (2,) * 4, epochs=1, callbacks=[optimizer.tail()])
             assert optimizer.skipped == 1
         assert distance(flat(model) - start, fit(whole, (x[:4], y[:4]), (4,), epochs=1)) <= LIMIT
+
+
+class Contrastive(keras.losses.Loss):  # type: ignore[misc]
+    """One value per sample, each compared with all samples of the batch."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return contrastive(y_true, y_pred)
+
+
+def test_a_loss_that_compares_samples_is_refused() -> None:
+    x, y = data(8)
+
+    def fresh(**options: Any) -> Any:
+        model = model_of(GradientAccumulateModel, masked=False, accum_steps=2, **options)
+        model.compile(keras.optimizers.SGD(0.01), Contrastive())
+        return model
+
+    model = fresh()
+    start = flat(model)
+    with pytest.raises(LossError, match=r"compares samples.*audit=False"):
+        fit(model, (x, y), (4, 4), epochs=1)
+    np.testing.assert_array_equal(flat(model), start)  # nothing moved, and nothing is lost
+    assert np.any(fit(fresh(audit=False), (x, y), (4, 4), epochs=1))
+    counts = model_of(
+        GradientAccumulateModel, masked=False, accum_steps=2, units=lambda x, y, weight: 5
+    )
+    counts.compile("sgd", scalar)
+    with pytest.raises(LossError, match="units of a micro-batch are 5"):
+        fit(counts, (x, y), (4, 4), epochs=1)
+
+
+def test_the_look_leaves_no_trace() -> None:
+    """Dropout's draws, metrics and the weights are those of a run without it."""
+    x, y = data(8)
+    seen = []
+    for audit in (True, False):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6, 3))
+        hidden = layers.Dropout(0.5, seed=3)(layers.Dense(5, activation="relu")(inputs))
+        model = GradientAccumulateModel(
+            inputs=inputs, outputs=layers.Dense(7)(hidden), accum_steps=2, audit=audit
+        )
+        model.compile(keras.optimizers.SGD(0.01), squared, metrics=["mae"])
+        history = model.fit(Slices((x, y), (1, 3, 2, 2)), shuffle=False, verbose=0).history
+        seen.append((flat(model), history))
+        assert not model.must_look
+    assert distance(seen[0][0], seen[1][0]) <= LIMIT
+    assert seen[0][1].keys() == seen[1][1].keys()
+    for name, values in seen[0][1].items():
+        np.testing.assert_allclose(values, seen[1][1][name], rtol=1e-6)

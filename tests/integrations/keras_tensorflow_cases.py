@@ -14,7 +14,7 @@ from compare.keras_problem import Slices, data, distance, flat, model_of, square
 
 from tests.integrations.blocks import run_diff
 from tests.integrations.keras_cases import LIMIT, SIZES, WINDOWS, fit, float64
-from wholebatch.errors import WindowError
+from wholebatch.errors import NonFiniteError, WindowError
 from wholebatch.integrations.keras import GradientAccumulateModel, TapeAccumulator
 
 __all__ = ["float64"]  # the fixture of all these tests
@@ -134,3 +134,45 @@ def test_several_steps_per_execution_and_validation() -> None:
     assert seen == [0, 0]
     assert int(model.optimizer.iterations) == 4
     assert distance(moved, want) <= LIMIT
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_tape_that_is_not_finite(in_graph: bool) -> None:
+    x, y = data(4)
+    model = model_of(masked=False)
+    start = flat(model)
+    accumulator = TapeAccumulator(
+        keras.optimizers.SGD(0.01), model.trainable_variables, accum_steps=2
+    )
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(squared(y, model(x, training=True)))
+            weighted = accumulator.weigh(total, units=12)
+        accumulator.add(tape, weighted)
+
+    run = tf.function(step) if in_graph else step
+    run(*map(tf.convert_to_tensor, (x[:2], y[:2] * np.nan)))
+    with pytest.raises(NonFiniteError, match="Nothing was updated"):
+        run(*map(tf.convert_to_tensor, (x[2:], y[2:])))
+        assert in_graph
+        accumulator.flush()
+    assert accumulator.skipped == 1
+    assert not np.any(flat(model) - start)
+
+
+def test_two_replicas_skip_a_window_that_is_not_finite() -> None:
+    x, y = data(24)
+    spoiled = y.copy()
+    spoiled[9, 0, 0] = np.nan  # on one replica, in the second of three windows
+    kept = [*range(8), *range(16, 24)]
+    with mirrored().scope():
+        model = model_of(GradientAccumulateModel, masked=False, accum_steps=4, nonfinite="skip")
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), squared)
+    start = flat(model)
+    model.fit(x, spoiled, batch_size=2, shuffle=False, verbose=0)
+    assert model.optimizer.skipped == 1
+    whole = model_of(masked=False)
+    whole.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), squared, run_eagerly=True)
+    want = fit(whole, (x[kept], y[kept]), (8, 8), epochs=1)
+    assert distance(flat(model) - start, want) <= 1e-12

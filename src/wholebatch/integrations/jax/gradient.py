@@ -68,7 +68,9 @@ def accumulate(
     passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once, also
     where a product of the backward pass would round them. The result may be jitted, and its batch
     sharded over devices. Inside `shard_map`, `axis_name` makes it the gradient of all shards,
-    reduced once. A batch without any units gives nan, like its mean.
+    reduced once. A batch without any units gives nan, like its mean. A loss that is not finite
+    gives a gradient that is not, as `jax.value_and_grad` does: guard the update, for example with
+    `optax.apply_if_finite`.
     """
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
         raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")

@@ -20,7 +20,7 @@ from wholebatch.integrations.keras.window import NonFinite, check_nonfinite, che
 __all__ = ["GradientAccumulateModel"]
 
 BatchNorm = Literal["refuse", "warn", "allow"]
-_OWN = ("accum_steps", "batchnorm", "nonfinite")
+_OWN = ("accum_steps", "batchnorm", "nonfinite", "audit")
 
 
 def _steps() -> Any:
@@ -52,7 +52,9 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
     `compute_loss`, or a loss that returns a single number. `batchnorm` sets how to treat
     BatchNormalization layers, which see one micro-batch at a time. A window with a loss or gradient
     that is not finite changes no weights: `nonfinite="raise"` raises after it, "skip" goes on and
-    counts it in `optimizer.skipped`.
+    counts it in `optimizer.skipped`. Before the first window the loss of one micro-batch is
+    compared with those of its halves, and refused if they do not add up; `audit=False` leaves this
+    out.
     """
 
     train_function: Any
@@ -64,6 +66,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         units: Callable[[Any, Any, Any], Any] | None = None,
         batchnorm: BatchNorm = "refuse",
         nonfinite: NonFinite = "raise",
+        audit: bool = True,
         **kwargs: Any,
     ) -> None:
         check_steps(accum_steps)
@@ -76,6 +79,8 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         self.accum_steps = accum_steps
         self.batchnorm = batchnorm
         self.nonfinite = nonfinite
+        self.audit = audit
+        self.must_look = False
         self.count_units = units
 
     # ---------------------------------------------------------------- compile
@@ -98,6 +103,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
                 # The loss scale is inside, so an overflow skips the window as a whole.
                 inner = keras.mixed_precision.LossScaleOptimizer(inner, name="loss_scale_optimizer")
             inner = GradientAccumulateOptimizer(inner, self.accum_steps)
+        self.must_look = self.audit and self.accum_steps > 1
         inner.driven = True
         inner.accum_steps = self.accum_steps
         inner.nonfinite = self.nonfinite

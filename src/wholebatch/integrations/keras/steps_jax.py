@@ -11,6 +11,7 @@ from keras import tree
 from keras.src import backend
 from keras.src.distribution import distribution_lib
 
+from wholebatch.integrations.keras.look import halves, look_at
 from wholebatch.integrations.keras.terms import Group, groups_of, wide
 
 __all__ = ["flush", "stateless_apply", "symbolic_build", "train_function"]
@@ -56,9 +57,11 @@ def _losses(
     x: Any,
     y: Any,
     sample_weight: Any,
+    *,
+    is_training: bool = True,
 ) -> tuple[Any, Any, list[Group]]:
     """Compute the losses of a micro-batch by units (as JAXTrainer.compute_loss_and_updates)."""
-    training = {"training": True} if model._call_has_training_arg else {}
+    training = {"training": is_training} if model._call_has_training_arg else {}
     y_pred, non_trainable, added = model.stateless_call(
         trainable, non_trainable, x, return_losses=True, **training
     )
@@ -72,7 +75,9 @@ def _losses(
     ]
     try:
         with backend.StatelessScope(state_mapping=mapping) as scope:
-            loss = model._compute_loss(x, y, y_pred, sample_weight=sample_weight, training=True)
+            loss = model._compute_loss(
+                x, y, y_pred, sample_weight=sample_weight, training=is_training
+            )
             counted = None if model.count_units is None else model.count_units(x, y, sample_weight)
             samples = next(each for each in tree.flatten(x) if each is not None).shape[0]
             groups = groups_of(
@@ -178,6 +183,43 @@ def flush(optimizer: Any) -> None:
         variable.assign(value)
 
 
+def look(model: Any, state: Any, data: Any) -> bool:
+    """Look at this micro-batch; return False if it cannot be halved."""
+    import jax
+
+    parts = halves(data)
+    if parts is None:
+        return False
+
+    def evaluate(state: Any, parts: Any) -> Any:
+        trainable, non_trainable, variables, metrics = state
+        found = []
+        for part in parts:
+            *_, groups = _losses(
+                model,
+                trainable,
+                non_trainable,
+                metrics,
+                variables,
+                *keras.utils.unpack_x_y_sample_weight(part),
+                is_training=False,
+            )
+            found.append([(group.loss, group.units) for group in groups])
+        return found
+
+    found = (evaluate if model.run_eagerly else jax.jit(evaluate))(state, parts)
+    try:
+        look_at([[Group(*pair) for pair in pairs] for pairs in found])
+    except Exception:
+        names = ("trainable", "non_trainable", "optimizer", "metrics")
+        # A fit has emptied the variables; it puts these values back when it ends.
+        model._jax_state = {
+            f"{name}_variables": values for name, values in zip(names, state, strict=True)
+        }
+        raise
+    return True
+
+
 def train_function(model: Any) -> Callable[[Any, Any], Any]:
     import jax
 
@@ -193,6 +235,8 @@ def train_function(model: Any) -> Callable[[Any, Any], Any]:
     adds, closes = compiled(False), compiled(True)
 
     def one_step(state: Any, data: Any) -> Any:
+        if model.must_look:
+            model.must_look = not look(model, state, data)
         place = model.optimizer.place + 1
         closing = place >= model.accum_steps
         result = (closes if closing else adds)(state, data)

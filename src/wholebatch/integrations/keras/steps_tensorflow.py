@@ -14,6 +14,7 @@ import keras
 from keras import tree
 from keras.src.losses.loss import unscale_loss_for_distribution
 
+from wholebatch.integrations.keras.look import look_with_variables
 from wholebatch.integrations.keras.terms import groups_of, wide
 from wholebatch.integrations.keras.window import replicas
 
@@ -39,22 +40,9 @@ def _micro_step(model: Any, data: Any, *, closes: bool) -> Any:
 
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
-    first = next(each for each in tree.flatten(x) if each is not None)
-    samples = tf.shape(first)[0]
     with tf.GradientTape(persistent=True) as tape:
-        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-        loss = model._compute_loss(
-            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-        )
+        y_pred, loss, samples, groups = _losses(model, x, y, sample_weight, training=True)
         model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=samples)
-        counted = None if model.count_units is None else model.count_units(x, y, sample_weight)
-        groups = groups_of(
-            model,
-            loss,
-            samples=tf.cast(samples, wide()),
-            units=counted,
-            replicas=replicas(),
-        )
         optimizer.hold([group.units is None for group in groups])
         weights = model.trainable_weights
         if not optimizer.built:
@@ -66,6 +54,37 @@ def _micro_step(model: Any, data: Any, *, closes: bool) -> Any:
     if closes:
         optimizer.close()
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _losses(model: Any, x: Any, y: Any, sample_weight: Any, *, training: bool) -> Any:
+    """Return the predictions, the loss, the number of samples and the losses by units."""
+    import tensorflow as tf
+
+    first = next(each for each in tree.flatten(x) if each is not None)
+    samples = tf.shape(first)[0]
+    y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+    loss = model._compute_loss(
+        x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
+    )
+    counted = None if model.count_units is None else model.count_units(x, y, sample_weight)
+    groups = groups_of(
+        model, loss, samples=tf.cast(samples, wide()), units=counted, replicas=replicas()
+    )
+    return y_pred, loss, samples, groups
+
+
+def looked_at(model: Any, iterator: Any) -> Any:
+    """Look at the iterator's next micro-batch; return an iterator that gives it again."""
+    import tensorflow as tf
+
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        model.must_look = False  # Its data are in pieces on several devices.
+        return iterator
+    data = iterator.get_next() if isinstance(iterator, tf.data.Iterator) else next(iterator)
+    model.must_look = not look_with_variables(
+        model, data, lambda x, y, weight: _losses(model, x, y, weight, training=False)[-1]
+    )
+    return iter([data])
 
 
 def train_function(model: Any) -> Callable[[Any], Any]:
@@ -81,7 +100,8 @@ def train_function(model: Any) -> Callable[[Any], Any]:
         optimizer = model.optimizer
         place = optimizer.place + 1
         closing = place >= model.accum_steps
-        logs = (closes if closing else adds)(iterator)
+        given = looked_at(model, iterator) if model.must_look else iterator
+        logs = (closes if closing else adds)(given)
         optimizer.moved_to(0 if closing else place)
         if closing and optimizer.nonfinite == "raise":
             optimizer.report_skipped()

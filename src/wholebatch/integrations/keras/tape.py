@@ -79,12 +79,14 @@ class TapeAccumulator:
         """Add the micro-batch to the window; the last one makes the update."""
         if self._units is None:
             raise WindowError("add() without weigh(): call it under the tape first")
+        import tensorflow as tf
+
         gradients = tape.gradient(weighted, self._variables)
         units, self._units = self._units, None
         window = self.window
         window.add([gradients], [units], [weighted])
         ops.cond(ops.greater_equal(window._place, window.accum_steps), window.close, lambda: None)
-        if hasattr(window._skipped.value, "numpy"):
+        if tf.executing_eagerly():
             window.report_skipped()
 
     def flush(self) -> bool:
