@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import faulthandler
 import json
+import logging
 import os
 import sys
 from typing import Any
@@ -139,7 +140,10 @@ def exact_batchnorm() -> dict[str, float]:
 
 
 def refused() -> list[str]:
-    messages = []
+    messages: list[str] = []
+    warned = logging.Handler(logging.WARNING)
+    warned.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wholebatch").addHandler(warned)
     hooked = DistributedDataParallel(nn.Linear(4, 1))
     hooked.register_comm_hook(None, lambda state, bucket: bucket.get_future())  # type: ignore[attr-defined]
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
@@ -152,12 +156,16 @@ def refused() -> list[str]:
         (plain, {"sync": "sometimes"}),
         (nn.Sequential(plain), {}),
         (fully_shard(nn.Linear(4, 1).bfloat16()), {}),
+        (plain.module, {}),
+        (plain, {"sync": "none"}),
+        (plain.module, {"sync": "none"}),
     ):
         try:
             wb.Accumulator(model, sgd(model), steps=2, **options)  # type: ignore[arg-type]
             messages.append("accepted")
         except wb.errors.WholebatchError as error:
             messages.append(str(error))
+    logging.getLogger("wholebatch").removeHandler(warned)
     acc = wb.Accumulator(sharded, adamw(sharded), steps=4)
     acc.backward(loss(sharded, micro(1, 2)))
     for call in (acc.state_dict, acc.flush):

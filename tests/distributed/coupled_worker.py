@@ -113,7 +113,9 @@ def dropped(*, coupled: bool, norm: bool = False) -> float:
     by_many = sgd(model)
     seen, theirs = Seen(clip, by_many), Seen(one, by_one)
     options: dict[str, Any] = {"dropout": "per-sample"}
-    undivided = wb.WholeBatch(alone, by_one, loss=loss_of(one), micro_batch=13, **options)
+    undivided = wb.WholeBatch(
+        alone, by_one, loss=loss_of(one), micro_batch=13, sync="none", **options
+    )
     trains = [
         wb.WholeBatch(model, by_many, loss=loss_of(clip), micro_batch=size, **options)
         for size in (2, 4)

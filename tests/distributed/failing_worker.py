@@ -126,6 +126,7 @@ def train_whole(case: str, model: torch.nn.Module, folder: Path) -> None:
             raise ValueError("sample 17 is broken")
         return loss(model, m)
 
+    # Without the look, which calls the loss function as well.
     train = wb.WholeBatch(model, sgd(model), loss=broken, micro_batch=2, audit=False)
     try:
         for i in range(6):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +16,8 @@ from wholebatch.sync.strategy import Sync
 
 __all__ = ["choose"]
 
+_log = logging.getLogger("wholebatch")
+
 _SUPPORTED = (
     "supported are plain modules, DistributedDataParallel, FSDP2's fully_shard and the engine that "
     "deepspeed.initialize returns; wrap the model in one of these"
@@ -22,8 +26,8 @@ _SUPPORTED = (
 
 def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sync:
     """The strategy for the engine that these models are wrapped in."""
-    if sync not in ("auto", "hold", "every"):
-        raise OptionError(f'sync={sync!r}: must be "hold", "every" or "auto"')
+    if sync not in ("auto", "hold", "every", "none"):
+        raise OptionError(f'sync={sync!r}: must be "hold", "every", "none" or "auto"')
     models = [models] if isinstance(models, nn.Module) else list(models)
     kinds = {_kind(model) for model in models}
     if len(kinds) > 1:
@@ -33,7 +37,13 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         )
     kind = kinds.pop() if kinds else "plain"
     if kind == "plain":
+        if sync != "none" and dist.is_available() and dist.is_initialized():
+            _warn_alone(dist.get_world_size())
         return Single()
+    if sync == "none":
+        raise OptionError(
+            f'sync="none" on a model of {kind}, which reduces gradients: leave it out'
+        )
     if kind == "ddp":
         from wholebatch.sync.replicated import Replicated
 
@@ -58,6 +68,18 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
     raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
 
 
+def _warn_alone(ranks: int) -> None:
+    """Warn of a plain model on several ranks: nobody reduces its gradients."""
+    if ranks > 1:
+        _log.warning(
+            "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
+            "trains a model of its own. Pass what wraps it: the DistributedDataParallel (not its "
+            ".module), the model after fully_shard, or the engine of deepspeed.initialize "
+            '(not its .module). If each rank is to train by itself, say so: sync="none"',
+            ranks,
+        )
+
+
 def _kind(model: nn.Module) -> str:
     if isinstance(model, DistributedDataParallel):
         return "ddp"
@@ -72,6 +94,8 @@ def _kind(model: nn.Module) -> str:
             return kind.__name__
         if isinstance(module, DistributedDataParallel):
             return f"{type(model).__name__} around DistributedDataParallel"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return f"DeepSpeed ({type(model).__name__} with parameters of ZeRO 3, not its engine)"
     if any(_is_dtensor(parameter) for parameter in model.parameters()):
         return f"{type(model).__name__} with DTensor parameters but without fully_shard"
     return "plain"
