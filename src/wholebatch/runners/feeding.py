@@ -338,7 +338,6 @@ class Feeding:
         """Forward and backward of a micro-batch, entered in the window."""
         with self._sampling(micro):
             self.executor.micro_step(micro)
-        self._untouched.remember()  # a graph has added to the gradients, or the eager step again
 
     def _eager(self, micro: Any, loss_function: LossFunction) -> Loss | Terms:
         loss = self._computed(micro, loss_function)
