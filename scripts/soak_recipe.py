@@ -26,7 +26,7 @@ from wholebatch import checkpoint
 BATCH, SAMPLES, INPUTS, WIDTH = 16, 64, 6, 8
 GRID = 64.0
 RANK = int(os.environ.get("RANK", "0"))
-defaults = {"batch_size": BATCH, "micro_batch": 4, "steps": 100, "checkpoint_every": 20}
+defaults = {"batch_size": BATCH, "micro_batch": 8, "steps": 100, "checkpoint_every": 20}
 
 # One process begins such a window again; several ranks end, and are started again.
 MEMORY = 1 / 200 if os.environ.get("WORLD_SIZE", "1") == "1" else 1 / 2000
