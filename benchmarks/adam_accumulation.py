@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 import wholebatch as wb  # noqa: E402
-from wholebatch.recipes import bytes_gpt  # noqa: E402
+from wholebatch.cli.recipes import bytes_gpt  # noqa: E402
 
 LAST = 20
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

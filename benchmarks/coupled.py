@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core.loss import Loss
 from wholebatch.coupled import batchnorms
-from wholebatch.loss import Loss
+from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.memory import MemoryMeter
-from wholebatch.runners.lockstep import Hold, LockStep
 
 ROOT = Path(__file__).resolve().parents[1]
 JSON = ROOT / "docs/benchmarks/coupled.json"

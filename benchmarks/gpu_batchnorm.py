@@ -35,9 +35,9 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from wholebatch.coupled import batchnorms
-from wholebatch.coupled.replaced import ReplacedForwards
-from wholebatch.runners.blocks import blocks_of
-from wholebatch.runners.lockstep import Hold
+from wholebatch.coupled.batchnorm.lock_step import Hold
+from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
+from wholebatch.coupled.replaced_forwards import ReplacedForwards
 
 Pair = tuple[Tensor, Tensor]
 Window = Callable[[], object]

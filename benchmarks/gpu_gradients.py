@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 from speed.models import CASES, summed  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from wholebatch.gradients import pipe  # noqa: E402
+from wholebatch.offload import adder_thread as pipe  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
+from wholebatch.core.splitting import batch_size_of
 from wholebatch.memory.budget import bytes_said, parse_memory
-from wholebatch.splitting import batch_size_of
 from wholebatch.tune import Limits, Setting, Trial, Way
 from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
-from wholebatch.tune.machine import copy_bandwidth
-from wholebatch.tune.measure import Subject
+from wholebatch.tune.machine_speed import copy_bandwidth
 from wholebatch.tune.search import Search
-from wholebatch.tune.space import Predicted
+from wholebatch.tune.search_space import Predicted
+from wholebatch.tune.setting_run import Subject
 from wholebatch.tune.tuning import share_of_arithmetic
 
 NEEDED = 0.95

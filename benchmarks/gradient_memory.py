@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 from speed.models import CASES, GPT, Case, _tokens, summed  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from wholebatch.memory.checkpointing import with_checkpoints  # noqa: E402
+from wholebatch.memory.activation_checkpointing import with_checkpoints  # noqa: E402
 from wholebatch.memory.meter import MemoryMeter  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()

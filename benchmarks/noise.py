@@ -62,7 +62,7 @@ def points(number: int, inputs: int) -> tuple[Tensor, Tensor]:
 
 
 def on_cpu() -> dict[str, Case]:
-    from wholebatch.recipes import load_recipe
+    from wholebatch.cli.recipes import load_recipe
 
     recipe = load_recipe("bytes-gpt")
     corpus = recipe.build_data()

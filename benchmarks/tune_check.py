@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from wholebatch.recipes import Batches, Recipe, load_recipe
+from wholebatch.cli.recipes import Batches, Recipe, load_recipe
 from wholebatch.tune import Limits, Setting, tune
-from wholebatch.tune.measure import Running, Subject
-from wholebatch.tune.space import sizes_of, ways_of
-from wholebatch.tune.turns import Turns
+from wholebatch.tune.interleaved_timing import Turns
+from wholebatch.tune.search_space import sizes_of, ways_of
+from wholebatch.tune.setting_run import Running, Subject
 
 HERE = Path(__file__).parent
 RECIPES = {

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 import wholebatch
-from wholebatch.checkpoint import Checkpoints
 from wholebatch.cli import main as command
-from wholebatch.cli import session  # noqa: F401 - imported here once, for all that is forked
-from wholebatch.report.metrics import TIMING
-from wholebatch.report.tensorboard import Events  # noqa: F401
+from wholebatch.cli import training_run as session  # noqa: F401 - imported here once, for all that is forked
+from wholebatch.cli.checkpoints import Checkpoints
+from wholebatch.cli.report.metrics_file import TIMING
+from wholebatch.cli.report.tensorboard_events import Events  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 RECIPE = Path(__file__).with_name("soak_recipe.py")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch import checkpoint
+from wholebatch.cli import checkpoints as checkpoint
 
 BATCH, SAMPLES, INPUTS, WIDTH = 16, 64, 6, 8
 GRID = 64.0

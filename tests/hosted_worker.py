@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support import Whole, distance, mean, mlp, pieces, samples
 from wholebatch.errors import WindowError
-from wholebatch.hosted import Given, Hosted, Options
+from wholebatch.integrations.host_window import Given, Hosted, Options
 
 CPU = torch.device("cpu")
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory, still
-from wholebatch.loss import Loss
+from wholebatch.core.loss import Loss
 
 WINDOWS = 200
 

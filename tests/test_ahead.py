@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.gradients import ahead
+from wholebatch.offload import close_on_device as ahead
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(int(able))
         return able
 
-    monkeypatch.setattr("wholebatch.gradients.device.can_close_ahead", can)
+    monkeypatch.setattr("wholebatch.core.device_store.can_close_ahead", can)
     return asked
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import EXACT, distance, sgd
 from tests.test_engine_coupled import LOSSES, Clip, batch, coupled, encode
-from wholebatch.coupled.dropout import PerSample
+from wholebatch.coupled.per_sample_dropout import PerSample
 
 
 class Tagger(nn.Module):

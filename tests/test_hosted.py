@@ -14,7 +14,7 @@ import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
-from wholebatch.hosted import FirstLook, Given, Hosted, Options
+from wholebatch.integrations.host_window import FirstLook, Given, Hosted, Options
 
 CPU = torch.device("cpu")
 

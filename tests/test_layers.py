@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,77 +22,89 @@ PACKAGE = "wholebatch"
 # the rest of it (the longest name wins).
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
-    frozenset({"integrations", "bench", "tune", "proof", "testing", "report", "lint", "recipes"}),
-    frozenset({"engine", "accumulator"}),
+    frozenset(
+        {"cli.recipes", "cli.report", "integrations", "lint", "testing", "tune", "verification"}
+    ),
+    frozenset({"core.accumulator", "core.whole_batch"}),
     frozenset(
         {
-            "runners",
+            "cli.checkpoints",
+            "cli.sharded_checkpoints",
+            "core.loader_loop",
+            "core.nonfinite_search",
+            "core.runner",
+            "core.sequential",
+            "core.state_dict",
+            "distributed.pipeline",
+            "distributed.pipeline_stages",
+            "distributed.uneven_ranks",
+            "integrations.host_window",
             "memory",
-            "noise",
-            "state",
-            "checkpoint",
-            "driving",
-            "joining",
-            "shards",
-            "hosted",
-            "untouched",
+            "core.noise_scale",
         }
     ),
-    frozenset({"window", "execute", "execute.kernels", "coupled"}),
-    frozenset({"target", "feed", "units", "gradients"}),
+    frozenset({"coupled"}),
+    frozenset({"compile", "compile.kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
-            "backward",
-            "close",
-            "hooks",
-            "precision",
-            "sync",
-            "splitting",
-            "scaling",
-            "steps",
-            "forward_state",
-            "reduction",
+            "core.device_store",
+            "core.gradient_store",
+            "core.lookahead_loader",
+            "core.model_and_optimizer",
+            "core.units",
+            "offload",
         }
-    )
-    | frozenset({"memory.meter", "memory.ledger"}),
+    ),
     frozenset(
         {
-            "loss",
-            "step",
-            "randomness",
+            "core",
+            "core.precision",
+            "core.splitting",
+            "distributed",
+            "memory.live_bytes",
+            "memory.meter",
+            "tune.batch_scaling",
+        }
+    ),
+    frozenset(
+        {
+            "core.json_files",
+            "core.loss",
+            "core.one_call_at_a_time",
+            "core.optimizer_step",
+            "core.optional_packages",
+            "core.random_state",
+            "core.safe_loading",
+            "core.step_result",
+            "distributed.deadline",
             "memory.budget",
-            "extras",
-            "jsonable",
-            "optimizer_step",
-            "turn",
-            "loading",
-            "deadline",
         }
     ),
-    frozenset({"errors", "files", "sliced", "words"}),
+    frozenset({"core.plain_files", "core.readable_sizes", "core.sliced_cross_entropy", "errors"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
-        ("testing", "proof"),
-        ("joining", "runners"),
-        ("memory", "runners"),
-        ("memory", "noise"),
-        ("hosted", "untouched"),
-        ("runners", "untouched"),
+        ("testing", "verification"),
+        ("core.device_store", "offload"),
+        ("core.gradient_store", "offload"),
+        ("distributed.uneven_ranks", "core.sequential"),
+        ("offload", "core.device_store"),
+        ("offload", "core.gradient_store"),
+        ("memory", "core.noise_scale"),
     }
 )
 # `import wholebatch as wb` reaches every export, up to WholeBatch.
-ROOT_UNIT = "engine"
+ROOT_UNIT = "core.whole_batch"
 
 # Packages that may be imported when a module is loaded; every other one only inside the function
 # that uses it. Torch is the core's one dependency, and `lint` must not reach even that.
 EAGER: dict[str, frozenset[str]] = {
     "cli": frozenset({"typer", "rich"}),
     "lint": frozenset({"libcst"}),
-    "report": frozenset({"rich"}),
-    "recipes": frozenset({"sklearn"}),
-    "execute.kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
+    "cli.report": frozenset({"rich"}),
+    "cli.recipes": frozenset({"sklearn"}),
+    "compile.kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {
@@ -239,9 +252,29 @@ def violations(src: Path) -> list[str]:
             if mine and theirs and mine != theirs:
                 problems.append(f"{where}: an integration imports no other integration")
 
+    problems.extend(circles(modules, reached))
     for unit in WITHOUT_TORCH:
         problems.extend(paths_to_torch(unit, reached))
     return list(dict.fromkeys(problems))
+
+
+def circles(modules: dict[str, Path], reached: dict[str, set[str]]) -> list[str]:
+    """One line if modules import each other in a circle, at whatever depth."""
+
+    def module_of(target: str) -> str:
+        while target not in modules:
+            target = target.rpartition(".")[0]
+        return target
+
+    inside = {
+        name: {module_of(to) for to in targets if to.startswith(f"{PACKAGE}.")} - {name, PACKAGE}
+        for name, targets in reached.items()
+    }
+    try:
+        TopologicalSorter(inside).prepare()
+    except CycleError as error:
+        return [f"{' -> '.join(reversed(error.args[1]))}: a circle of imports"]
+    return []
 
 
 def paths_to_torch(unit: str, reached: dict[str, set[str]]) -> list[str]:
@@ -266,33 +299,55 @@ def test_imports_go_downwards_only() -> None:
     assert not found, "\n".join(["", *found])
 
 
+HOMES_TABLE = '_HOMES = {"WholeBatch": "core.whole_batch", "Loss": "core.loss"}\n'
 PLANTED = {
-    "upwards": ("loss.py", "def f():\n    from wholebatch.engine import WholeBatch\n", "upwards"),
-    "relative": ("runners/a.py", "from ..engine import WholeBatch\n", "upwards from engine"),
-    "export": ("coupled/a.py", "from wholebatch import WholeBatch\n", "upwards from engine"),
-    "root": ("window.py", "import wholebatch as wb\n", "window imports upwards from engine"),
-    "part of a package": ("memory/meter.py", "from . import choose\n", "meter imports upwards"),
-    "sideways": ("close.py", "from wholebatch import precision\n", "close imports sideways"),
+    "upwards": (
+        "core/loss.py",
+        "def f():\n    from wholebatch import tune\n",
+        "upwards",
+    ),
+    "relative": (
+        "coupled/a.py",
+        "from ..core.whole_batch import WholeBatch\n",
+        "upwards from core.whole_batch",
+    ),
+    "export": (
+        "coupled/a.py",
+        "from wholebatch import WholeBatch\n",
+        "upwards from core.whole_batch",
+    ),
+    "root": ("core/window.py", "import wholebatch as wb\n", "upwards from core.whole_batch"),
+    "part of a package": (
+        "memory/live_bytes.py",
+        "from . import choose\n",
+        "memory.live_bytes imports upwards from memory",
+    ),
+    "sideways": (
+        "memory/choose.py",
+        "from wholebatch.core import runner\n",
+        "memory imports sideways",
+    ),
     "another integration": (
         "integrations/jax.py",
         "from wholebatch.integrations import keras\n",
         "an integration imports no other integration",
     ),
     "framework": (
-        "report/page.py",
+        "cli/report/page.py",
         "try:\n    import wandb\nexcept ImportError:\n    pass\n",
         "wandb",
     ),
     "lint and torch": ("lint/rule.py", "def f():\n    import torch.nn\n", "lint never needs torch"),
     "lint through loss": (
         "lint/rule.py",
-        "from ..loss import Loss\n",
-        "-> wholebatch.loss -> torch",
+        "from ..core.loss import Loss\n",
+        "-> wholebatch.core.loss -> torch",
     ),
+    "circle": ("memory/other.py", "from . import choose\n", "a circle of imports"),
     "unknown": ("surprise.py", "", "place it in LAYERS"),
     "eager root": (
         "__init__.py",
-        'from .loss import Loss\n_HOMES = {"WholeBatch": "engine", "Loss": "loss"}\n',
+        f"from .core.loss import Loss\n{HOMES_TABLE}",
         "the root loads names when used",
     ),
 }
@@ -307,22 +362,31 @@ def plant(src: Path, name: str, text: str) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A small tree that keeps every rule."""
-    plant(tmp_path, "__init__.py", '_HOMES = {"WholeBatch": "engine", "Loss": "loss"}\n')
-    plant(tmp_path, "errors.py", "")
-    plant(tmp_path, "loss.py", "import torch\nfrom wholebatch import errors\n")
-    plant(tmp_path, "window.py", "from .loss import Loss\n")
-    plant(tmp_path, "accumulator.py", "from wholebatch.window import Window\n")
     plant(
         tmp_path,
-        "engine.py",
+        "__init__.py",
+        '_HOMES = {"WholeBatch": "core.whole_batch", "Loss": "core.loss"}\n',
+    )
+    plant(tmp_path, "errors.py", "")
+    plant(tmp_path, "core/__init__.py", "")
+    plant(tmp_path, "core/runner.py", "")
+    plant(tmp_path, "core/loss.py", "import torch\nfrom wholebatch import errors\n")
+    plant(tmp_path, "core/window.py", "from .loss import Loss\n")
+    plant(tmp_path, "core/accumulator.py", "from wholebatch.core.window import Window\n")
+    plant(
+        tmp_path,
+        "core/whole_batch.py",
         "from typing import TYPE_CHECKING\nfrom wholebatch import Loss, __version__\n"
         "if TYPE_CHECKING:\n    from wholebatch.cli import main\n",
     )
     plant(tmp_path, "memory/__init__.py", "from .choose import best\n")
-    plant(tmp_path, "memory/choose.py", "from . import meter\n")
+    plant(tmp_path, "memory/choose.py", "from . import meter\nfrom . import other\n")
     plant(tmp_path, "memory/meter.py", "")
+    plant(tmp_path, "memory/other.py", "")
+    plant(tmp_path, "memory/live_bytes.py", "")
     plant(tmp_path, "integrations/__init__.py", "")
     plant(tmp_path, "integrations/keras.py", "def f():\n    import keras\n")
+    plant(tmp_path, "tune.py", "")
     plant(tmp_path, "cli/__init__.py", "import rich\nimport wholebatch as wb\n")
     return tmp_path
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import wholebatch
-from wholebatch.checkpoint import Checkpoints
+from wholebatch.cli.checkpoints import Checkpoints
+from wholebatch.cli.sharded_checkpoints import put_together, take_apart
+from wholebatch.core.json_files import read_json
+from wholebatch.core.plain_files import open_file
+from wholebatch.core.safe_loading import load_tensors
 from wholebatch.errors import StateError
-from wholebatch.files import open_file
-from wholebatch.jsonable import read_json
-from wholebatch.loading import load_tensors
-from wholebatch.shards import put_together, take_apart
 
 HOSTILE = "is hostile, or not a checkpoint of wholebatch: loading it would run "
 
@@ -215,7 +215,7 @@ def test_deepspeed_reads_its_files_without_their_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own reader runs whatever a pickle asks for: ours stands in its place while it loads."""
-    from wholebatch.cli.zero import _loads_without_code
+    from wholebatch.cli.deepspeed_run import _loads_without_code
 
     kinds = {
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
@@ -251,7 +251,7 @@ def test_nothing_else_in_the_package_unpickles() -> None:
     may = {
         "loading.py": "the one reader",
         "shards.py": "an unpickler that knows a few classes",
-        "cli/crew.py": "bytes of the other ranks, with weights_only=True",
+        "cli/parallel_ranks.py": "bytes of the other ranks, with weights_only=True",
     }
     package = Path(wholebatch.__file__).parent
     found = {

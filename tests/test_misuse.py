@@ -18,8 +18,8 @@ from torch import nn
 import wholebatch as wb
 from tests.support import EXACT, Whole, mlp, samples, sgd, summed
 from wholebatch import errors
+from wholebatch.core.loss import check_units
 from wholebatch.errors import LossError, SplitError, UnsupportedError, WholebatchError, WindowError
-from wholebatch.loss import check_units
 
 BATCH = samples(12)
 

@@ -15,9 +15,9 @@ import wholebatch as wb
 from tests.distributed.launch import ROOT, torchrun
 from tests.execute.nets import mode_of, traced
 from tests.support import mlp, samples
+from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation
+from wholebatch.core.noise_scale.critical_batch import Sums, fieller, student
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.noise import Estimator, NoiseScale, Observation
-from wholebatch.noise.estimate import Sums, fieller, student
 
 PARAMETERS = 40
 

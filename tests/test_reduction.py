@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import Seen, Whole, mlp, pieces, samples, sgd, summed
+from wholebatch.core.loss_reduction import check_mean, check_sum
 from wholebatch.errors import LossError
-from wholebatch.reduction import check_mean, check_sum
 
 B, C, T = 6, 4, 5
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import wholebatch as wb
 from wholebatch.errors import OptionError
-from wholebatch.scaling import (
+from wholebatch.tune.batch_scaling import (
     BatchSchedule,
     Follow,
     adam_betas,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from wholebatch.errors import OptionError
-from wholebatch.scaling import (
+from wholebatch.tune.batch_scaling import (
     BatchSchedule,
     adam_betas,
     epochs_in_updates,

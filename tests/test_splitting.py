@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from wholebatch.core.splitting import drop_samples, split, to_device
 from wholebatch.errors import OptionError, SplitError
-from wholebatch.splitting import drop_samples, split, to_device
 
 
 class Pair(NamedTuple):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from wholebatch.core.splitting import Unpadded, unpadded
 from wholebatch.errors import UnsupportedError
-from wholebatch.splitting import Unpadded, unpadded
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.errors import OptionError, SplitError
-from wholebatch.splitting import batch_size_of, split
 
 
 @dataclass

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wholebatch.core.splitting import Tokens, split, tokens
 from wholebatch.errors import OptionError, SplitError
-from wholebatch.splitting import Tokens, split, tokens
 
 
 def padded(lengths: list[int], width: int | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import EXACT, Seen, Whole, distance, mlp, pieces, samples, sgd, summed
-from wholebatch.target import check_device
+from wholebatch.core.model_and_optimizer import check_device
 
 
 def accumulate(model: nn.Module, optimizer: Any, batch: Any, sizes: list[int]) -> None:

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from speed.models import DEVICE, Case, Micro, mean, summed
-from wholebatch.bench.frameworks import driven
-from wholebatch.execute.joint import JointStep
+from wholebatch.compile.joint_graph import JointStep
+from wholebatch.tune.loop_comparison.other_libraries import driven
 
 __all__ = ["LOOPS", "Loop", "synchronize"]
 
@@ -66,7 +66,7 @@ def _wholebatch(
         JointStep.fuses_gelu = gelu_sums
         JointStep.whole_rows = whole_rows
         JointStep.inductor = inductor or {}
-        logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
+        logging.getLogger("wholebatch.compile").setLevel(logging.INFO)
         train = wb.WholeBatch(
             model,
             _adamw(model),

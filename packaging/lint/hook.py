@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from wholebatch.lint.cli import main
+from wholebatch.lint.command_line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch import errors as errors
-    from wholebatch.accumulator import Accumulator
+    from wholebatch.core.accumulator import Accumulator
+    from wholebatch.core.loader_loop import over
+    from wholebatch.core.loss import Loss, causal_lm, cross_entropy, mean_loss
+    from wholebatch.core.splitting import split, tokens, unpadded
+    from wholebatch.core.step_result import Step
+    from wholebatch.core.whole_batch import WholeBatch
+    from wholebatch.core.window_size import by_epoch
     from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
-    from wholebatch.driving import over
-    from wholebatch.engine import WholeBatch
-    from wholebatch.loss import Loss, causal_lm, cross_entropy, mean_loss
-    from wholebatch.proof import verify
-    from wholebatch.runners.pipeline import Pipeline
-    from wholebatch.splitting import split, tokens, unpadded
-    from wholebatch.step import Step
-    from wholebatch.steps import by_epoch
+    from wholebatch.distributed.pipeline import Pipeline
+    from wholebatch.verification import verify
 
 __version__ = "0.1.0"
 
@@ -67,27 +67,27 @@ __all__ = [
 # Where each name lives; a submodule stands for itself. A test holds this table, `__all__` and the
 # imports for type checkers above to the same names.
 _HOMES = {
-    "Accumulator": "accumulator",
+    "Accumulator": "core.accumulator",
     "Coupled": "coupled",
-    "Loss": "loss",
-    "Pipeline": "runners.pipeline",
-    "Step": "step",
-    "WholeBatch": "engine",
+    "Loss": "core.loss",
+    "Pipeline": "distributed.pipeline",
+    "Step": "core.step_result",
+    "WholeBatch": "core.whole_batch",
     "audit": "coupled.audit",
-    "by_epoch": "steps",
-    "causal_lm": "loss",
+    "by_epoch": "core.window_size",
+    "causal_lm": "core.loss",
     "clip_loss": "coupled",
-    "cross_entropy": "loss",
+    "cross_entropy": "core.loss",
     "errors": "errors",
     "info_nce": "coupled",
-    "mean_loss": "loss",
-    "over": "driving",
+    "mean_loss": "core.loss",
+    "over": "core.loader_loop",
     "siglip_loss": "coupled",
-    "split": "splitting",
+    "split": "core.splitting",
     "supcon_loss": "coupled",
-    "tokens": "splitting",
-    "unpadded": "splitting",
-    "verify": "proof",
+    "tokens": "core.splitting",
+    "unpadded": "core.splitting",
+    "verify": "verification",
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.proof import LoopVerdict, Verdict, verify, verify_loop
+from wholebatch.verification import LoopVerdict, Verdict, verify, verify_loop
 
 __all__ = ["assert_right_loop", "assert_same_update"]
 

@@ -95,7 +95,7 @@ def environment_of(**more: str) -> dict[str, str]:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without what says when and how fast."""
-    from wholebatch.report.metrics import TIMING
+    from wholebatch.cli.report.metrics_file import TIMING
 
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
@@ -103,7 +103,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(run: Path) -> dict[str, Any]:
-    from wholebatch.checkpoint import Checkpoints
+    from wholebatch.cli.checkpoints import Checkpoints
 
     return Checkpoints(run / "checkpoints").load().state
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from wholebatch.cli.recipes import Batches, Nothing, Position
 from wholebatch.errors import RecipeError, StateError
-from wholebatch.recipes import Batches, Nothing, Position
 
 
 class Noisy:

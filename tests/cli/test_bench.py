@@ -13,8 +13,8 @@ from torch import nn
 
 import wholebatch as wb
 from tests.cli.helpers import EXACT, NOISY, Ran
-from wholebatch.bench import WAYS, Bench, Job, Row, bench
 from wholebatch.errors import OptionError
+from wholebatch.tune.loop_comparison import WAYS, Bench, Job, Row, bench
 
 INSTALLED = ("Accelerate", "Fabric", "Lightning", "Transformers")
 

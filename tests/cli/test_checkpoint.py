@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.cli.helpers import assert_same_bits
 from tests.test_loading import Trap
-from wholebatch import checkpoint as module
-from wholebatch.checkpoint import Checkpoints, check_model, check_optimizer, write_atomically
+from wholebatch.cli import checkpoints as module
+from wholebatch.cli.checkpoints import Checkpoints, check_model, check_optimizer, write_atomically
 from wholebatch.errors import StateError
 
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.cli.helpers import EXACT, assert_same_bits, metrics_of, newest_checkpoint
 from wholebatch.cli import main
-from wholebatch.cli.memory import PeakMemory
-from wholebatch.cli.options import Given, resolve
+from wholebatch.cli.peak_memory import PeakMemory
+from wholebatch.cli.run_settings import Given, resolve
 from wholebatch.errors import OptionError
 
 WIDE = EXACT.replace("nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)", "Net()").replace(
@@ -91,8 +91,8 @@ def test_what_does_not_fit_is_refused_with_what_would_help(
 def test_fit_applies_the_least_and_the_run_keeps_it(
     recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from wholebatch.memory.fit import ladder
-    from wholebatch.recipes import load_recipe
+    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.memory.make_it_fit import ladder
 
     loaded = load_recipe(recipe)
     model = loaded.build_model()

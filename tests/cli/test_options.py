@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from wholebatch.cli import main
-from wholebatch.cli.options import Given, check, config_text, read_config, refuse_idle, resolve
-from wholebatch.cli.said import arithmetic
+from wholebatch.cli.run_settings import Given, check, config_text, read_config, refuse_idle, resolve
+from wholebatch.cli.summary import arithmetic
 from wholebatch.errors import OptionError, StateError
 
 
@@ -170,7 +170,7 @@ def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("wholebatch.cli.scale.solve", lambda **_: interrupted())
+    monkeypatch.setattr("wholebatch.cli.scale_command.solve", lambda **_: interrupted())
     assert main(["scale", "--batch-size", "8", "--micro-batch", "2"]) == 130
     assert capfd.readouterr().err == "stopped\n"
 

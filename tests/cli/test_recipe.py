@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.cli.helpers import EXACT, NOISY, Ran
+from wholebatch.cli.recipes import EMBEDDED, load_recipe, source_of
 from wholebatch.errors import MissingExtraError, RecipeError
-from wholebatch.recipes import EMBEDDED, load_recipe, source_of
 
 Write = Callable[..., Path]
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from wholebatch.cli.report.metrics_file import MetricsFile, record_of
+from wholebatch.cli.report.tensorboard_events import Events
+from wholebatch.cli.report.terminal_output import Terminal, count_said
+from wholebatch.core.step_result import Step
 from wholebatch.errors import MissingExtraError, StateError
-from wholebatch.report.metrics import MetricsFile, record_of
-from wholebatch.report.tensorboard import Events
-from wholebatch.report.terminal import Terminal, count_said
-from wholebatch.step import Step
 
 
 def step(update: int, **more: Any) -> Step:
@@ -132,7 +132,7 @@ def test_a_log_gets_the_first_and_last_line_and_one_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("wholebatch.report.terminal.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("wholebatch.cli.report.terminal_output.time.perf_counter", lambda: now[0])
     terminal, file = shown(terminal=False)
     terminal.begin(done=0, total=20)
     for update in range(1, 21):

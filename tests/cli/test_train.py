@@ -275,7 +275,7 @@ def test_without_its_libraries_the_command_says_how_to_get_them(
     import sys
 
     for name in list(sys.modules):
-        if name.startswith(("wholebatch.cli.", "wholebatch.report")):
+        if name.startswith(("wholebatch.cli.", "wholebatch.cli.report")):
             monkeypatch.delitem(sys.modules, name)
     for name in (package, "rich.console"):
         monkeypatch.setitem(sys.modules, name, None)

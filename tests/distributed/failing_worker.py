@@ -25,8 +25,8 @@ import wholebatch as wb
 from tests.distributed.exact_worker import wrapped
 from tests.distributed.problem import loss, micro
 from tests.support import sgd
-from wholebatch.sync import alarm as alarm_module
-from wholebatch.sync.alarm import alarm
+from wholebatch.distributed import rank_failure as alarm_module
+from wholebatch.distributed.rank_failure import alarm
 
 CASES = [
     ["ddp-raises-1", "ddp-dies-1", "ddp-leaves-1", "fsdp2-raisesinside-1", "ddp-catches-1"],

@@ -18,8 +18,8 @@ from tests.distributed.launch import ROOT, reports
 from tests.memory.models import loss as gpt_loss
 from tests.memory.models import tokens
 from tests.support import EXACT
+from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import predict_peak
-from wholebatch.memory.sharding import Sharding
 
 HERE = Path(__file__).parent
 

@@ -14,12 +14,12 @@ import pytest
 
 from tests.cli.helpers import NOISY, metrics_of
 from tests.distributed.launch import ROOT
-from wholebatch.checkpoint import Checkpoints
 from wholebatch.cli import main
-from wholebatch.deadline import parse_deadline
+from wholebatch.cli.checkpoints import Checkpoints
+from wholebatch.distributed.deadline import parse_deadline
+from wholebatch.distributed.rank_failure import _silence
+from wholebatch.distributed.rank_progress import Progress, place_of
 from wholebatch.errors import OptionError
-from wholebatch.sync.alarm import _silence
-from wholebatch.sync.progress import Progress, place_of
 
 # Rank 1 sleeps in its data: no thread of its own says that it lives, but the alarm's does.
 SLEEPY = NOISY.replace(

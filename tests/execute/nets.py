@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
-from wholebatch.execute.inputs import take_apart
-from wholebatch.execute.rewrite import Options, Rewritten, rewrite
-from wholebatch.execute.trace import Form, State, trace
-from wholebatch.precision import Precision
+from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.graph_rewrite import Options, Rewritten, rewrite
+from wholebatch.compile.trace import Form, State, trace
+from wholebatch.core.precision import Precision
 
 Micro = dict[str, Tensor]
 

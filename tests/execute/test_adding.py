@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, tagged
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
-from wholebatch.execute import fused
-from wholebatch.execute.adding import Adding
+from wholebatch.compile import fused_weight_grad as fused
+from wholebatch.compile.eager_weight_grad import Adding
 
 
 @pytest.fixture(autouse=True)

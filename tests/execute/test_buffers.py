@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tagged, traced
 from tests.support import Whole
-from wholebatch.execute.buffers import Gradients
-from wholebatch.execute.executor import Executor
+from wholebatch.compile.gradient_buffers import Gradients
+from wholebatch.compile.micro_step import Executor
 
 
 @pytest.fixture(autouse=True)

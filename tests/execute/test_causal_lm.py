@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wholebatch as wb
 from tests.execute.nets import mode_of, traced
 from tests.support import EXACT, distance, sgd
-from wholebatch import sliced
+from wholebatch.core import sliced_cross_entropy
 
 VOCABULARY = 13
 
@@ -79,7 +79,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced, "rows_at_once", lambda _: 128)
+    monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: 128)
 
 
 @pytest.mark.usefixtures("small_slices")
@@ -155,6 +155,6 @@ def test_slices_within_the_traced_micro_step() -> None:
 
 
 def test_slices_are_matrix_products_of_a_good_size() -> None:
-    assert sliced.rows_at_once(50304) == 1280
-    assert sliced.rows_at_once(256000) == 1024
-    assert sliced.rows_at_once(1000) == 67072
+    assert sliced_cross_entropy.rows_at_once(50304) == 1280
+    assert sliced_cross_entropy.rows_at_once(256000) == 1024
+    assert sliced_cross_entropy.rows_at_once(1000) == 67072

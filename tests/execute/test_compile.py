@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.execute.nets import Blocks, Tagger, loss, mean_of_tokens, mode_of, tagged
 from tests.support import Seen, Whole, sgd
-from wholebatch.execute import ExecuteWarning
+from wholebatch.compile import ExecuteWarning
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def _warnings_of_the_compiler_are_its_own() -> Any:
 def test_compiled_joint_graphs_of_many_sizes_make_the_update_of_the_undivided_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from wholebatch.execute import joint
+    from wholebatch.compile import joint_graph as joint
 
     compilations = []
     plain = joint.compiled_by_inductor
@@ -92,7 +92,8 @@ def test_compiled_forward_where_a_graph_of_all_is_not_possible() -> None:
 
 
 def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholebatch.execute import compiled, joint
+    from wholebatch.compile import compiled_forward as compiled
+    from wholebatch.compile import joint_graph as joint
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long story")
@@ -119,7 +120,7 @@ def test_norms_that_are_one_operation_make_the_update_of_the_undivided_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the stand-in that a CPU has for the kernel, for one shape and for open sizes."""
-    from wholebatch.execute import joint
+    from wholebatch.compile import joint_graph as joint
 
     monkeypatch.setattr(joint, "can_fuse_norms", lambda _: True)
     monkeypatch.setattr(joint, "can_fuse_gelu", lambda _: True)

@@ -13,9 +13,9 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.execute.nets import Micro, loss, run_rewritten
 from tests.support import distance
-from wholebatch.execute.entropy import can_fuse_entropy
-from wholebatch.execute.rewrite import Options
-from wholebatch.precision import choose
+from wholebatch.compile.cross_entropy import can_fuse_entropy
+from wholebatch.compile.graph_rewrite import Options
+from wholebatch.core.precision import choose
 
 
 class Reader(nn.Module):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.execute.nets import Micro, loss, mode_of, traced
 from tests.support import Whole, mlp, samples, sgd
+from wholebatch.compile import ExecuteWarning
+from wholebatch.compile.graph_check import differs, gradients_in_full, is_as_near
 from wholebatch.errors import OptionError
-from wholebatch.execute import ExecuteWarning
-from wholebatch.execute.check import differs, gradients_in_full, is_as_near
 
 
 class Wrapped(nn.Module):
@@ -124,7 +124,7 @@ def test_several_micro_batch_types_that_are_opaque() -> None:
 
 
 def test_a_graph_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholebatch.execute import joint
+    from wholebatch.compile import joint_graph as joint
 
     right = joint.JointStep.__call__
 

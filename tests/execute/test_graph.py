@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholebatch.execute import graph
+from wholebatch.compile import cuda_graph as graph
 
 
 class Stream:

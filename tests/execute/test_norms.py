@@ -15,11 +15,13 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.execute.nets import Blocks, loss, run_rewritten
 from tests.support import distance
-from wholebatch.execute import entropy, gelu, kernels, norms
-from wholebatch.execute.gelu import can_fuse_gelu, simplify_gelu
-from wholebatch.execute.norms import can_fuse_norms
-from wholebatch.execute.rewrite import Options, Rewritten
-from wholebatch.precision import choose
+from wholebatch.compile import cross_entropy as entropy
+from wholebatch.compile import gelu, kernels
+from wholebatch.compile import layer_norm as norms
+from wholebatch.compile.gelu import can_fuse_gelu, simplify_gelu
+from wholebatch.compile.graph_rewrite import Options, Rewritten
+from wholebatch.compile.layer_norm import can_fuse_norms
+from wholebatch.core.precision import choose
 
 
 def _run(
@@ -201,7 +203,7 @@ def test_a_kernel_that_is_not_there_or_cannot_run_is_not_used(
         return bool(run(1) == 1)
 
     cuda = torch.device("cuda")
-    monkeypatch.setitem(sys.modules, "wholebatch.execute.kernels.here", ModuleType("here"))
+    monkeypatch.setitem(sys.modules, "wholebatch.compile.kernels.here", ModuleType("here"))
     assert kernels.computes_rightly(cuda, "here", lambda: lambda one: one, agrees)
     assert not kernels.computes_rightly(cuda, "here", lambda: broken, agrees)
     assert not kernels.computes_rightly(cuda, "elsewhere", lambda: lambda one: one, agrees)

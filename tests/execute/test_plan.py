@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from wholebatch.execute.plan import Plan
+from wholebatch.compile.when_to_compile import Plan
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

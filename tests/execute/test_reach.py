@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.execute.nets import Micro, loss, mode_of, tagged, traced
 from tests.support import Whole, mlp, samples, sgd
-from wholebatch.execute import ExecuteWarning
-from wholebatch.execute.reach import Reach
+from wholebatch.compile import ExecuteWarning
+from wholebatch.compile.captured_state import Reach
 
 COUNTED = {"calls": 0}
 

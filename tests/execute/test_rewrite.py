@@ -10,11 +10,11 @@ from torch import Tensor, fx, nn
 
 from tests.execute.nets import Tagger, loss, tagged
 from tests.support import distance
-from wholebatch.execute.fused import add_product, can_add_products
-from wholebatch.execute.inputs import take_apart
-from wholebatch.execute.rewrite import Options, rewrite
-from wholebatch.execute.trace import Form, State, trace
-from wholebatch.precision import choose
+from wholebatch.compile.fused_weight_grad import add_product, can_add_products
+from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.graph_rewrite import Options, rewrite
+from wholebatch.compile.trace import Form, State, trace
+from wholebatch.core.precision import choose
 
 
 class StandIn(fx.Interpreter):

@@ -25,9 +25,9 @@ from tests.execute.nets import (
     traced,
 )
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
-from wholebatch.execute import executor as executor_module
-from wholebatch.execute import joint as joint_module
-from wholebatch.execute.plan import Plan
+from wholebatch.compile import joint_graph as joint_module
+from wholebatch.compile import micro_step as executor_module
+from wholebatch.compile.when_to_compile import Plan
 
 
 @pytest.fixture

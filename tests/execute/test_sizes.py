@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from tests.execute.nets import Encoder, loss, texts
 from tests.support import distance
-from wholebatch.execute.inputs import take_apart
-from wholebatch.execute.rewrite import Options, rewrite
-from wholebatch.execute.sizes import Sizes, differing, pattern
-from wholebatch.execute.trace import Form, State, Traced, trace
-from wholebatch.precision import choose
+from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.graph_rewrite import Options, rewrite
+from wholebatch.compile.symbolic_sizes import Sizes, differing, pattern
+from wholebatch.compile.trace import Form, State, Traced, trace
+from wholebatch.core.precision import choose
 
 
 def test_what_is_open_and_what_goes_together() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.execute.entropy import _operation, can_fuse_entropy
+from wholebatch.compile.cross_entropy import _operation, can_fuse_entropy
 
 DEVICE = torch.device("cuda")
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from wholebatch.execute import plan
+from wholebatch.compile import when_to_compile as plan
 
 Micro = dict[str, Tensor]
 VOCABULARY = 96
@@ -292,7 +292,7 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     train = wb.WholeBatch(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, micro_batch=4
     )
-    logging.getLogger("wholebatch.execute").setLevel(logging.INFO)
+    logging.getLogger("wholebatch.compile").setLevel(logging.INFO)
     whole = batch(16)
     executor = train._feeding.executor
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from wholebatch.coupled import batchnorms
-from wholebatch.runners.lockstep import Hold, LockStep
+from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 
 Pair = tuple[Tensor, Tensor]
 HOLDS: tuple[Hold, ...] = ("graphs", "inputs", "host")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from wholebatch.execute import ExecuteWarning, gelu, norms
+from wholebatch.compile import ExecuteWarning, gelu
+from wholebatch.compile import layer_norm as norms
 
 DEVICE = torch.device("cuda")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from wholebatch.proof import verify_loop
+from wholebatch.verification import verify_loop
 
 Micro = dict[str, Tensor]
 

@@ -288,7 +288,7 @@ def test_out_of_memory_begins_again() -> None:
 def test_optimizer_steps_in_parts_and_its_post_hook_runs_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("wholebatch.gradients.sums._BUCKET_BYTES", 500)
+    monkeypatch.setattr("wholebatch.offload.host_sums._BUCKET_BYTES", 500)
     model, calls = mlp(), []
     train = made(model, clip_norm=0.1)
     optimizer = train._window.target.optimizers[0]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.gradients.test_moments import batches, count, loss, made
 from tests.support import EXACT, Whole, adamw, distance, mlp, samples
+from wholebatch.compile.eager_weight_grad import Adding
 from wholebatch.errors import UnsupportedError, WindowError
-from wholebatch.execute.adding import Adding
-from wholebatch.gradients.moments import MomentsStore
+from wholebatch.offload.adam_accumulation import MomentsStore
 
 Micro = dict[str, Tensor]
 
@@ -83,8 +83,8 @@ def test_moments_for_every_decay_and_kind_of_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Adding, "anywhere", adds)
-    monkeypatch.setattr("wholebatch.gradients.moments._SMALL", small)
-    monkeypatch.setattr("wholebatch.gradients.sums._SMALLEST_BUCKET", 400)  # several wait
+    monkeypatch.setattr("wholebatch.offload.adam_accumulation._SMALL", small)
+    monkeypatch.setattr("wholebatch.offload.host_sums._SMALLEST_BUCKET", 400)  # several wait
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, **settings)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wholebatch.gradients import packed
-from wholebatch.gradients.packed import keys_of, pack, pack_together, unpack, unpack_together
+from wholebatch.offload import packed_moments as packed
+from wholebatch.offload.packed_moments import keys_of, pack, pack_together, unpack, unpack_together
 
 
 def moments(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.errors import OptionError
-from wholebatch.gradients.link import ring_bytes
-from wholebatch.memory.fit import ladder
+from wholebatch.memory.make_it_fit import ladder
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
+from wholebatch.offload.device_to_host import ring_bytes
 
 WIDTH = 256
 
@@ -39,10 +39,10 @@ def bytes_of(model: nn.Module) -> int:
 
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * WIDTH * WIDTH * 4
-    monkeypatch.setattr("wholebatch.gradients.release._BUCKET_BYTES", size)
-    monkeypatch.setattr("wholebatch.gradients.moments._BUCKET_BYTES", size)
+    monkeypatch.setattr("wholebatch.offload.release_store._BUCKET_BYTES", size)
+    monkeypatch.setattr("wholebatch.offload.adam_accumulation._BUCKET_BYTES", size)
     sizes = dict.fromkeys(("host", "swap", "release", "moments"), size)
-    monkeypatch.setattr("wholebatch.memory.stores._BUCKET_BYTES", sizes)
+    monkeypatch.setattr("wholebatch.memory.offload_memory._BUCKET_BYTES", sizes)
 
 
 @pytest.mark.parametrize("gradients", ["release", "moments"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from wholebatch.gradients.packed import keys_of
-from wholebatch.gradients.ready import Ready
+from wholebatch.offload.moment_keys import Ready
+from wholebatch.offload.packed_moments import keys_of
 
 
 def state(size: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.gradients.release._BUCKET_BYTES", 1100)
+    monkeypatch.setattr("wholebatch.offload.release_store._BUCKET_BYTES", 1100)
 
 
 @pytest.mark.usefixtures("_small_buckets")

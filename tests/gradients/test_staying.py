@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from tests.gradients.seen import watching
 from tests.gradients.test_host import fused, in_pieces, made
 from tests.support import EXACT, Whole, adamw, distance, mlp, samples, sgd
-from wholebatch.gradients import host, staying
-from wholebatch.gradients.link import Link
-from wholebatch.gradients.staying import Staying
+from wholebatch.offload import host_store as host
+from wholebatch.offload import staying_sums as staying
+from wholebatch.offload.device_to_host import Link
+from wholebatch.offload.staying_sums import Staying
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 import wholebatch as wb
 from tests.support import samples, summed
-from wholebatch.gradients import ahead
 from wholebatch.memory.meter import MemoryMeter
+from wholebatch.offload import close_on_device as ahead
 
 Make = Callable[..., torch.optim.Optimizer]
 Makes = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -73,7 +73,7 @@ class OutOfMemoryAt(TorchFunctionMode):
 @pytest.fixture(autouse=True)
 def _steps_pass_for_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps that fail here stand for torch's own, and take the factor as those do."""
-    monkeypatch.setattr("wholebatch.optimizer_step._is_torchs_code", lambda function: True)
+    monkeypatch.setattr("wholebatch.core.optimizer_step._is_torchs_code", lambda function: True)
 
 
 WAYS = {"foreach": {"foreach": True}, "fused": {"fused": True}, "single": {"foreach": False}}
@@ -244,7 +244,7 @@ def test_gradients_on_the_host() -> None:
 def test_a_close_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ahead.can_close_ahead
     monkeypatch.setattr(
-        "wholebatch.gradients.device.can_close_ahead",
+        "wholebatch.core.device_store.can_close_ahead",
         lambda optimizers, options, device: real(optimizers, options, torch.device("cuda")),
     )
     for window in (0, 1):

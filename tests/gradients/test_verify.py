@@ -44,7 +44,7 @@ def test_swap_is_proven() -> None:
 
 
 def test_release_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.gradients.release._BUCKET_BYTES", 1100)
+    monkeypatch.setattr("wholebatch.offload.release_store._BUCKET_BYTES", 1100)
     verdict = verified("release", nonfinite="skip")
     assert verdict.same, str(verdict)
 

@@ -24,11 +24,11 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from transformers import Trainer, TrainerCallback
 
-from wholebatch.hosted import Given
 from wholebatch.integrations.accelerate import ExactWindows, accumulator
+from wholebatch.integrations.host_window import Given
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
-from wholebatch.integrations.transformers.host import stepped_here
+from wholebatch.integrations.transformers.trainer_facts import stepped_here
 
 pytestmark = [
     pytest.mark.slow,

@@ -33,8 +33,8 @@ from transformers import (
 )
 
 from wholebatch.integrations.transformers import ExactWindows, exact
-from wholebatch.integrations.transformers.host import EpochEnd, nothing_through
-from wholebatch.integrations.transformers.units import measured_shift
+from wholebatch.integrations.transformers.label_units import measured_shift
+from wholebatch.integrations.transformers.trainer_facts import EpochEnd, nothing_through
 
 pytestmark = [
     pytest.mark.slow,

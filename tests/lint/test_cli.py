@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from wholebatch.lint import RULES, SettingsError, lint_paths
-from wholebatch.lint.cli import CLEAN, FOUND, USAGE, main
-from wholebatch.lint.settings import Settings, load_settings
+from wholebatch.lint.command_line import CLEAN, FOUND, USAGE, main
+from wholebatch.lint.lint_settings import Settings, load_settings
 
 BAD = """
 for i, (x, y) in enumerate(loader):
@@ -173,7 +173,7 @@ def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'numpy', 'typer', 'rich', 'libcst'): sys.modules[name] = None\n"
-        "from wholebatch.lint.cli import main\n"
+        "from wholebatch.lint.command_line import main\n"
         "sys.exit(main(['train.py']))\n"
     )
     source = Path(__file__).parents[2] / "src"
@@ -208,7 +208,7 @@ def test_command_of_the_big_command_line(script: Path) -> None:
     typer = pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    from wholebatch.cli.lint import lint
+    from wholebatch.cli.lint_command import lint
 
     app = typer.Typer()
     app.command()(lint)

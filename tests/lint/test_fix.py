@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from wholebatch.lint.cli import main
+from wholebatch.lint.command_line import main
 from wholebatch.lint.fix import fix_text
-from wholebatch.lint.settings import Settings
+from wholebatch.lint.lint_settings import Settings
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*/bad_*.py"))
 MICRO, ACCUM = 4, 3

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from wholebatch.lint import Settings, lint_paths
-from wholebatch.lint.cli import main
+from wholebatch.lint.command_line import main
 
 LOOP = """%matplotlib inline
 accum = 4

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from wholebatch.lint import RULES
-from wholebatch.lint.measure import measure
-from wholebatch.lint.pages import BEGIN, END, main, pages, table
+from wholebatch.lint.precision_recall import measure
+from wholebatch.lint.rule_pages import BEGIN, END, main, pages, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "lint"
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wholebatch.loss import Loss
+from wholebatch.core.loss import Loss
 from wholebatch.memory import predict_peak
 
 SAMPLES, LENGTH, WIDTH, HEADS = 4, 128, 32, 4
@@ -74,4 +74,4 @@ def test_matrices_are_counted_where_they_are_made() -> None:
     assert peak(model, "cpu") - peak(Attention(0.0), "cpu") > MATRIX
     with sdpa_kernel(SDPBackend.MATH):
         assert peak(model) - peak(Attention(0.0)) > MATRIX / 4
-    assert functional.scaled_dot_product_attention.__module__ != "wholebatch.memory.kernels"
+    assert functional.scaled_dot_product_attention.__module__ != "wholebatch.memory.kernel_outputs"

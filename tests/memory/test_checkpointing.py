@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.memory.models import GPT, images, loss, mlp, tokens
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory import MemoryMeter, predict_peak
-from wholebatch.memory.checkpointing import (
+from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
     repeated_blocks,
     with_checkpoints,

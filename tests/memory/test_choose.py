@@ -13,19 +13,19 @@ from torch import nn
 import wholebatch as wb
 from tests.memory.models import CASES, GPT, loss, mlp, tokens, vectors
 from wholebatch.errors import OptionError
-from wholebatch.memory.batches import resize_batch
+from wholebatch.memory.activation_checkpointing import is_checkpointed
 from wholebatch.memory.budget import bytes_said, device_memory, free_memory, parse_memory
-from wholebatch.memory.calibrate import Correction, calibrate, measure_step
-from wholebatch.memory.checkpointing import is_checkpointed
-from wholebatch.memory.choose import (
+from wholebatch.memory.choose_micro_batch import (
     CLOSE_ENOUGH,
     choose_micro_batch,
     choose_tokens,
     largest_fitting,
     spare,
 )
-from wholebatch.memory.fit import fit, ladder
+from wholebatch.memory.make_it_fit import fit, ladder
 from wholebatch.memory.predict import Prediction, predict_peak
+from wholebatch.memory.prediction_correction import Correction, calibrate, measure_step
+from wholebatch.memory.resized_batches import resize_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

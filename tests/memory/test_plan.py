@@ -12,11 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
-from wholebatch.cli.plan import plan
+from wholebatch.cli.plan_command import plan
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, UnsupportedError
+from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
-from wholebatch.memory.sharding import Sharding, pretended_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

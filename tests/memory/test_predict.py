@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from tests.memory.models import CASES, GPT, Case, cnn, loss, mlp, tokens, vectors
+from wholebatch.core.loss import Loss, cross_entropy
 from wholebatch.errors import LossError, OptionError, UnsupportedError
-from wholebatch.loss import Loss, cross_entropy
 from wholebatch.memory import MemoryMeter, predict_peak, resize_batch
-from wholebatch.memory.batches import map_tensors
 from wholebatch.memory.predict import PlainWindow, Predictor
+from wholebatch.memory.resized_batches import map_tensors
 
 # Linear layers in bf16 on a CPU without bf16 instructions say once that they will be slow.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -15,12 +15,12 @@ from torch import nn
 import wholebatch as wb
 from tests.memory.inject import OutOfMemoryAt
 from tests.memory.models import loss, mlp, vectors
+from wholebatch.core.precision import LossScale
+from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.errors import OptionError
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.recover import Recovered, Recovery, within
-from wholebatch.memory.sizing import Sizing
-from wholebatch.precision import LossScale
-from wholebatch.splitting import batch_size_of, split
+from wholebatch.memory.out_of_memory import Recovered, Recovery, within
+from wholebatch.memory.size_in_force import Sizing
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support import adamw, mlp, samples, summed
 from wholebatch.memory import try_out
-from wholebatch.memory.choose import Choice
+from wholebatch.memory.choose_micro_batch import Choice
 from wholebatch.memory.predict import Prediction
-from wholebatch.memory.trial import _Trial
+from wholebatch.memory.trial_step import _Trial
 
 LIMIT = 6000
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from tests.memory.models import CASES, images, loss, mlp, vectors
 from wholebatch.errors import OptionError
+from wholebatch.memory.batchnorm_choice import choose_in_lock_step
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import Prediction, predict_peak
-from wholebatch.memory.together import choose_in_lock_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

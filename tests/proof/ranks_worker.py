@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.proof.loops.mistakes import mean, total, units
-from wholebatch.proof import verify_loop
-from wholebatch.proof.zoo import ZOO, loss
+from wholebatch.verification import verify_loop
+from wholebatch.verification.example_models import ZOO, loss
 
 
 def all_units(micros: Any) -> float:

@@ -20,8 +20,8 @@ from tests.distributed.launch import reports
 from tests.proof.loops import peers
 from tests.proof.loops.mistakes import PLANTED, mean, not_divided, total, units
 from tests.proof.loops.right import RIGHT, bf16_autocast, fp16_with_a_scaler
-from wholebatch.proof import MISTAKES, ZOO, Case, verify_loop
-from wholebatch.proof.zoo import loss
+from wholebatch.verification import MISTAKES, ZOO, Case, verify_loop
+from wholebatch.verification.example_models import loss
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

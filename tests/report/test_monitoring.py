@@ -14,10 +14,10 @@ import pytest
 
 from tests.cli.conftest import command, recipe
 from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of
+from wholebatch.cli.report.metrics_file import record_of, scalars_of
+from wholebatch.cli.report.wandb_run import WandbRun
+from wholebatch.core.step_result import Step
 from wholebatch.errors import MissingExtraError
-from wholebatch.report.metrics import record_of, scalars_of
-from wholebatch.report.wandb import WandbRun
-from wholebatch.step import Step
 
 __all__ = ["command", "recipe"]  # fixtures of the command line, used here too
 

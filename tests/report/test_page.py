@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.report import samples
+from wholebatch.cli.report.page import Chart, Page, Section, make_page, read_sources, render
+from wholebatch.cli.report.page.elements import SERIES
+from wholebatch.cli.report.page.html import write_page
+from wholebatch.cli.report.page.training_section import MOST_POINTS, thinned
 from wholebatch.errors import MissingExtraError, OptionError, StateError
-from wholebatch.report.page import Chart, Page, Section, make_page, read_sources, render
-from wholebatch.report.page.elements import SERIES
-from wholebatch.report.page.html import write_page
-from wholebatch.report.page.training import MOST_POINTS, thinned
 
 ASSETS = Path(__file__).parents[2] / "src/wholebatch/report/page/assets"
 
@@ -29,7 +29,7 @@ def page(tmp_path: Path) -> Page:
 @pytest.fixture
 def text(page: Page, monkeypatch: pytest.MonkeyPatch) -> str:
     """The file without the plotting library, whose five million characters say nothing here."""
-    monkeypatch.setattr("wholebatch.report.page.html._plotly", lambda: "/* plotly */")
+    monkeypatch.setattr("wholebatch.cli.report.page.html._plotly", lambda: "/* plotly */")
     return render(page)
 
 
@@ -81,7 +81,7 @@ def test_runs_stand_side_by_side_and_differences_are_marked(page: Page) -> None:
 
 
 def test_a_batch_size_that_changes_on_the_way_is_said(tmp_path: Path) -> None:
-    from wholebatch.report.manifest import arithmetic_of
+    from wholebatch.cli.report.manifest import arithmetic_of
 
     run = samples.write_run(tmp_path / "run", windows=3)
     changes = arithmetic_of(24, "8@0,24@3000tok", micro_batch=8, ranks=1)
@@ -200,7 +200,7 @@ def test_every_colour_is_in_both_schemes(text: str) -> None:
 
 
 def test_numbers_that_are_not_finite_are_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.report.page.html._plotly", str)
+    monkeypatch.setattr("wholebatch.cli.report.page.html._plotly", str)
     chart = Chart("a", "A", [{"type": "scatter", "y": [1.0, float("nan"), float("inf")]}])
     made = render(Page("t", "s", (Section("x", "X", (chart,)),)))
     assert '"y":[1.0,null,null]' in made

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.coupled.networks import NETWORKS, resnet
 from tests.runners.windows import Dropped, batch, error, lockstep, result, split, total, whole
-from wholebatch.coupled.norms import tracked_instance_norms
+from wholebatch.coupled.normalisation_layers import tracked_instance_norms
 from wholebatch.errors import UnsupportedError
 
 SIZES = {1: [12], 2: [7, 5], 5: [4, 1, 3, 1, 3], 12: [1] * 12}

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.coupled.networks import resnet
 from tests.runners.windows import Dropped, batch, error, lockstep, result, split, total, whole
-from wholebatch.coupled.norms import batchnorms
+from wholebatch.coupled.batchnorm.lock_step import LockStep
+from wholebatch.coupled.normalisation_layers import batchnorms
 from wholebatch.errors import UnsupportedError, WindowError
-from wholebatch.runners.lockstep import LockStep
 
 
 def _party_threads() -> list[str]:

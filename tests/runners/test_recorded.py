@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, distance
-from wholebatch.coupled.rng import Begins
-from wholebatch.execute.notes import ExecuteWarning
-from wholebatch.runners.recorded import Recorder
+from wholebatch.compile.messages import ExecuteWarning
+from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
+from wholebatch.coupled.random_streams import Begins
 
 R = TypeVar("R")
 
@@ -175,7 +175,7 @@ def test_other_shapes_and_changed_models_run_by_threads() -> None:
 def test_windows_of_very_many_micro_batches_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("wholebatch.runners.recorded.MOST_MICRO_BATCHES", 3)
+    monkeypatch.setattr("wholebatch.coupled.batchnorm.lock_step_graph.MOST_MICRO_BATCHES", 3)
     train, recorder = training(normed(), asked=True)
     modes = []
     for size in (12, 12, 9, 9):  # four micro-batches, and three

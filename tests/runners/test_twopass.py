@@ -11,15 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholebatch.coupled.contrastive import (
-    Coupled,
-    clip_loss,
-    siglip_loss,
-    supcon_loss,
-)
+from wholebatch.core.loss import Loss
+from wholebatch.coupled.contrastive.losses import Coupled, clip_loss, siglip_loss, supcon_loss
+from wholebatch.coupled.contrastive.two_pass import run_two_pass as two_passes
 from wholebatch.errors import LossError, WindowError
-from wholebatch.loss import Loss
-from wholebatch.runners.twopass import run_two_pass as two_passes
 
 SPLITS = [[12], [4, 4, 4], [5, 1, 6], [1] * 12]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.coupled.norms import batchnorms
-from wholebatch.runners.lockstep import LockStep
+from wholebatch.coupled.batchnorm.lock_step import LockStep
+from wholebatch.coupled.normalisation_layers import batchnorms
 
 torch.set_num_threads(1)
 State = dict[str, Tensor]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from wholebatch.core.step_result import Step
 from wholebatch.memory.predict import Prediction
-from wholebatch.step import Step
-from wholebatch.tune import bench
-from wholebatch.tune.measure import Subject, Timing, TooSlow
+from wholebatch.tune import setting_measurements as bench
+from wholebatch.tune.interleaved_timing import ratio_of
 from wholebatch.tune.search import Limits, Search
+from wholebatch.tune.search_space import sizes_of
+from wholebatch.tune.setting_run import Subject, Timing, TooSlow
 from wholebatch.tune.settings import Setting, Trial, Way
-from wholebatch.tune.space import sizes_of
-from wholebatch.tune.turns import ratio_of
 
 FULL, BF16 = Way("full", False, "eager", "auto"), Way("bf16", False, "eager", "auto")
 AGAIN = Way("full", True, "eager", "auto")

@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 
 from wholebatch import __version__
-from wholebatch.cli.bench import bench
-from wholebatch.cli.lint import lint
-from wholebatch.cli.plan import plan
-from wholebatch.cli.recipes import recipes
-from wholebatch.cli.report import report
-from wholebatch.cli.scale import scale
-from wholebatch.cli.stop import STOPPED
-from wholebatch.cli.train import train
-from wholebatch.cli.tune import tune
-from wholebatch.cli.verify import verify
+from wholebatch.cli.bench_command import bench
+from wholebatch.cli.lint_command import lint
+from wholebatch.cli.plan_command import plan
+from wholebatch.cli.recipes_command import recipes
+from wholebatch.cli.report_command import report
+from wholebatch.cli.scale_command import scale
+from wholebatch.cli.stop_signal import STOPPED
+from wholebatch.cli.train_command import train
+from wholebatch.cli.tune_command import tune
+from wholebatch.cli.verify_command import verify
 from wholebatch.errors import WholebatchError
 
 __all__ = ["app", "run"]

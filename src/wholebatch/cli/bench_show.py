@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from wholebatch.bench import Bench, Row
-from wholebatch.cli.folder import shown
-from wholebatch.report.terminal import bytes_said
+from wholebatch.cli.report.terminal_output import bytes_said
+from wholebatch.cli.run_folder import shown
+from wholebatch.tune.loop_comparison import Bench, Row
 
 __all__ = ["Bar", "show"]
 

@@ -53,7 +53,7 @@ def show(console: Console, plan: Plan) -> None:
     if has_bars:
         console.print(_legend(plan), highlight=False)
     if plan.micro_batch is None:
-        from wholebatch.memory.fit import refusal
+        from wholebatch.memory.make_it_fit import refusal
 
         said = refusal(list(plan.rungs), plan.budget)
         console.print(f"\n[red]{said}[/]", highlight=False, soft_wrap=True)

@@ -9,10 +9,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.proof import LoopVerdict, Trial, Verdict
-from wholebatch.proof.compare import Comparison
-from wholebatch.proof.mistakes import MISTAKES, RIGHT
-from wholebatch.proof.verdict import said
+from wholebatch.verification import LoopVerdict, Trial, Verdict
+from wholebatch.verification.mistakes import MISTAKES, RIGHT
+from wholebatch.verification.run_distance import Comparison
+from wholebatch.verification.verdict import said
 
 __all__ = ["show_loop", "show_verdict"]
 

@@ -1,15 +1,15 @@
 """Batches whose samples depend on each other."""
 
 from wholebatch.coupled.audit import Audit, Finding, audit
-from wholebatch.coupled.batchnorm import Choice, Policy, choose, convert, groups_for
-from wholebatch.coupled.contrastive import (
+from wholebatch.coupled.batchnorm.policies import Choice, Policy, choose, convert, groups_for
+from wholebatch.coupled.contrastive.losses import (
     Coupled,
     clip_loss,
     info_nce,
     siglip_loss,
     supcon_loss,
 )
-from wholebatch.coupled.norms import batchnorms, tracked_instance_norms
+from wholebatch.coupled.normalisation_layers import batchnorms, tracked_instance_norms
 
 __all__ = [
     "Audit",

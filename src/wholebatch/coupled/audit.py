@@ -14,17 +14,17 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from wholebatch.core.splitting import to_device
+from wholebatch.core.splitting.layout import BatchSize, Static
 from wholebatch.coupled.adds_up import AddsUp
 from wholebatch.coupled.finding import Finding
-from wholebatch.coupled.norms import (
+from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     is_spectral_norm,
     tracked_instance_norms,
     uses_batch_statistics,
 )
 from wholebatch.errors import LossError
-from wholebatch.splitting import to_device
-from wholebatch.splitting.layout import BatchSize, Static
 
 __all__ = ["Audit", "Finding", "audit"]
 

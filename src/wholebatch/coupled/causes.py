@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from wholebatch.coupled.few import Few, Run, Uncheckable
 from wholebatch.coupled.finding import Finding
-from wholebatch.coupled.probe import FUNCTION, origins
-from wholebatch.coupled.tolerance import Tolerance
+from wholebatch.coupled.rounding_tolerance import Tolerance
+from wholebatch.coupled.sample_probe import FUNCTION, origins
+from wholebatch.coupled.sample_runs import Few, Run, Uncheckable
 
 __all__ = ["by_changing_a_sample", "couples", "of_gradient", "of_loss", "outside_norm"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholebatch.core.splitting.layout import readable_layout
 from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.coupled.audit import audit
+from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
-from wholebatch.splitting.layout import readable_layout
-from wholebatch.sync import Sync
 
 __all__ = ["Guard"]
 

@@ -30,14 +30,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.accumulator import Accumulator
-from wholebatch.close import Policy
+from wholebatch.core.accumulator import Accumulator
+from wholebatch.core.close import Policy
+from wholebatch.core.loss import Loss, Units
+from wholebatch.core.optional_packages import require
+from wholebatch.core.step_result import Step
+from wholebatch.distributed.deepspeed import DeepSpeed
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
-from wholebatch.extras import require
-from wholebatch.hosted import Given, Gradients, Hosted, Options, Settled, all_parameters
-from wholebatch.loss import Loss, Units
-from wholebatch.step import Step
-from wholebatch.sync.deepspeed import DeepSpeed
+from wholebatch.integrations.host_window import (
+    Given,
+    Gradients,
+    Hosted,
+    Options,
+    Settled,
+    all_parameters,
+)
 
 require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
 

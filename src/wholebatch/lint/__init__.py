@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from .check import check_source
-from .files import collect, lint_files
+from .check_file import check_source
+from .file_collection import collect, lint_files
 from .findings import Finding
+from .lint_settings import Settings, SettingsError, load_settings
 from .rules import RULES, Rule
-from .settings import Settings, SettingsError, load_settings
-from .source import Source
+from .script_source import Source
 
 __all__ = [
     "RULES",

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .check import check_source
+from .check_file import check_source
 from .findings import Edit, Finding
-from .settings import Settings
-from .source import Source, notebook_source, read_source
+from .lint_settings import Settings
+from .script_source import Source, notebook_source, read_source
 
 __all__ = ["fix_files", "fix_text"]
 
@@ -84,7 +84,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str | None:
     import libcst as cst
     from libcst.metadata import MetadataWrapper
 
-    from .rewrite import Rewriter
+    from .libcst_rewriter import Rewriter
 
     try:
         module = cst.parse_module(text)

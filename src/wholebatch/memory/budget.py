@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
-from wholebatch.words import bytes_said
 
 __all__ = [
     "Memory",

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.memory.ledger import CATEGORIES, Ledger, storages_of
+from wholebatch.memory.live_bytes import CATEGORIES, Ledger, storages_of
 
 __all__ = [
     "CATEGORIES",

@@ -12,14 +12,18 @@ from typing import Any, Literal
 
 import torch
 
+from wholebatch.core.splitting.layout import Static
 from wholebatch.errors import OptionError
-from wholebatch.memory.batches import resize_batch
-from wholebatch.memory.checkpointing import checkpointed, is_checkpointed, repeated_blocks
-from wholebatch.memory.choose import largest_fitting, spare
-from wholebatch.memory.fit import Rung, ladder, lower_precisions
+from wholebatch.memory.activation_checkpointing import (
+    checkpointed,
+    is_checkpointed,
+    repeated_blocks,
+)
+from wholebatch.memory.choose_micro_batch import largest_fitting, spare
+from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
+from wholebatch.memory.make_it_fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
-from wholebatch.memory.sharding import Sharding, pretended_ranks
-from wholebatch.splitting.layout import Static
+from wholebatch.memory.resized_batches import resize_batch
 
 __all__ = ["Plan", "Point", "Variant", "make_plan"]
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.errors import OptionError
-from wholebatch.memory.plain import PlainWindow, Reduction
-from wholebatch.memory.rehearse import CUDA_WORKSPACES, Ran, Rehearsal, Way
-from wholebatch.memory.sharding import Sharding, pretended_ranks
-from wholebatch.memory.stores import check_gradients
-from wholebatch.runners.lockstep import Hold
+from wholebatch.memory.fake_windows import CUDA_WORKSPACES, Ran, Rehearsal, Way
+from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
+from wholebatch.memory.offload_memory import check_gradients
+from wholebatch.memory.plain_window import PlainWindow, Reduction
 
 __all__ = [
     "CUDA_WORKSPACES",

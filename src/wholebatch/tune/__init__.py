@@ -10,11 +10,11 @@ found.write(Path("tune.json"))          # wholebatch train --from tune.json
 """
 
 from wholebatch.tune.bottleneck import Bottleneck
-from wholebatch.tune.ranks import RanksModel, parse_bandwidth
+from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
 from wholebatch.tune.search import Limits, Watch
 from wholebatch.tune.settings import PARTS, Setting, Trial, Way
-from wholebatch.tune.tuned import Tuned
 from wholebatch.tune.tuning import tune
+from wholebatch.tune.tuning_result import Tuned
 
 __all__ = [
     "PARTS",

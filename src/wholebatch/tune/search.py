@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from wholebatch.memory.budget import bytes_said
-from wholebatch.tune.bench import CLEARLY, Bench, Limits, memory_of, rate_of
-from wholebatch.tune.measure import Subject
+from wholebatch.tune.search_space import Predicted
+from wholebatch.tune.setting_measurements import CLEARLY, Bench, Limits, memory_of, rate_of
+from wholebatch.tune.setting_run import Subject
 from wholebatch.tune.settings import Setting, Trial, Way, steps_of
-from wholebatch.tune.space import Predicted
 
 __all__ = ["Limits", "Search", "Watch"]
 

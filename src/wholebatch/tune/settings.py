@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from wholebatch.words import PARTS
+from wholebatch.core.readable_sizes import PARTS
 
 __all__ = ["PARTS", "Setting", "Trial", "Way", "steps_of"]
 

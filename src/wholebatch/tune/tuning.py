@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
-from wholebatch.memory.batches import resize_batch
 from wholebatch.memory.budget import Memory, parse_memory, sharing_processes
-from wholebatch.splitting import batch_size_of, to_device
+from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.tune.bottleneck import accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.machine import best_flops, copy_bandwidth, flops_of, reduce_bandwidth
-from wholebatch.tune.measure import Agreed, Make, Subject
-from wholebatch.tune.ranks import RanksModel
+from wholebatch.tune.machine_speed import best_flops, copy_bandwidth, flops_of, reduce_bandwidth
+from wholebatch.tune.ranks_model import RanksModel
 from wholebatch.tune.search import Limits, Search, Watch
+from wholebatch.tune.search_space import Predicted, sizes_of, ways_of
+from wholebatch.tune.setting_run import Agreed, Make, Subject
 from wholebatch.tune.settings import Trial
-from wholebatch.tune.space import Predicted, sizes_of, ways_of
-from wholebatch.tune.tuned import Tuned, advice_of
+from wholebatch.tune.tuning_result import Tuned, advice_of
 
 __all__ = ["share_of_arithmetic", "tune"]
 

@@ -13,7 +13,7 @@ Neither needs torch.
 
 from __future__ import annotations
 
-from wholebatch.integrations.jax.gradient import accumulate
-from wholebatch.integrations.jax.stream import WindowState, flush, has_updated, multi_steps
+from wholebatch.integrations.jax.accumulate import accumulate
+from wholebatch.integrations.jax.multi_steps import WindowState, flush, has_updated, multi_steps
 
 __all__ = ["WindowState", "accumulate", "flush", "has_updated", "multi_steps"]

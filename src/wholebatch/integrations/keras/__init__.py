@@ -18,8 +18,8 @@ model.fit(x, y, batch_size=8)                # 4 × 8 samples make one update, t
 
 from __future__ import annotations
 
+from wholebatch.core.optional_packages import require
 from wholebatch.errors import UnsupportedError
-from wholebatch.extras import require
 
 require("keras", at_least="3.10", extra="keras", purpose="wholebatch in Keras")
 
@@ -31,10 +31,10 @@ if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
         "tensorflow, jax or torch"
     )
 
-from wholebatch.integrations.keras.batchnorm import AccumBatchNormalization  # noqa: E402
-from wholebatch.integrations.keras.model import GradientAccumulateModel  # noqa: E402
-from wholebatch.integrations.keras.optimizer import GradientAccumulateOptimizer  # noqa: E402
-from wholebatch.integrations.keras.tape import TapeAccumulator  # noqa: E402
+from wholebatch.integrations.keras.accum_batchnorm import AccumBatchNormalization  # noqa: E402
+from wholebatch.integrations.keras.accumulate_model import GradientAccumulateModel  # noqa: E402
+from wholebatch.integrations.keras.accumulate_optimizer import GradientAccumulateOptimizer  # noqa: E402
+from wholebatch.integrations.keras.tape_accumulator import TapeAccumulator  # noqa: E402
 
 __all__ = [
     "AccumBatchNormalization",

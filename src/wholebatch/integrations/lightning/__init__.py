@@ -11,11 +11,11 @@ trainer = Trainer(
 In a loop over Fabric, `FabricWindows.backward` takes the place of `fabric.backward`.
 """
 
-from wholebatch.extras import require
+from wholebatch.core.optional_packages import require
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
 
 from wholebatch.integrations.lightning.fabric import FabricWindows  # noqa: E402
-from wholebatch.integrations.lightning.trainer import ExactWindows  # noqa: E402
+from wholebatch.integrations.lightning.lightning_trainer import ExactWindows  # noqa: E402
 
 __all__ = ["ExactWindows", "FabricWindows"]

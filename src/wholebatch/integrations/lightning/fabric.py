@@ -8,16 +8,16 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from wholebatch.close import Policy
+from wholebatch.core.close import Policy
+from wholebatch.core.loss import Loss, Units
 from wholebatch.errors import OptionError, WindowError
-from wholebatch.hosted import Given, Hosted, Options, Settled, all_parameters
-from wholebatch.integrations.lightning.host import (
+from wholebatch.integrations.host_window import Given, Hosted, Options, Settled, all_parameters
+from wholebatch.integrations.lightning.strategies import (
     REPLICATED,
     check_strategy,
     gradients_of,
     scales,
 )
-from wholebatch.loss import Loss, Units
 
 __all__ = ["FabricWindows"]
 

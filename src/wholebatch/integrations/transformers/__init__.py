@@ -5,7 +5,7 @@ trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was
 ```
 """
 
-from wholebatch.integrations.transformers.exact import exact
-from wholebatch.integrations.transformers.windows import ExactWindows
+from wholebatch.integrations.transformers.exact_trainer import exact
+from wholebatch.integrations.transformers.trainer_mixin import ExactWindows
 
 __all__ = ["ExactWindows", "exact"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .build import File, read
-from .parts import Event, Guard, Loop
-from .window import Window
+from .events import Event, Guard, Loop
+from .file_model import File, read
+from .loop_windows import Window
 
 __all__ = ["Event", "File", "Guard", "Loop", "Window", "read"]

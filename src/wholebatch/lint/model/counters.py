@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from .names import dotted, keyword, last_part, number, positional
-from .parts import Def, Env, Loop, Symbol
-from .resolve import Resolver
+from .events import Def, Env, Loop, Symbol
+from .expressions import dotted, keyword, last_part, number, positional
+from .name_resolution import Resolver
 
 __all__ = ["first_value", "is_reset", "peel", "steps_by_one"]
 

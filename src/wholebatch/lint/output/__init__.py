@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from ..findings import Finding
 from .github import github
+from .json_list import as_json
+from .plain_text import as_text
 from .sarif import sarif
-from .structured import as_json
-from .terminal import as_text
 
 __all__ = ["FORMATS", "render"]
 

@@ -1,0 +1,297 @@
+"""Checkpoints that survive a kill at any moment.
+
+```python
+checkpoints = Checkpoints(Path("runs/mine/checkpoints"))
+checkpoints.save({"model": model.state_dict(), ...}, windows=120)
+found = checkpoints.load()          # the newest good one; found.damaged names those that are not
+```
+
+A file is written under another name, flushed to the disk, and only then renamed: under a
+checkpoint's name there is a whole checkpoint or none. The last two are kept. A file is an ordinary
+`torch.save` archive of plain values and tensors, read back with `weights_only=True`, so that
+loading one cannot run code; every byte is checked against the checksums of the archive first.
+
+A sharded model's checkpoint is a folder: the ranks write their slices into it under another name,
+then the first rank adds `rest.pt`, which lists them with their sizes, and renames the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.safe_loading import load_tensors
+from wholebatch.errors import StateError
+
+__all__ = ["Checkpoints", "Found", "check_model", "check_optimizer", "write_atomically"]
+
+_KIND = "wholebatch checkpoint"
+_FORMAT = 1
+_NAME = re.compile(r"window-(\d+)(?:\+(\d+))?\.(?:pt|sharded)")
+_REST = "rest.pt"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read, and the newer ones that could not be, with the reason."""
+
+    path: Path
+    state: dict[str, Any]
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder of their own.
+
+    `window-00000120.pt` was written after 120 windows; `window-00000120+0003.pt` in the middle of
+    the next one, after three of its micro-batches.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def paths(self) -> list[Path]:
+        """What is there, oldest first. Whether it is good is known once it is read."""
+        if not self.folder.is_dir():
+            return []
+        found = [(_place(path), path) for path in self.folder.iterdir()]
+        return [path for place, path in sorted(found, key=lambda one: one[0] or (-1, 0)) if place]
+
+    def save(self, state: Mapping[str, Any], *, windows: int, micro_batches: int = 0) -> Path:
+        """Write one, whole or not at all, and let go of those before the last two."""
+        middle = f"+{micro_batches:04d}" if micro_batches else ""
+        path = self.folder / f"window-{windows:08d}{middle}.pt"
+        content = _plain({"kind": _KIND, "format": _FORMAT, **state}, "")
+        temporary = path.with_suffix(f".writing-{os.getpid()}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                torch.save(content, file)
+                _to_disk(file.fileno())
+            temporary.replace(path)
+            _folder_to_disk(self.folder)
+        except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            last = self.paths()
+            kept = f"; the last good one is {last[-1]}" if last else ""
+            raise StateError(f"cannot write checkpoint {path}: {_one_line(error)}{kept}") from error
+        self._forget()
+        return path
+
+    def sharded(self, windows: int) -> tuple[Path, Path]:
+        """Where the ranks write their slices, and what `publish` renames it to."""
+        name = self.folder / f"window-{windows:08d}"
+        return name.with_suffix(".writing-sharded"), name.with_suffix(".sharded")
+
+    def publish(self, state: Mapping[str, Any], *, windows: int) -> Path:
+        """Add to the ranks' slices what is not in them, and let the folder take its name."""
+        written, path = self.sharded(windows)
+        try:
+            files = {file.name: file.stat().st_size for file in written.iterdir()}
+            content = {"kind": _KIND, "format": _FORMAT, "files": files, **state}
+            with (written / _REST).open("wb") as file:
+                torch.save(_plain(content, ""), file)
+                _to_disk(file.fileno())
+            _folder_to_disk(written)
+            written.replace(path)
+            _folder_to_disk(self.folder)
+        except (OSError, RuntimeError) as error:
+            raise StateError(f"cannot write checkpoint {path}: {_one_line(error)}") from error
+        self._forget()
+        return path
+
+    def _forget(self) -> None:
+        """Remove all but the last two. A folder loses its name first: it is whole or not there."""
+        for old in self.paths()[: -self._keep]:
+            if old.is_dir():
+                old = old.replace(old.with_suffix(".writing-removed"))
+            _remove(old)
+
+    def read(self, path: Path) -> Found:
+        """This one, on the CPU; a StateError where it is damaged."""
+        return Found(path, _read(path))
+
+    def load(self) -> Found:
+        """The newest good checkpoint, on the CPU; a StateError when there is none."""
+        damaged: list[tuple[Path, str]] = []
+        for path in reversed(self.paths()):
+            try:
+                return Found(path, _read(path), tuple(damaged))
+            except StateError as error:
+                damaged.append((path, str(error)))
+        if not damaged:
+            raise StateError(f"{self.folder}: there is no checkpoint")
+        also = f" (and {len(damaged) - 1} older, damaged too)" if len(damaged) > 1 else ""
+        raise StateError(f"{damaged[0][1]}{also}; there is no other to go back to")
+
+    def set_aside(self, found: Found) -> None:
+        """Rename the damaged ones, so that they are not taken for the newest again."""
+        for path, _ in found.damaged:
+            path.replace(path.with_suffix(".damaged"))
+
+    def clean(self) -> None:
+        """Remove what a killed process left half written."""
+        if self.folder.is_dir():
+            for path in self.folder.glob("window-*.writing-*"):
+                _remove(path)
+
+    def clear(self) -> None:
+        """Remove all of them, good and bad."""
+        for path in self.folder.glob("window-*"):
+            _remove(path)
+
+
+def check_model(model: nn.Module, saved: Mapping[str, Any], *, where: str) -> None:
+    """Refuse the state of another model, naming the first parameters that differ."""
+    here = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    there = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    differences = [f"{name} is only in the checkpoint" for name in there if name not in here]
+    for name, tensor in here.items():
+        if name not in there:
+            differences.append(f"{name} is only in this model")
+        elif tensor.shape != there[name].shape:
+            differences.append(
+                f"{name} has shape {_shape(there[name])} there and {_shape(tensor)} here"
+            )
+        elif tensor.dtype != there[name].dtype:
+            differences.append(f"{name} is {_dtype(there[name])} there and {_dtype(tensor)} here")
+    if differences:
+        shown = "; ".join(differences[:3])
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise StateError(f"{where} is of another model: {shown}{more}")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:
+    """Refuse the state of another kind of optimizer, which torch loads without a word.
+
+    Called with the state loaded: torch fills in the settings that an older version did not have.
+    """
+    absent = [
+        name
+        for name in optimizer.defaults
+        if name != "differentiable"  # torch adds it to the defaults of every optimizer it loads
+        and any(name not in group for group in optimizer.param_groups)
+    ]
+    if absent:
+        raise StateError(
+            f"{where} is of another optimizer: what {type(optimizer).__name__} needs, "
+            f"{', '.join(absent)}, is not there; resume with the optimizer that it was made with"
+        )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file: a reader, or a kill, finds the old text or the new, never a part."""
+    temporary = path.with_name(f"{path.name}.writing-{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            _to_disk(file.fileno())
+        temporary.replace(path)
+        _folder_to_disk(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise StateError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        return _read_file(path)
+    state = _read_file(path / _REST)
+    if not isinstance(state.get("files"), dict):
+        raise StateError(f"{path} is damaged: {_REST} does not list its files")
+    for name, size in state["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            there = "is not there" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise StateError(f"{path} is damaged: {name} {there}")
+    return state
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    state = load_tensors(path)
+    if not isinstance(state, dict) or state.get("kind") != _KIND:
+        raise StateError(f"{path} is not a checkpoint of wholebatch train")
+    if state.get("format") != _FORMAT:
+        raise StateError(
+            f"{path} is a checkpoint of format {state.get('format')}, this version reads format "
+            f"{_FORMAT}: use the version of wholebatch that wrote it"
+        )
+    return state
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Only what `weights_only=True` reads back; found out when writing, not when resuming."""
+    if value is None or isinstance(value, str | bytes) or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, torch.dtype | torch.device):
+        return value
+    if type(value).__module__ == "numpy" and callable(getattr(value, "item", None)):
+        if getattr(value, "ndim", 0) == 0:
+            return value.item()
+        return torch.as_tensor(value)
+    if isinstance(value, int | float):  # a subclass, such as an IntEnum
+        return int(value) if isinstance(value, int) else float(value)
+    raise StateError(
+        f"cannot checkpoint {where.lstrip('.')}: it is a {type(value).__name__}, and a checkpoint "
+        "holds tensors, numbers, strings, and lists, tuples and dicts of them"
+    )
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _to_disk(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _folder_to_disk(folder: Path) -> None:
+    """Make the rename itself last through a power cut (not every system can)."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            _to_disk(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _shape(tensor: Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "()"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

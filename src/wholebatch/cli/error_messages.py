@@ -1,0 +1,122 @@
+"""What goes wrong while training: the recipe's own line, short, and how to go on."""
+
+from __future__ import annotations
+
+import errno
+import linecache
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import typer
+
+from wholebatch.cli.checkpoints import Checkpoints
+from wholebatch.cli.parallel_ranks import Crew
+from wholebatch.cli.recipes import place_of
+from wholebatch.cli.run_folder import RunFolder, resume_command
+from wholebatch.errors import (
+    EmptyWindowError,
+    NonFiniteError,
+    RankError,
+    StateError,
+    WholebatchError,
+    WindowError,
+)
+
+__all__ = ["short_warnings", "training_failures"]
+
+
+@contextmanager
+def short_warnings(*, shown: bool = True) -> Iterator[None]:
+    """One line for each warning: some of torch's bring sixty lines of C++ frames along."""
+
+    def first_line(
+        message: Warning | str, category: type[Warning], *_: object, **__: object
+    ) -> str:
+        if not shown:  # the first of several ranks has told it
+            return ""
+        return f"warning: {str(message).strip().splitlines()[0]} ({category.__name__})\n"
+
+    before = warnings.formatwarning
+    warnings.formatwarning = first_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+@contextmanager
+def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
+    """Tell an error of the recipe by its file and line; one of wholebatch itself stays whole."""
+    who = f"rank {crew.rank}: " if crew.ranks > 1 else ""
+    try:
+        yield
+    except RankError as error:  # the rank that failed says what and where
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        if crew.one_hangs and crew.is_first:
+            _tell_last(folder, crew)
+        raise typer.Exit(1) from error
+    except (WholebatchError, torch.OutOfMemoryError) as error:
+        print(f"error: {who}{_one_line(error)}", file=sys.stderr)
+        place = place_of(error, recipe)
+        if place and isinstance(error, WholebatchError):
+            print(f"  at {place}", file=sys.stderr)
+        if isinstance(error, torch.OutOfMemoryError):
+            print("  give a smaller --micro-batch", file=sys.stderr)
+        _tell_last(folder, crew)
+        raise typer.Exit(1 if _is_of_the_work(error) else 2) from error
+    except Exception as error:
+        place = place_of(error, recipe)
+        if place is None and isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            print(f"error: {who}cannot write to {folder}: {error.strerror}", file=sys.stderr)
+            _tell_last(folder, crew)
+            raise typer.Exit(1) from error
+        if place is None:
+            raise
+        print(f"error: {who}{_one_line(error)}", file=sys.stderr)
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename) == recipe and frame.lineno is not None:
+                print(f"  at {recipe}:{frame.lineno}, in {frame.name}", file=sys.stderr)
+                print(
+                    f"    {linecache.getline(frame.filename, frame.lineno).strip()}",
+                    file=sys.stderr,
+                )
+        _tell_last(folder, crew)
+        raise typer.Exit(1) from error
+
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+_WHILE_TRAINING = (ArithmeticError, WindowError, torch.OutOfMemoryError)
+
+
+def _is_of_the_work(error: BaseException) -> bool:
+    """True for a failure during the work (exit status 1), not a refusal before it (2)."""
+    could_not_write = isinstance(error, StateError) and isinstance(
+        error.__cause__, OSError | RuntimeError
+    )
+    return could_not_write or isinstance(error, _WHILE_TRAINING)
+
+
+# Advice that the command has no option for.
+_OF_THE_LIBRARY = re.compile(r"[;,] (or )?pass (nonfinite|zero_units)='skip'[^.;]*")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, NonFiniteError | EmptyWindowError):
+        return _OF_THE_LIBRARY.sub("", text)
+    if isinstance(error, WholebatchError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _tell_last(folder: Path, crew: Crew) -> None:
+    run = RunFolder(folder)
+    if run.config.is_file() and run.has_run() and Checkpoints(run.checkpoints).paths():
+        again = resume_command(folder, parallel=crew.parallel)
+        print(f"  go on from the last checkpoint: {again}", file=sys.stderr)

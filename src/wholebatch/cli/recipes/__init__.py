@@ -1,0 +1,24 @@
+"""Recipes for `wholebatch train`: a Python file, or one of those embedded here."""
+
+from wholebatch.cli.recipes.recipe import (
+    EMBEDDED,
+    Recipe,
+    Settings,
+    load_recipe,
+    place_of,
+    source_of,
+)
+from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position, share_of
+
+__all__ = [
+    "EMBEDDED",
+    "Batches",
+    "Nothing",
+    "Position",
+    "Recipe",
+    "Settings",
+    "load_recipe",
+    "place_of",
+    "share_of",
+    "source_of",
+]

@@ -1,0 +1,337 @@
+"""A recipe, read from its file and checked before anything is built.
+
+```python
+def model(): ...                          # an nn.Module
+def data(): ...                           # samples, or a DataLoader that gives whole batches
+def loss(model, micro): ...               # wb.Loss(total, units)
+# optional, to replace the defaults:
+def optimizer(model): ...
+def scheduler(optimizer, steps): ...      # or scheduler(optimizer)
+def units(micro): ...                     # counted before the first backward
+def collate(samples): ...                 # a list of samples -> a batch
+def tokens(budget): ...                   # wb.tokens(budget, ...) for --micro-batch "4096 tokens"
+def stages(model): ...                    # its modules in order, for --parallel pipeline
+defaults = {"batch_size": 64, "micro_batch": 8, "steps": 100}
+unit = "tokens"                           # the name of the units in reports
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypedDict, cast
+
+import torch
+from torch import nn
+
+from wholebatch.cli.recipes.schedule_end import with_horizon
+from wholebatch.errors import RecipeError, WholebatchError
+
+__all__ = ["EMBEDDED", "Recipe", "Settings", "load_recipe", "place_of", "source_of"]
+
+EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
+"""The embedded recipes by name, the default first."""
+
+_REQUIRED = {"model": 0, "data": 0, "loss": 2}
+_OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
+
+
+class Settings(TypedDict, total=False):
+    """The settings that a recipe may put in `defaults`; the command line overrides them."""
+
+    batch_size: int
+    micro_batch: int | str
+    steps: int
+    precision: str
+    clip_norm: float | None
+    lr: float
+    seed: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts of a training run, as the recipe's file defines them."""
+
+    name: str
+    path: Path
+    description: str
+    digest: str
+    defaults: Settings
+    unit: str
+    audit: bool
+    loss: Callable[[Any, Any], Any]
+    units: Callable[[Any], Any] | None
+    collate: Callable[[list[Any]], Any] | None
+    _parts: Mapping[str, Callable[..., Any]] = field(repr=False)
+
+    @property
+    def is_embedded(self) -> bool:
+        """True if this is one of the embedded recipes."""
+        return self.path.parent == Path(__file__).parent
+
+    def build_model(self) -> nn.Module:
+        """Return the result of `model()`."""
+        model = self._call("model")
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"{self.path}: model() returned {_kind(model)}, not an nn.Module")
+        return model
+
+    def build_data(self) -> Any:
+        """Return the result of `data()`."""
+        data = self._call("data")
+        if data is None:
+            raise RecipeError(f"{self.path}: data() returned None; return a dataset or a loader")
+        return data
+
+    def build_optimizer(self, model: nn.Module, *, lr: float | None) -> torch.optim.Optimizer:
+        """Return the result of `optimizer(model)`, or AdamW; `lr`, if given, overrides its rate."""
+        if "optimizer" not in self._parts:
+            rate = lr if lr is not None else self.defaults.get("lr", 1e-3)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            if not trained:
+                raise RecipeError(f"{self.path}: model() has no parameter that requires a gradient")
+            return torch.optim.AdamW(trained, lr=rate)
+        optimizer = self._call("optimizer", model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise RecipeError(
+                f"{self.path}: optimizer(model) returned {_kind(optimizer)}, not a "
+                "torch.optim.Optimizer"
+            )
+        if lr is not None:
+            rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+            if len(rates) > 1:
+                raise RecipeError(
+                    f"--lr {lr:g}: {self.path} gives its parameter groups rates of their own "
+                    f"({', '.join(f'{rate:g}' for rate in rates)}); set them in the recipe"
+                )
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        return optimizer
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, *, steps: int) -> Any:
+        """Return the result of `scheduler(optimizer)` or `scheduler(optimizer, steps)`, or None.
+
+        A schedule made for a number of updates stays at its last rate after them.
+        """
+        if "scheduler" not in self._parts:
+            return None
+        if not self.schedule_ends:
+            return self._call("scheduler", optimizer)
+        return with_horizon(self._call("scheduler", optimizer, steps), steps)
+
+    @property
+    def schedule_ends(self) -> bool:
+        """True if the learning-rate schedule is made for a number of updates."""
+        return "scheduler" in self._parts and _takes(self._parts["scheduler"], 2)
+
+    def build_tokens(self, budget: int) -> Any:
+        """Return the split by a token budget: the recipe's `tokens(budget)`, or the default."""
+        if "tokens" in self._parts:
+            return self._call("tokens", budget)
+        from wholebatch.core.splitting import tokens
+
+        return tokens(budget)
+
+    def build_stages(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules in the order they run: `stages(model)`, or those of a Sequential."""
+        if "stages" not in self._parts:
+            if type(model) is nn.Sequential:
+                return list(model)
+            raise RecipeError(
+                f"--parallel pipeline: {self.path}: how {type(model).__name__} is cut into stages "
+                "is not known; add stages(model), which returns the modules that run one after the "
+                "other, or use --parallel ddp or fsdp2"
+            )
+        found = self._call("stages", model)
+        if not isinstance(found, Sequence) or not all(isinstance(m, nn.Module) for m in found):
+            raise RecipeError(
+                f"{self.path}: stages(model) returned {_kind(found)}, not a list of nn.Modules"
+            )
+        return list(found)
+
+    def _call(self, part: str, *arguments: object) -> Any:
+        try:
+            return self._parts[part](*arguments)
+        except WholebatchError:
+            raise
+        except Exception as error:
+            place = place_of(error, self.path) or str(self.path)
+            raise RecipeError(f"{place}: {part}() failed: {_said(error)}") from error
+
+
+def load_recipe(name: str) -> Recipe:
+    """Load a recipe from a file or by its embedded name; raise RecipeError if it is invalid."""
+    path = _find(name)
+    source = _read(path)
+    module = _run(path)
+    parts = _parts_of(module, path)
+    return Recipe(
+        name=name if name in EMBEDDED else path.stem,
+        path=path,
+        description=inspect.cleandoc(module.__doc__ or "").split("\n")[0],
+        digest=hashlib.sha256(source).hexdigest(),
+        defaults=_defaults_of(module, path),
+        unit=_unit_of(module, path),
+        audit=_audit_of(module, path),
+        loss=parts["loss"],
+        units=parts.get("units"),
+        collate=parts.get("collate"),
+        _parts=parts,
+    )
+
+
+def source_of(name: str) -> str:
+    """Return the source of an embedded recipe, to start a new one from."""
+    return _find(name).read_text(encoding="utf-8")
+
+
+def place_of(error: BaseException, path: Path) -> str | None:
+    """Return the innermost line of the recipe in the traceback, such as `mine.py:12, in loss`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename) == path]
+    if not inside:
+        return None
+    last = inside[-1]
+    where = "" if last.name == "<module>" else f", in {last.name}"
+    return f"{path}:{last.lineno}{where}"
+
+
+def _find(name: str) -> Path:
+    if name in EMBEDDED:
+        return Path(__file__).parent / EMBEDDED[name]
+    path = Path(name)
+    if path.is_file():
+        return path.resolve()
+    known = ", ".join(EMBEDDED)
+    if not name.strip():
+        raise RecipeError(f"recipe {name!r} is empty; give a Python file or one of: {known}")
+    if path.is_dir():
+        raise RecipeError(f"recipe {name!r} is a folder; give a Python file or one of: {known}")
+    if "\0" not in name and os.path.lexists(name):
+        raise RecipeError(f"recipe {name!r} is not a file; give a Python file or one of: {known}")
+    meant = f"{name}.py" if Path(f"{name}.py").is_file() else ""
+    meant = meant or next(iter(get_close_matches(name, EMBEDDED, n=1)), "")
+    hint = f" (did you mean {meant}?)" if meant else ""
+    raise RecipeError(
+        f"recipe {name!r}: there is no such file{hint}; the embedded recipes are: {known}"
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
+
+
+def _run(path: Path) -> ModuleType:
+    """Run the file as a module. It can import its neighbours, as when Python runs it."""
+    module_name = f"wholebatch_recipe_{path.stem}".replace("-", "_").replace(".", "_")
+    spec = importlib.util.spec_from_loader(
+        module_name, importlib.machinery.SourceFileLoader(module_name, str(path))
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Register it: dataclasses and pickle look up the module of a class there.
+    sys.modules[module_name] = module
+    is_embedded = path.parent == Path(__file__).parent
+    if not is_embedded and str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    linecache.checkcache(str(path))
+    try:
+        spec.loader.exec_module(module)
+    except WholebatchError:
+        raise
+    except SyntaxError as error:
+        if error.filename is None or Path(error.filename) != path:  # In a file that it imports.
+            raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+        raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
+    except Exception as error:
+        raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+    return module
+
+
+def _parts_of(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
+    missing = [name for name in _REQUIRED if not callable(getattr(module, name, None))]
+    if missing:
+        has = f"{missing[0]}{'(model, micro)' if missing[0] == 'loss' else '()'}"
+        others = f" (nor {' nor '.join(missing[1:])})" if missing[1:] else ""
+        raise RecipeError(
+            f"recipe {path} has no function {has}{others}; a recipe has model(), data() and "
+            "loss(model, micro)"
+        )
+    parts: dict[str, Callable[..., Any]] = {}
+    for name, arguments in (_REQUIRED | _OPTIONAL).items():
+        part = getattr(module, name, None)
+        if part is None:
+            continue
+        if not callable(part):
+            raise RecipeError(f"recipe {path}: {name} is {_kind(part)}, not a function")
+        if not _takes(part, arguments) and not (name == "scheduler" and _takes(part, 2)):
+            many = "1 or 2" if name == "scheduler" else str(arguments)
+            raise RecipeError(
+                f"recipe {path}: {name}{inspect.signature(part)} must take {many} "
+                f"argument{'' if many == '1' else 's'}"
+            )
+        parts[name] = part
+    return parts
+
+
+def _defaults_of(module: ModuleType, path: Path) -> Settings:
+    defaults = getattr(module, "defaults", {})
+    if not isinstance(defaults, Mapping):
+        raise RecipeError(f"recipe {path}: defaults is {_kind(defaults)}, not a dict")
+    allowed = list(Settings.__annotations__)
+    for name in defaults:
+        if name not in allowed:
+            raise RecipeError(
+                f"recipe {path}: defaults has {name!r}; it may have {', '.join(allowed)}"
+            )
+    return cast(Settings, dict(defaults))
+
+
+def _audit_of(module: ModuleType, path: Path) -> bool:
+    """Return False if the recipe says that its loss needs no look before the first window."""
+    audit = getattr(module, "audit", True)
+    if not isinstance(audit, bool):
+        raise RecipeError(f"{path}: audit = {audit!r}: must be True or False")
+    return audit
+
+
+def _unit_of(module: ModuleType, path: Path) -> str:
+    unit = getattr(module, "unit", "units")
+    if not isinstance(unit, str) or not unit:
+        raise RecipeError(f'recipe {path}: unit is {_kind(unit)}, not a word such as "tokens"')
+    return unit
+
+
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:  # A built-in without a signature.
+        return True
+    return True
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

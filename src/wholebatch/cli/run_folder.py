@@ -1,0 +1,197 @@
+"""The folder of a run: found, made, checked and held by one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from wholebatch.cli.checkpoints import Checkpoints
+from wholebatch.core.plain_files import reason
+from wholebatch.errors import OptionError, StateError
+
+__all__ = ["RunFolder", "find_run", "launched_folder", "new_folder", "resume_command", "shown"]
+
+_RUNS = Path("runs")
+
+
+class RunFolder:
+    """Where everything of a run is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.manifest = path / "manifest.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.events = path / "tensorboard"
+        self._lock = path / ".lock"
+
+    def has_run(self) -> bool:
+        """Whether something would be lost by beginning anew: an update, or part of a window."""
+        started = self.metrics.exists() and self.metrics.stat().st_size > 0
+        saved = self.checkpoints.is_dir() and any(
+            path.stem != "window-00000000"
+            for kind in ("pt", "sharded")
+            for path in self.checkpoints.glob(f"window-*.{kind}")
+        )
+        return started or saved
+
+    @contextmanager
+    def held(self, wait: float = 0.0) -> Iterator[None]:
+        """Make it, see that it can be written, and hold it: one process writes to a run.
+
+        A folder that was made here and is left by an error before anything was written goes again.
+        """
+        is_new = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            lock = self._lock.open("a+")
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename not in (None, str(self.path)) else ""
+            raise OptionError(
+                f"--out {self.path}: cannot be written: {reason(error)}{where}"
+            ) from error
+        with lock:
+            until = time.monotonic() + wait
+            while not _lock(lock):
+                if time.monotonic() < until:
+                    time.sleep(0.1)
+                    continue
+                raise StateError(
+                    f"{self.path} is being written by another process; wait, or stop it"
+                )
+            try:
+                yield
+            except BaseException:
+                if is_new:
+                    self._remove_if_empty()
+                raise
+
+    def check_there(self) -> None:
+        """Refuse to go on if somebody has removed or moved the folder since the run began."""
+        if not (self.checkpoints.is_dir() and self.config.exists()):
+            raise StateError(
+                f"{self.path} was removed or moved while the run was writing to it: nothing more "
+                "can be saved there"
+            ) from FileNotFoundError(str(self.path))
+
+    def _remove_if_empty(self) -> None:
+        with suppress(OSError):
+            self.checkpoints.rmdir()
+            self._lock.unlink()
+            self.path.rmdir()
+
+    def clear_beginning(self) -> None:
+        """Remove what a run left that ended before its first update."""
+        Checkpoints(self.checkpoints).clear()
+        self.metrics.unlink(missing_ok=True)
+        shutil.rmtree(self.events, ignore_errors=True)
+
+
+def new_folder(recipe: str, out: Path | None) -> RunFolder:
+    """The folder of a new run; one that has a run already is refused, so nothing is lost."""
+    if out is None:
+        name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path, number = _RUNS / name, 2
+        while path.exists():
+            path, number = _RUNS / f"{name}-{number}", number + 1
+        return RunFolder(path)
+    folder = RunFolder(out)
+    try:
+        if out.is_symlink() and not out.exists():
+            raise OptionError(f"--out {out}: is a link that leads nowhere; give a folder")
+        if out.exists() and not out.is_dir():
+            raise OptionError(f"--out {out}: is a file; give a folder")
+        if folder.has_run():
+            raise OptionError(
+                f"--out {out}: has a run already; continue it with --resume, or give another --out"
+            )
+    except OSError as error:
+        raise OptionError(f"--out {out}: cannot be read: {reason(error)}") from error
+    return folder
+
+
+def launched_folder(recipe: str) -> Path | None:
+    """The folder of a run without --out under torchrun: by its id, so that a restart finds it."""
+    number = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if number == "none":  # torchrun's own word for: nobody gave one
+        return None
+    stem = Path(recipe).stem
+    return _RUNS / f"{stem}-{re.sub(r'[^A-Za-z0-9_.-]', '_', number)}"
+
+
+def find_run(recipe: str | None, out: Path | None) -> RunFolder:
+    """The run to resume: in `out`, else the newest of runs/ (of this recipe, if one is named)."""
+    if out is not None:
+        if not os.path.lexists(out / "config.json"):  # what else it may be, is told when it is read
+            raise StateError(f"--resume: there is no run in {out}")
+        return RunFolder(out)
+    stem = None if recipe is None else Path(recipe).stem
+    pattern = "*" if stem is None else f"{stem}-*"
+    runs = [path.parent for path in _RUNS.glob(f"{pattern}/config.json")]
+    if not runs:
+        which = "" if stem is None else f" of {stem}"
+        raise StateError(f"--resume: there is no run{which} in {_RUNS}/; say where with --out")
+    return RunFolder(max(runs, key=_last_written))
+
+
+def _last_written(run: Path) -> float:
+    written = (run / "config.json", *Checkpoints(run / "checkpoints").paths())
+    return max(path.stat().st_mtime for path in written)
+
+
+def resume_command(path: Path, *, steps: int | None = None, parallel: str = "ddp") -> str:
+    """What to type to go on, as this process was called."""
+    called = Path(sys.argv[0])
+    installed = shutil.which("wholebatch")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        program = _launcher()
+    elif called.name == "__main__.py":
+        program = f"{shlex.quote(shown(Path(sys.executable)))} -m wholebatch.cli"
+    elif installed is not None and Path(installed).resolve() == called.resolve():
+        program = "wholebatch"
+    else:
+        program = shlex.quote(shown(called))
+    more = f" --steps {steps}" if steps is not None else ""
+    more += f" --parallel {parallel}" if parallel != "ddp" else ""
+    return f"{program} train --resume --out {shlex.quote(shown(path))}{more}"
+
+
+def _launcher() -> str:
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    where = "--standalone" if machines == 1 else f"--nnodes {machines} --rdzv-endpoint HOST:PORT"
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return f"torchrun {where} --nproc-per-node {ranks} -m wholebatch.cli"
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    absolute = Path(os.path.abspath(path))
+    try:
+        return str(absolute.relative_to(Path.cwd()))
+    except ValueError:
+        return str(absolute)
+
+
+def _lock(file: Any) -> bool:
+    """Hold the file until the process ends, however it ends. True where no lock can be had."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True

@@ -1,0 +1,222 @@
+"""The way of a run: take a batch, make the update, write it down; until done, or asked to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wholebatch.cli.checkpoints import Checkpoints
+from wholebatch.cli.recipes import Nothing
+from wholebatch.cli.report.metrics_file import MetricsFile, Sink, record_of
+from wholebatch.cli.report.terminal_output import Terminal
+from wholebatch.cli.run_folder import RunFolder
+from wholebatch.cli.stop_signal import StopRequest
+from wholebatch.cli.training_run import Session
+from wholebatch.cli.window_log import Watch, open_sinks
+from wholebatch.core.splitting import batch_size_of
+from wholebatch.errors import StateError, WindowError
+
+__all__ = ["Outcome", "run_loop"]
+
+_MOST_SKIPPED_IN_A_ROW = 50
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: finished, or stopped with a checkpoint `micro_batches` into a window."""
+
+    finished: bool
+    checkpoint: Path
+    micro_batches: int
+    of: int
+    seconds: float
+    units_per_second: float
+    first_loss: float | None
+    last_loss: float | None
+    batch: Any
+
+
+class _Stopped(Exception):
+    """Leaves `step()` in the middle of a window, after its checkpoint was written."""
+
+    def __init__(self, checkpoint: Path, done: int, of: int) -> None:
+        super().__init__(f"stopped after micro-batch {done} of {of}")
+        self.checkpoint, self.done, self.of = checkpoint, done, of
+
+
+def run_loop(
+    session: Session,
+    folder: RunFolder,
+    terminal: Terminal,
+    *,
+    mid_window: bool,
+) -> Outcome:
+    """Train up to the configured number of updates, or until a signal asks to stop."""
+    with ExitStack() as stack:
+        sinks = open_sinks(stack, session, folder)
+        after = "micro-batch" if session.crew.ranks == 1 else "window"
+        stop = stack.enter_context(StopRequest(after=after, told=session.crew.is_first))
+        terminal.begin(done=session.train.updates, total=session.config.steps)
+        stack.callback(terminal.end)
+        return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
+
+
+class _Loop:
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        terminal: Terminal,
+        sinks: Sequence[Sink],  # of the first rank
+        stop: StopRequest,
+    ) -> None:
+        self._session = session
+        self._folder = folder
+        self._checkpoints = Checkpoints(folder.checkpoints)
+        self._terminal = terminal
+        self._memory = session.memory
+        self._sinks = sinks
+        self._watch = Watch(session)
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        for sink in sinks:
+            if isinstance(sink, MetricsFile):  # of a run that is resumed
+                self._note_losses(sink.first, sink.last)
+                if sink.lost:
+                    terminal.note(f"note: {sink.path.name} does not have windows 1 to {sink.lost}")
+        self._stop = stop
+        self._began = time.perf_counter()
+        self._units = self._seconds = 0.0
+        self._metered = True
+        self._skipped_in_a_row = 0
+        self._largest: tuple[int, Any] = (0, None)
+
+    def run(self, mid_window: bool) -> Outcome:
+        session = self._session
+        is_new = session.crew.first(lambda: not self._checkpoints.paths())
+        checkpoint = self._save() if is_new else None
+        while session.train.updates < session.config.steps:
+            if session.crew.any(self._stop.requested):
+                return self._outcome(self._save(), 0, 0)
+            batch = session.batches.peek()
+            session.position = session.batches.position
+            rates = session.pace.begin(samples=session.batches.samples)
+            session.batches.take()
+            if session.crew.ranks == 1:
+                self._remember(batch)
+            try:
+                self._window(batch, rates, whole=not mid_window)
+            except _Stopped as stopped:
+                return self._outcome(stopped.checkpoint, stopped.done, stopped.of)
+            mid_window = False
+            checkpoint = None
+            if session.train.updates % session.config.checkpoint_every == 0:
+                checkpoint = self._save()
+        return self._outcome(checkpoint or self._save(), 0, 0, finished=True)
+
+    def _window(self, batch: Any, rates: list[float], *, whole: bool) -> None:
+        session = self._session
+        metered = not self._memory.settled
+        began = time.perf_counter()
+        with self._memory.around(whole_window=whole, full_batch=self._is_full(batch)):
+            if isinstance(batch, Nothing):
+                step = session.train.join(batch.like)
+            else:
+                step = session.train.step(batch, after_micro=self._after_micro)
+        seconds = time.perf_counter() - began
+        if self._metered and not metered:
+            self._units = self._seconds = 0.0  # the meter is slow: count from here on
+        self._metered = metered
+        self._units += step.units
+        self._seconds += seconds
+        session.pace.closed(step.units)
+        record = record_of(
+            step,
+            window=session.windows,
+            epoch=session.position.epoch,
+            lr=rates,
+            now=time.time(),
+            more=self._watch.more(seconds=seconds),
+        )
+        self._write(record)
+        self._note_losses(record, record)
+        session.position = session.batches.position
+        self._terminal.update(
+            updates=session.train.updates,
+            loss=step.loss,
+            units_per_second=self._rate,
+        )
+        self._watch_skipped(step.skipped)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        try:
+            for sink in self._sinks:
+                sink.write(record)
+        except StateError:
+            self._folder.check_there()  # the better reason
+            raise
+
+    def _note_losses(self, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> None:
+        if self._first_loss is None and first is not None:
+            self._first_loss = first["loss"]
+        if last is not None:
+            self._last_loss = last["loss"]
+
+    def _after_micro(self, done: int, of: int) -> None:
+        self._terminal.micro(done, of)
+        # Several ranks stop together, between windows: see `run`.
+        if self._stop.requested and done < of and self._session.crew.ranks == 1:
+            raise _Stopped(self._save(micro_batches=done), done, of)
+
+    def _save(self, *, micro_batches: int = 0) -> Path:
+        if self._session.crew.is_first:
+            self._folder.check_there()
+        for sink in self._sinks:
+            sink.sync()
+        return self._session.save(self._checkpoints, micro_batches=micro_batches)
+
+    def _watch_skipped(self, reason: str | None) -> None:
+        if reason is None:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        self._terminal.note(f"window {self._session.windows} made no update: {reason}")
+        if self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
+            raise WindowError(
+                f"{_MOST_SKIPPED_IN_A_ROW} windows in a row made no update ({reason}); the run "
+                "would never end"
+            )
+
+    def _remember(self, batch: Any) -> None:
+        """Keep a full batch: how much memory it would have needed at once is asked at the end."""
+        if self._largest[0] < self._session.config.batch_size:
+            size = batch_size_of(batch)
+            if size > self._largest[0]:
+                self._largest = (size, batch)
+
+    def _is_full(self, batch: Any) -> bool:
+        if self._memory.settled or isinstance(batch, Nothing):
+            return True
+        crew, wanted = self._session.crew, self._session.batches.batch_size
+        return crew.ranks > 1 or batch_size_of(batch) >= wanted
+
+    @property
+    def _rate(self) -> float:
+        return self._units / self._seconds if self._seconds else 0.0
+
+    def _outcome(self, checkpoint: Path, done: int, of: int, *, finished: bool = False) -> Outcome:
+        return Outcome(
+            finished=finished,
+            checkpoint=checkpoint,
+            micro_batches=done,
+            of=of,
+            seconds=time.perf_counter() - self._began,
+            units_per_second=self._rate,
+            first_loss=self._first_loss,
+            last_loss=self._last_loss,
+            batch=self._largest[1],
+        )

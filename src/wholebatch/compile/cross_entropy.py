@@ -1,0 +1,238 @@
+"""Cross-entropy and its gradient as one operation, in the memory of the logits.
+
+The graph of a micro-step contains both: the log-softmax and the loss in its forward, and the
+gradient of the logits in its backward. Only the seed lies between them, and it is known from the
+start. As one operation, a row of logits is read once and overwritten by its gradient. A second
+tensor of that size, often the largest of all, is never allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from wholebatch.compile.fx_nodes import PRODUCTS, VIEWS
+from wholebatch.compile.kernels import computes_rightly
+from wholebatch.compile.symbolic_sizes import same_shape
+
+__all__ = ["can_fuse_entropy", "fuse_entropy"]
+
+aten = torch.ops.aten
+_SUM, _MEAN = 2, 1
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def _operation() -> Any:
+    """Return the op `(logits, labels, seed, ignored) -> losses of the rows`.
+
+    It overwrites the logits with their gradient.
+    """
+
+    @torch.library.custom_op("wholebatch::cross_entropy_", mutates_args=("logits",))
+    def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
+        if not logits.is_cuda:
+            return _by_operations(logits, labels, seed, ignored)
+        from wholebatch.compile.kernels.cross_entropy_rows import launch
+
+        return launch(logits, labels, seed, ignored)
+
+    @operation.register_fake
+    def _(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
+        return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+    del _
+    return torch.ops.wholebatch.cross_entropy_.default
+
+
+def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
+    """Compute the kernel's result with torch operations: for the CPU, and to check the kernel."""
+    counted = labels != ignored
+    places = labels.where(counted, 0)[:, None]
+    shares = logits.float().log_softmax(1)
+    losses = (-shares.gather(1, places)[:, 0]).where(counted, 0.0)
+    gradient = shares.exp_()
+    gradient.scatter_add_(1, places, gradient.new_full((), -1.0).expand_as(places))
+    logits.copy_(gradient * seed.float() * counted[:, None])
+    return losses
+
+
+@cache
+def can_fuse_entropy(device: torch.device) -> bool:
+    """True if this device has the kernel and it computes correctly."""
+    return computes_rightly(device, "entropy", _operation, _agrees)
+
+
+def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
+    labels = torch.tensor([0, -100, 20000], device=device)
+    seed = torch.full((), 0.5, device=device)
+    for dtype in _DTYPES:
+        numbers = torch.arange(3 * 20001, device=device).remainder(1013)
+        logits = (numbers.float() / 101.0 - 5.0).to(dtype).reshape(3, 20001)
+        wanted = logits.clone()
+        rows = _by_operations(wanted, labels, seed, -100)
+        found = run(logits, labels, seed, -100)
+        close = torch.allclose(found, rows, rtol=1e-5, atol=1e-5)
+        if not close or not torch.allclose(logits.float(), wanted.float(), rtol=1e-2, atol=1e-6):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The nodes of one cross-entropy and its gradient."""
+
+    loss: fx.Node
+    logits: fx.Node
+    """The logits as produced: in 16 bit if a cast to fp32 follows."""
+    labels: fx.Node
+    seed: fx.Node
+    gradient: fx.Node
+    """The gradient of `logits`, in their dtype."""
+    reduction: int
+    ignored: int
+
+
+def fuse_entropy(graph: fx.Graph, results: list[Any]) -> int:
+    """Replace every cross-entropy that allows it with the fused op; return how many.
+
+    `results`, the nodes that the graph will return, are updated too. Dead-code elimination removes
+    the replaced nodes.
+    """
+    fused = 0
+    for node in list(graph.nodes):
+        if node.target is aten.nll_loss_forward.default:
+            loss = _matched(node)
+            if loss is not None and _bring_forward(graph, loss.seed, node):
+                _replace(graph, loss, results)
+                fused += 1
+    return fused
+
+
+def _bring_forward(graph: fx.Graph, seed: fx.Node, loss: fx.Node) -> bool:
+    """Move the inputs of the seed before the loss; return False if the seed depends on the loss."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    late, open_ = set[fx.Node](), [seed]
+    while open_:
+        node = open_.pop()
+        if places[node] >= places[loss] and node not in late:
+            late.add(node)
+            open_ += node.all_input_nodes
+    if loss in late:
+        return False
+    for node in sorted(late, key=places.__getitem__):
+        loss.prepend(node)
+    return True
+
+
+def _matched(loss: fx.Node) -> _Loss | None:
+    shares, labels, weight, reduction, ignored = loss.args
+    assert isinstance(shares, fx.Node)
+    assert isinstance(labels, fx.Node)
+    if weight is not None or reduction not in (_SUM, _MEAN) or loss.meta["val"][0].dim():
+        return None
+    if shares.target is not aten._log_softmax.default or shares.args[1:] != (1, False):
+        return None
+    of_loss = _only(shares.users, aten.nll_loss_backward.default)
+    of_shares = _only(shares.users, aten._log_softmax_backward_data.default)
+    if of_loss is None or of_shares is None or set(shares.users) != {loss, of_loss, of_shares}:
+        return None
+    seed, read, *rest = of_loss.args
+    weights = [user for user in loss.users if user.args[1:] == (1,)]
+    if not (
+        isinstance(seed, fx.Node)
+        and read is shares
+        and rest[:4] == [labels, None, reduction, ignored]
+        and list(of_loss.users) == [of_shares]
+        and of_shares.args[:3] == (of_loss, shares, 1)
+        and all(list(weight.users) == [of_loss] for weight in weights)
+    ):
+        return None
+    logits = _source(shares)
+    if logits is None:
+        return None
+    gradient = _end(of_shares, logits.meta["val"])
+    if gradient is None:
+        return None
+    assert isinstance(reduction, int)
+    assert isinstance(ignored, int)
+    return _Loss(loss, logits, labels, seed, gradient, reduction, ignored)
+
+
+def _only(users: Any, target: Any) -> fx.Node | None:
+    found = [user for user in users if user.target is target]
+    return found[0] if len(found) == 1 else None
+
+
+def _source(shares: fx.Node) -> fx.Node | None:
+    """Return the logits before views and a cast, if nothing else uses their memory."""
+    logits = node = shares.all_input_nodes[0]
+    user, is_cast = shares, False
+    while list(node.users) == [user]:
+        casts = node.target is aten._to_copy.default and not is_cast
+        if not casts and node.target not in VIEWS:
+            value = logits.meta["val"]
+            fits = value.dtype in _DTYPES and value.is_contiguous() and type(value.shape[-1]) is int
+            return logits if fits and node.target in PRODUCTS else None
+        source = node.all_input_nodes[0]
+        if casts:
+            if node.meta["val"].dtype is not torch.float32:
+                return None
+            logits, is_cast = source, True
+        node, user = source, node
+    return None
+
+
+def _end(node: fx.Node, like: Tensor) -> fx.Node | None:
+    """Return the gradient of the logits after views and a cast."""
+    while True:
+        value = node.meta["val"]
+        if value.dtype is like.dtype and same_shape(value.shape, like.shape):
+            return node
+        if len(node.users) != 1:
+            return None
+        [user] = node.users
+        if user.target not in (*VIEWS, aten._to_copy.default):
+            return None
+        node = user
+
+
+def _replace(graph: fx.Graph, loss: _Loss, results: list[Any]) -> None:
+    value = loss.logits.meta["val"]
+    classes = value.shape[-1]
+    call = graph.call_function
+    with graph.inserting_before(loss.loss):
+        flat = call(aten.view.default, (loss.logits, [-1, classes]))
+        seed, count = loss.seed, None
+        if loss.reduction == _MEAN:
+            counted = call(aten.ne.Scalar, (loss.labels, loss.ignored))
+            count = call(aten.sum.default, (counted,))
+            seed = call(aten.div.Tensor, (seed, count))
+        rows = call(_operation(), (flat, loss.labels, seed, loss.ignored))
+        total = call(aten.sum.default, (rows,))
+        if count is not None:
+            total = call(aten.div.Tensor, (total, count))
+        total.meta["val"] = loss.loss.meta["val"][0]
+        shape = [
+            size if isinstance(size, int) else _size(graph, loss.logits, dim)
+            for dim, size in enumerate(value.shape)
+        ]
+        gradient = call(aten.view.default, (flat, shape))
+        gradient.meta["val"] = loss.gradient.meta["val"]
+    for user in list(loss.loss.users):
+        if user.args[1:] == (0,):
+            user.replace_all_uses_with(total)
+            results[:] = [total if result is user else result for result in results]
+    loss.gradient.replace_all_uses_with(gradient)
+
+
+def _size(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:
+    """Return a symbolic size as a node of the graph."""
+    size = graph.call_function(aten.sym_size.int, (node, dim))
+    size.meta["val"] = node.meta["val"].shape[dim]
+    return size

@@ -1,0 +1,237 @@
+"""Buffers that outlive a window: the fp32 gradients, and the 16-bit copies of the weights.
+
+CUDA graphs read and write fixed addresses. So the buffers are kept when the close of a window
+clears `.grad`, and become `.grad` again at the first micro-step of the next window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.precision import SIXTEEN_BIT
+from wholebatch.offload import DeviceStore
+
+if TYPE_CHECKING:
+    from wholebatch.core.window import Window
+
+__all__ = [
+    "Casts",
+    "Gradients",
+    "buffer_dtype",
+    "eager_into",
+    "empty_cache",
+    "may_lend",
+    "take_workspace",
+]
+
+_ALIGNED = 256
+"""The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
+
+
+def buffer_dtype(parameter: Tensor) -> torch.dtype:
+    """Return float32 for 16-bit parameters, and the parameter's own dtype for all others."""
+    return torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
+
+
+def in_one_piece(like: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return zeros of these shapes and strides, with one allocation for each dtype.
+
+    Allocated one by one, they would fill the gaps left by freed activations, and the caching
+    allocator could not release the segments around them.
+    """
+    places: dict[torch.dtype, int] = {}
+    starts = []
+    for tensor, dtype in zip(like, dtypes, strict=True):
+        starts.append(places.get(dtype, 0))
+        places[dtype] = starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED
+    if not like:
+        return []
+    device = like[0].device
+    pieces = {
+        dtype: torch.zeros(length, dtype=dtype, device=device) for dtype, length in places.items()
+    }
+    # `.data` gives each tensor a version counter of its own, apart from the whole allocation's.
+    return [
+        pieces[dtype].as_strided(tensor.shape, _dense_strides(tensor), start).data
+        for tensor, dtype, start in zip(like, dtypes, starts, strict=True)
+    ]
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the tensor's strides if they leave no gaps, else those `empty_like` would choose."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def empty_cache(device: torch.device) -> None:
+    """Return free memory to the driver, so that the next allocations do not fill its gaps."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def may_lend(model: nn.Module, window: Window) -> bool:
+    """True if eager code may add into the buffers from the start.
+
+    It may not if ranks must know which parameters have no gradient. It may not if a layer produces
+    sparse gradients or an optimizer requires them: in a buffer they would become dense.
+    """
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules()) or any(
+        isinstance(optimizer, torch.optim.SparseAdam) for optimizer in window.target.optimizers
+    )
+    return window.sync.ranks == 1 and type(window.store) is DeviceStore and not sparse
+
+
+@contextmanager
+def eager_into(gradients: Gradients, window: Window) -> Iterator[None]:
+    """Let eager code add into the buffers within this context, if that is allowed."""
+    store = window.store
+    if not gradients.lends or not isinstance(store, DeviceStore):
+        yield
+        return
+    if window.is_open:
+        gradients.lend()
+    else:
+        store.opened = gradients.lend
+    try:
+        yield
+    finally:
+        store.opened = None
+        gradients.take_back()
+
+
+def take_workspace(device: torch.device) -> None:
+    """Make autograd's thread allocate its cuBLAS workspace now.
+
+    The workspace is allocated at the thread's first matrix product and kept. Allocated in the
+    middle of a backward, it would pin the segment of activations around it.
+    """
+    if device.type != "cuda":
+        return
+    with suppress(RuntimeError), torch.enable_grad():  # Deterministic algorithms may refuse it.
+        one = torch.zeros(16, 16, device=device, requires_grad=True)
+        (one @ one).sum().backward()
+
+
+class Gradients:
+    """The gradient buffers: one for each parameter that ever had a gradient."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self._buffers: dict[int, Tensor] = {}
+        self._entered: tuple[int, ...] = ()
+        self.lends = False
+        """True if eager code adds into the buffers too."""
+        self._lent: dict[int, int] = {}  # The version of each buffer that eager code may add into.
+
+    def of(self, used: Sequence[int]) -> list[Tensor]:
+        """Return the buffers of these parameters, and allocate those that are missing."""
+        wanted = [index for index in used if index not in self._buffers]
+        like = [self.parameters[index] for index in wanted]
+        made = in_one_piece(like, [buffer_dtype(parameter) for parameter in like])
+        self._buffers.update(zip(wanted, made, strict=True))
+        return [self._buffers[index] for index in used]
+
+    def are_in_place(self, used: tuple[int, ...]) -> bool:
+        """True if the buffers are these parameters' `.grad` now."""
+        first = used[0]
+        return self._entered == used and (
+            self.parameters[first].grad is self._buffers.get(first, self)
+        )
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Zero the buffers of parameters without a gradient and make them `.grad`.
+
+        Otherwise autograd would allocate a second set of gradients for eager code.
+        """
+        some = {i: b for i, b in self._buffers.items() if self.parameters[i].grad is None}
+        if some:
+            torch._foreach_zero_(list(some.values()))
+        for index, buffer in some.items():
+            self.parameters[index].grad = buffer
+            self._lent[index] = buffer._version
+
+    def take_back(self) -> None:
+        """Set `.grad` to None again where nothing was added, as autograd would have left it."""
+        for index, version in self._lent.items():
+            parameter, buffer = self.parameters[index], self._buffers[index]
+            if parameter.grad is buffer and buffer._version == version:
+                parameter.grad = None
+        self._lent.clear()
+
+    def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
+        """Return copies of these parameters' `.grad` in host memory."""
+        held = [self.parameters[index].grad for index in used]
+        return [None if one is None else one.detach().to("cpu", copy=True) for one in held]
+
+    def in_all(self) -> list[Tensor | None]:
+        """Return copies of every parameter's `.grad` in host memory."""
+        return self.set_aside(range(len(self.parameters)))
+
+    @torch.no_grad()
+    def put_back(self, used: tuple[int, ...], held: Sequence[Tensor | None]) -> None:
+        """Copy `held` (zero where None) into the buffers, and make the buffers `.grad`."""
+        for index, buffer, numbers in zip(used, self.of(used), held, strict=True):
+            if numbers is None:
+                buffer.zero_()
+            else:
+                buffer.copy_(numbers)
+            self.parameters[index].grad = buffer
+        self._entered = used
+
+    def take_in(self) -> None:
+        """Move autograd's gradients into the buffers, unless one of them is sparse."""
+        made = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+        if all(gradient.layout == torch.strided for _, gradient in made):
+            self.put_in_place(tuple(index for index, _ in made))
+
+    @torch.no_grad()
+    def put_in_place(self, used: tuple[int, ...]) -> None:
+        """Make the buffers these parameters' `.grad` and copy the gradients (or zero) into them."""
+        empty, filled, held = [], [], []
+        for index, buffer in zip(used, self.of(used), strict=True):
+            gradient = self.parameters[index].grad
+            if gradient is buffer:
+                continue
+            if gradient is None:
+                empty.append(buffer)
+            else:
+                filled.append(buffer)
+                held.append(gradient.detach().to_dense())
+        if empty:
+            torch._foreach_zero_(empty)
+        if filled:
+            torch._foreach_copy_(filled, held)
+        for index in used:
+            self.parameters[index].grad = self._buffers[index]
+        self._entered = used
+
+
+class Casts:
+    """16-bit copies of the weights, made once per window and shared by all graphs."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Return these copies, and make those that are missing."""
+        keys = [key for key in dict.fromkeys(wanted) if key not in self._copies]
+        sources: list[Tensor] = [self._parameters[index] for index, _ in keys]
+        made = in_one_piece(sources, [dtype for _, dtype in keys])
+        if made:
+            torch._foreach_copy_(made, sources)
+        self._copies.update(zip(keys, made, strict=True))
+        return [self._copies[key] for key in wanted]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast all weights again, into the same memory: the weights have changed."""
+        if self._copies:
+            sources: list[Tensor] = [self._parameters[index] for index, _ in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), sources)

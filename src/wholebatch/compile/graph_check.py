@@ -1,0 +1,159 @@
+"""The check of a graph against eager code, on one of the user's micro-batches, before its use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.compile.graph_inputs import Inputs
+from wholebatch.compile.messages import CannotTrace
+from wholebatch.compile.trace import Form, totals_of
+from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.loss import as_loss
+from wholebatch.core.precision import SIXTEEN_BIT
+
+__all__ = ["Check", "Eagerly", "differs", "gradients_in_full", "is_as_near"]
+
+
+@dataclass(frozen=True)
+class Eagerly:
+    """The eager result of one micro-batch, to compare a graph with."""
+
+    inputs: Inputs
+    form: Form
+    totals: list[Tensor]
+    before: ForwardState
+    earlier: Sequence[Tensor | None] | None
+    """The gradients of the window's earlier micro-batches, by parameter, if they were kept."""
+    alone: bool
+    """True if this is the first micro-batch of its window."""
+
+    def gradients(
+        self, used: Sequence[int], held: Sequence[Tensor | None]
+    ) -> Sequence[Tensor] | None:
+        """Return the gradients of this micro-batch alone, or None if they are not known.
+
+        `held` is the present `.grad` of the parameters `used`; the earlier gradients are
+        subtracted.
+        """
+        if self.earlier is None:
+            return [g for g in held if g is not None] if self.alone else None
+        pairs = [(g, self.earlier[i]) for i, g in zip(used, held, strict=True) if g is not None]
+        if any(after.dtype in SIXTEEN_BIT for after, _ in pairs):
+            return None  # A 16-bit sum is too coarse to recover the last addend.
+        return [after if before is None else after - before for after, before in pairs]
+
+    def gradients_in_full(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        parameters: Sequence[nn.Parameter],
+        seeds: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Return the gradients of this micro-batch without autocast, from the state before it."""
+        self.before.restore()
+        micro = self.inputs.around(self.inputs.tensors)
+        return gradients_in_full(model, loss, micro, parameters, seeds)
+
+
+class Check:
+    """Compares the result of a graph with that of eager code, in this precision."""
+
+    def __init__(self, precision: str, parameters: Sequence[nn.Parameter]) -> None:
+        self._autocasts = precision in ("bf16", "fp16")
+        self._sixteen_bit = self._autocasts or any(
+            parameter.dtype in SIXTEEN_BIT for parameter in parameters
+        )
+
+    def hold_against(
+        self,
+        found: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        what: str,
+        *,
+        truth: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        """Raise CannotTrace if `found` differs from `wanted` and is farther from the truth."""
+        reason = differs(found, wanted, what, sixteen_bit=self._sixteen_bit)
+        if reason is None:
+            return
+        if truth is not None and self._autocasts:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                if is_as_near(found, wanted, truth()):
+                    return
+        raise CannotTrace(reason)
+
+
+@torch.no_grad()
+def differs(
+    found: Sequence[Tensor], wanted: Sequence[Tensor], what: str, *, sixteen_bit: bool
+) -> str | None:
+    """Return the reason why `found` differs from `wanted` by more than rounding, or None.
+
+    The limits are wide: rounding differs between kernels, and an ill-conditioned model amplifies
+    it. The check looks for a different function, which differs in the first digit.
+    """
+    if len(found) != len(wanted):
+        return f"it gives {len(found)} tensors of {what} where eager code gives {len(wanted)}"
+    dtype = wanted[0].dtype
+    allowed = 0.1 if sixteen_bit else 1e-6 if dtype is torch.float64 else 1e-2
+    above, below = _distance(found, wanted), _norm(wanted)
+    if not above < float("inf") or not below < float("inf") or below == 0.0:
+        return None  # Eager code is not finite either, or there is nothing to compare.
+    if above <= allowed * below:
+        return None
+    return f"its {what} differs from that of eager code by {above / below:.1e} of it"
+
+
+@torch.no_grad()
+def is_as_near(found: Sequence[Tensor], wanted: Sequence[Tensor], truth: Sequence[Tensor]) -> bool:
+    """True if `found` is about as near to the truth as `wanted` is.
+
+    In 16 bit, two equally good ways of rounding can change a deep model's gradients by a tenth.
+    """
+    return _distance(found, truth) <= 1.25 * _distance(wanted, truth) < _norm(truth)
+
+
+def gradients_in_full(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    micro: Any,
+    parameters: Sequence[nn.Parameter],
+    seeds: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return the gradients of a micro-batch without autocast, in the parameters' own dtype."""
+    with torch.enable_grad():
+        totals = totals_of(as_loss(loss(model, micro)))
+        found = torch.autograd.grad(
+            totals,
+            list(parameters),
+            [seed.to(total.dtype) for seed, total in zip(seeds, totals, strict=True)],
+            materialize_grads=True,
+            allow_unused=True,
+        )
+    return list(found)
+
+
+def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Return the norm of the difference, computed pair by pair on the device of `found`."""
+    return _together(
+        _norm_of(a.to(b.dtype) - b.to(a.device)) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return _together(map(_norm_of, tensors))
+
+
+def _norm_of(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
+
+
+def _together(norms: Iterable[Tensor]) -> float:
+    return float(torch.stack(list(norms)).norm())

@@ -1,0 +1,84 @@
+"""Micro-batches as inputs of a graph: their tensors, and the key that a graph is made for.
+
+A traced graph is valid for one shape, dtype and stride of every tensor, and for the exact values of
+everything else in the micro-batch. Together these are its `Key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from wholebatch.compile.messages import CannotTrace
+from wholebatch.core.splitting.structure import Structure, flatten
+
+__all__ = ["Inputs", "Key", "take_apart"]
+
+Key: TypeAlias = tuple[Hashable, ...]
+
+_VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one micro-batch, in order, and the structure to rebuild it."""
+
+    tensors: tuple[Tensor, ...]
+    key: Key
+    _values: tuple[Any, ...]
+    _structure: Structure
+
+    def around(self, tensors: Sequence[Tensor]) -> Any:
+        """Rebuild the micro-batch with these tensors instead of its own."""
+        remaining = iter(tensors)
+        return self._structure.build(
+            [next(remaining) if isinstance(v, Tensor) else v for v in self._values]
+        )
+
+
+def take_apart(micro: Any) -> Inputs:
+    """Return the micro-batch's tensors and key; raise CannotTrace if it holds an opaque value."""
+    leaves, structure = flatten(micro)
+    parts: list[Hashable] = []
+    values: list[Any] = []
+    for leaf in leaves:
+        value = leaf.value
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+                raise CannotTrace(
+                    f"{leaf.name or 'the micro-batch'} is a {type(value).__name__} of layout "
+                    f"{value.layout}, and a graph takes dense tensors"
+                )
+            # A slice of a wider tensor: its strides are not part of the kind.
+            if not _is_dense(value):
+                value = value.contiguous()
+            parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
+        elif isinstance(value, _VALUES):
+            parts.append((leaf.name, type(value), value))
+        else:
+            raise CannotTrace(
+                f"{leaf.name or 'the micro-batch'} is a {type(value).__name__}, which may differ "
+                "in ways that a graph does not see"
+            )
+        values.append(value)
+    tensors = tuple(value for value in values if isinstance(value, Tensor))
+    return Inputs(tensors, tuple(parts), tuple(values), structure)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the elements fill one block of memory, in any order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=_by_stride):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _by_stride(dimension: tuple[int, int]) -> tuple[int, int]:
+    return dimension[1], dimension[0]

@@ -1,0 +1,242 @@
+"""The rewrite of a traced graph for execution: weights cast outside, gradients added in place.
+
+None of these rewrites changes a number beyond the order of additions:
+
+- A weight that autocast casts to 16 bit becomes an input that is cast once per window.
+- Each gradient is added into its buffer as soon as it is computed, so that it is freed early.
+- A weight gradient that is a matrix product, or rows of an embedding, is added by the operation
+  that computes it, and never exists on its own.
+- A cross-entropy and its gradient become one operation (`entropy`). So does the backward of a layer
+  norm with the operations around it (`norms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholebatch.compile import fused_weight_grad as fused
+from wholebatch.compile.cross_entropy import fuse_entropy
+from wholebatch.compile.fx_nodes import cast_to
+from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
+from wholebatch.compile.layer_norm import fuse_norms
+from wholebatch.compile.symbolic_sizes import same_shape
+from wholebatch.compile.trace import Traced
+from wholebatch.core.precision import SIXTEEN_BIT
+
+__all__ = ["Options", "Rewritten", "rewrite"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Options:
+    """The fusions to apply; which of them pay depends on how the graph runs."""
+
+    products: bool = False
+    """Add 16-bit products into fp32 buffers in the matrix product itself (CUDA only)."""
+    products_in_full: bool = False
+    """Add products of the buffer's own dtype with `addmm_`; pays if nothing fuses with them."""
+    embeddings: bool = True
+    entropy: bool = False
+    """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
+    norms: bool = False
+    """Compute a layer norm's backward, its sums and the residual in one kernel (CUDA only)."""
+    gelu_sums: bool = False
+    """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
+    gelu: bool = False
+    """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The graph: (trained, others, tensors, seeds, casts, buffers) -> (totals, units).
+
+    Open sizes come before these inputs.
+    """
+
+    graph: fx.GraphModule
+    casts: tuple[tuple[int, torch.dtype], ...]
+    """The trained parameter and the dtype of each cast input."""
+    fused_products: int
+    fused_embeddings: int
+    fused_losses: int
+    fused_norms: int
+    fused_gelus: int
+
+
+def rewrite(
+    traced: Traced, trained: int, buffer_dtypes: list[torch.dtype], options: Options
+) -> Rewritten:
+    """Return the same micro-step with gradients added into buffers instead of returned.
+
+    `buffer_dtypes` are the dtypes of the buffers of `traced.used`, in that order.
+    """
+    graph = fx.Graph()
+    output = graph.graph_copy(traced.graph.graph, {})
+    results = list(output) if isinstance(output, (list, tuple)) else [output]
+    sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
+    _drop_detach(graph, results)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
+    losses = fuse_entropy(graph, results) if options.entropy else 0
+    kept = len(results) - len(traced.used)
+    gradients: list[Any] = results[kept:]
+
+    casts: dict[tuple[int, torch.dtype], fx.Node] = {}
+    last = inputs[-1]
+    for index, parameter in enumerate(inputs[:trained]):
+        for user in list(parameter.users):  # A layer that is used twice is cast twice.
+            dtype = cast_to(user)
+            if dtype is None or dtype not in SIXTEEN_BIT:
+                continue
+            if (index, dtype) not in casts:
+                with graph.inserting_after(last):
+                    last = graph.placeholder(f"cast_{index}_{str(dtype).removeprefix('torch.')}")
+                last.meta.update(user.meta)
+                casts[index, dtype] = last
+            user.replace_all_uses_with(casts[index, dtype])
+            graph.erase_node(user)
+    buffers = []
+    for index in traced.used:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"buffer_{index}")
+        buffers.append(last)
+
+    adder = _Adder(graph, options)
+    for buffer, gradient, dtype in zip(buffers, gradients, buffer_dtypes, strict=True):
+        adder.add(buffer, gradient, dtype)
+    graph.output(tuple(results[:kept]))
+    graph.eliminate_dead_code()
+    norms = fuse_norms(graph) if options.norms else 0
+    gelus = fuse_gelu(graph) if options.gelu_sums else 0
+    if options.gelu:
+        simplify_gelu(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module = fx.GraphModule(traced.graph, graph)  # It keeps the constants that the graph refers to.
+    return Rewritten(
+        module,
+        tuple(casts),
+        fused_products=adder.products,
+        fused_embeddings=adder.embeddings,
+        fused_losses=losses,
+        fused_norms=norms,
+        fused_gelus=gelus,
+    )
+
+
+def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
+    """Remove detach nodes: nothing is differentiated when the graph runs."""
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default:
+            source = node.args[0]
+            node.replace_all_uses_with(source)
+            for position, result in enumerate(results):
+                if result is node:
+                    results[position] = source
+            graph.erase_node(node)
+
+
+class _Adder:
+    """Adds each gradient into its buffer right after it is computed."""
+
+    def __init__(self, graph: fx.Graph, options: Options) -> None:
+        self._graph = graph
+        self._options = options
+        self.products = 0
+        self.embeddings = 0
+
+    def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
+        for part, parent in list(_summands(gradient, None, dtype)):
+            if not (self._product(buffer, part, parent, dtype) or self._rows(buffer, part)):
+                with self._graph.inserting_after(part):
+                    self._graph.call_function(aten.add_.Tensor, (buffer, part))
+
+    def _product(
+        self, buffer: fx.Node, part: fx.Node, parent: fx.Node | None, dtype: torch.dtype
+    ) -> bool:
+        node, transposed = _product_behind(part, parent)
+        if node is None:
+            return False
+        left, right = node.args
+        its = node.meta["val"].dtype
+        if its in SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
+            target: Any = fused.add_product()
+        elif its is dtype and self._options.products_in_full:
+            target = aten.addmm_.default
+        else:
+            return False
+        with self._graph.inserting_before(node):
+            if transposed:  # (A B)ᵀ = Bᵀ Aᵀ
+                left, right = (
+                    self._graph.call_function(aten.t.default, (right,)),
+                    self._graph.call_function(aten.t.default, (left,)),
+                )
+            self._graph.call_function(target, (buffer, left, right))
+        self.products += 1
+        return True
+
+    def _rows(self, buffer: fx.Node, part: fx.Node) -> bool:
+        if part.target is not aten.embedding_dense_backward.default or not self._options.embeddings:
+            return False
+        rows, indices, _, padding, by_frequency = part.args
+        if by_frequency or part.kwargs:
+            return False
+        if part.all_input_nodes[0].meta["val"].dtype is not part.meta["val"].dtype:
+            return False
+        assert isinstance(padding, int)
+        with self._graph.inserting_before(part):
+            if padding >= 0:  # The padding row gets no gradient.
+                at_padding = self._graph.call_function(aten.eq.Scalar, (indices, padding))
+                there = self._graph.call_function(aten.unsqueeze.default, (at_padding, -1))
+                rows = self._graph.call_function(aten.masked_fill.Scalar, (rows, there, 0.0))
+            self._graph.call_function(aten.index_put_.default, (buffer, [indices], rows, True))
+        self.embeddings += 1
+        return True
+
+
+def _summands(
+    gradient: fx.Node, parent: fx.Node | None, dtype: torch.dtype
+) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+    """Yield the addends of a sum, each with its only user (a tied weight has several addends)."""
+    parts = gradient.args
+    if (
+        gradient.target is aten.add.Tensor
+        and _used_only_by(gradient, parent)
+        and not gradient.kwargs
+        and len(set(parts)) == 2
+        and all(
+            isinstance(part, fx.Node)
+            and _used_only_by(part, gradient)
+            and part.meta["val"].dtype is dtype
+            and same_shape(part.meta["val"].shape, gradient.meta["val"].shape)
+            for part in parts
+        )
+    ):
+        for part in parts:
+            assert isinstance(part, fx.Node)
+            yield from _summands(part, gradient, dtype)
+    else:
+        yield gradient, parent
+
+
+def _product_behind(part: fx.Node, parent: fx.Node | None) -> tuple[fx.Node | None, bool]:
+    """Return the matrix product behind casts and transposes, and True if it is transposed."""
+    node, user, transposed = part, parent, False
+    while _used_only_by(node, user):
+        if node.target is aten.mm.default:
+            return node, transposed
+        if node.target is aten.t.default:
+            transposed = not transposed
+        elif cast_to(node) is not torch.float32:
+            break
+        node, user = node.all_input_nodes[0], node
+    return None, False
+
+
+def _used_only_by(node: fx.Node, user: fx.Node | None) -> bool:
+    return all(one is user for one in node.users)

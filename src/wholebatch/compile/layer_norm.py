@@ -1,0 +1,293 @@
+"""The backward of a layer norm and the operations around it, as one operation.
+
+Under autocast, the backward of a residual network reads the gradient of a layer norm's output in 16
+bit, the norm's input and the residual's gradient. From these it computes the gradient of the norm's
+input, its sum with the residual's gradient, a 16-bit copy of that for the next products, and three
+sums over all rows: the gradients of the norm's weight and bias, and of the bias of the layer
+before. Compiled, these are seven kernels, and each reads most of the data again. As one operation,
+everything is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from wholebatch.compile.fx_nodes import (
+    PRODUCTS,
+    VIEWS,
+    Added,
+    added_into_buffer,
+    cast_to,
+    column_sum_into_buffer,
+)
+from wholebatch.compile.kernels import computes_rightly
+from wholebatch.compile.symbolic_sizes import same_shape
+from wholebatch.core.precision import SIXTEEN_BIT
+
+__all__ = ["can_fuse_norms", "fuse_norms"]
+
+aten = torch.ops.aten
+_LONGEST = 8192
+"""The longest row that one program can hold."""
+
+
+class Read(NamedTuple):
+    """The inputs of the operation; the norm's input is `x` plus `addend`."""
+
+    gradient: Tensor
+    x: Tensor
+    addend: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    residual: Tensor | None
+
+
+@cache
+def _operation() -> Any:
+    """Return the op `(*Read, low, sums) -> (gradient, the same in 16 bit, sums)`.
+
+    The sums over rows, computed where asked for, are those of the weight's gradient, the bias's
+    gradient, and the 16-bit gradient. They are not added into buffers here: the buffers are views
+    of one allocation, and Inductor copies all of it for an operation that mutates two of them.
+    """
+
+    @torch.library.custom_op("wholebatch::layer_norm_backward", mutates_args=())
+    def operation(
+        gradient: Tensor,
+        x: Tensor,
+        addend: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        residual: Tensor | None,
+        low: torch.dtype | None,
+        sums: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = gradient, x, addend, mean, rstd, weight, residual
+        side_by_side: list[Any] = [None if one is None else one.contiguous() for one in given]
+        if x.is_cuda and x.dtype is torch.float32:
+            from wholebatch.compile.kernels.layer_norm_backward import launch as run
+        else:
+            run = _by_operations
+        return _made_by(run, Read(*side_by_side), low, sums)
+
+    @operation.register_fake
+    def _(_gradient: Tensor, x: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *_, low, sums = more
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return out, _lower(x, low), _sums(x, sums)
+
+    del _
+    return torch.ops.wholebatch.layer_norm_backward.default
+
+
+def _lower(x: Tensor, low: torch.dtype | None) -> Tensor:
+    if low is None:
+        return x.new_empty(0)
+    return torch.empty_like(x, dtype=low, memory_format=torch.contiguous_format)
+
+
+def _sums(x: Tensor, sums: list[bool]) -> Tensor:
+    return x.new_empty(len(sums) if any(sums) else 0, x.shape[-1])
+
+
+def _made_by(
+    run: Callable[..., Tensor], read: Read, low: torch.dtype | None, sums: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    lower, total = _lower(read.x, low), _sums(read.x, sums)
+    return run(read, None if low is None else lower, total, sums), lower, total
+
+
+def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
+    """Compute the kernel's result with torch operations: for the CPU, and to check the kernel."""
+    gradient, x, addend, mean, rstd, weight, residual = read
+    columns = x.shape[-1]
+    if addend is not None:
+        x = x + addend
+    wanted = [True, weight is not None, weight is not None]
+    bias = None if weight is None else torch.zeros_like(weight)
+    out, of_weight, of_bias = aten.native_layer_norm_backward.default(
+        gradient.to(x.dtype), x, [columns], mean, rstd, weight, bias, wanted
+    )
+    if residual is not None:
+        out = out + residual
+    of_low = None
+    if low is not None:
+        low.copy_(out)
+        of_low = low.to(x.dtype).reshape(-1, columns).sum(0)
+    for place, found in enumerate((of_weight, of_bias, of_low)):
+        if sums[place]:
+            total[place] = found
+    made: Tensor = out
+    return made
+
+
+@cache
+def can_fuse_norms(device: torch.device) -> bool:
+    """True if this device has the kernel and it computes correctly."""
+    return computes_rightly(device, "norms", _operation, _agrees)
+
+
+def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
+    numbers = torch.arange(67 * 300, device=device, dtype=torch.float32)
+    x, gradient, residual = (
+        (numbers.remainder(by) / by - 0.5).reshape(67, 300) for by in (101, 103, 107)
+    )
+    addend = residual.bfloat16()
+    var, mean = torch.var_mean(x + addend, 1, correction=0, keepdim=True)
+    rstd = (var + 1e-5).rsqrt()
+    read = Read(gradient.bfloat16(), x, addend, mean, rstd, 1.0 + x[0], residual)
+    how = torch.bfloat16, [True] * 3
+    out, low, sums = run(*read, *how)
+    wanted_out, wanted_low, wanted_sums = _made_by(_by_operations, read, *how)
+    pairs = (out, wanted_out), (low, wanted_low), *zip(sums, wanted_sums, strict=True)
+    return all(
+        bool((one.float() - other.float()).norm() <= 2e-3 * other.float().norm())
+        for one, other in pairs
+    )
+
+
+@dataclass
+class _Norm:
+    """The nodes of one layer norm's backward, and the uses of its gradient."""
+
+    node: fx.Node
+    gradient: fx.Node
+    x: fx.Node
+    total: fx.Node
+    """The gradient of its input, or that plus the residual's."""
+    addend: fx.Node | None = None
+    """The part of the norm's input besides `x`."""
+    residual: fx.Node | None = None
+    low: fx.Node | None = None
+    sums: dict[int, Added] = field(default_factory=dict)
+    """The addition of each sum: of the weight (0), the bias (1), and the layer before (2)."""
+
+
+def fuse_norms(graph: fx.Graph) -> int:
+    """Replace every layer-norm backward that allows it with the fused op; return how many.
+
+    Gradients must already be added into their buffers. Dead-code elimination removes the replaced
+    nodes.
+    """
+    nodes = graph.find_nodes(op="call_function", target=aten.native_layer_norm_backward.default)
+    inputs: dict[fx.Node, tuple[fx.Node, fx.Node | None]] = {}
+    for node in reversed(nodes):  # In the order of the forward.
+        norm = _matched(node)
+        if norm is not None:
+            inputs[node] = _parts(norm.x, {x for x, _ in inputs.values()})
+    for node in nodes:  # The next norm reads the replacement of this one.
+        norm = _matched(node) if node in inputs else None
+        if norm is not None:
+            norm.x, norm.addend = inputs[node]
+            _replace(graph, norm)
+    return len(inputs)
+
+
+def _matched(node: fx.Node) -> _Norm | None:
+    gradient, x, shape, *_ = node.args
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(x, fx.Node)
+    assert isinstance(shape, (list, tuple))
+    value = x.meta["val"]
+    [columns, *more] = shape
+    outs = {user.args[1]: user for user in node.users if user.target is getitem}
+    if (
+        more
+        or not isinstance(columns, int)
+        or columns > _LONGEST
+        or value.dtype not in (torch.float32, torch.float64)
+        or not value.is_contiguous()
+        # The compiler reads it in 16 bit; fused, it would have to be written in 32.
+        or cast_to(x) is not None
+        or 0 not in outs
+        or len(outs) != len(node.users)
+    ):
+        return None
+    if cast_to(gradient) is value.dtype:
+        source = gradient.all_input_nodes[0]
+        if source.meta["val"].dtype in SIXTEEN_BIT:
+            gradient = source
+    norm = _Norm(node, gradient, x, outs[0])
+    for place in (1, 2):
+        if place in outs and outs[place].users:
+            added = added_into_buffer(outs[place])
+            if added is None:
+                return None
+            norm.sums[place - 1] = added
+    _take_residual(norm, value)
+    _take_low(norm, columns)
+    return norm
+
+
+def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
+    """Split a norm's input into two addends, if both are in memory anyway.
+
+    Their sum need not be written then. This fits every second norm of a residual network: a layer's
+    output added to another norm's input.
+    """
+    if x.target is not aten.add.Tensor or x.kwargs:
+        return x, None
+    for part, addend in (x.args, x.args[::-1]):
+        if not isinstance(part, fx.Node) or not isinstance(addend, fx.Node) or part not in kept:
+            continue
+        source = addend
+        while source.target in VIEWS:
+            source = source.all_input_nodes[0]
+        shape = addend.meta["val"].shape
+        if source.target in PRODUCTS and same_shape(shape, x.meta["val"].shape):
+            return part, addend
+    return x, None
+
+
+def _take_residual(norm: _Norm, value: Tensor) -> None:
+    if len(norm.total.users) != 1:
+        return
+    [user] = norm.total.users
+    others = [part for part in user.all_input_nodes if part is not norm.total]
+    if user.target is not aten.add.Tensor or user.kwargs or len(others) != 1:
+        return
+    other = others[0].meta["val"]
+    if other.dtype is value.dtype and same_shape(other.shape, value.shape):
+        norm.residual, norm.total = others[0], user
+
+
+def _take_low(norm: _Norm, columns: int) -> None:
+    lows = [user for user in norm.total.users if cast_to(user) in SIXTEEN_BIT]
+    if len(lows) != 1:
+        return
+    [norm.low] = lows
+    added = column_sum_into_buffer(norm.low, columns)
+    if added is not None:
+        norm.sums[2] = added
+
+
+def _replace(graph: fx.Graph, norm: _Norm) -> None:
+    _, _, _, mean, rstd, weight, *_ = norm.node.args
+    low = None if norm.low is None else norm.low.meta["val"].dtype
+    sums = [place in norm.sums for place in range(3)]
+    call = graph.call_function
+    # All inputs exist where the residual's gradient is added.
+    with graph.inserting_before(norm.total if norm.residual else norm.node):
+        read = norm.gradient, norm.x, norm.addend, mean, rstd, weight, norm.residual
+        made = call(_operation(), (*read, low, sums))
+        total = call(getitem, (made, 0))
+        total.meta.update(norm.total.meta)
+        norm.total.replace_all_uses_with(total)
+        if norm.low is not None:
+            lower = call(getitem, (made, 1))
+            lower.meta.update(norm.low.meta)
+            norm.low.replace_all_uses_with(lower)
+        added = call(getitem, (made, 2)) if any(sums) else None
+        for place, one in norm.sums.items():
+            row = call(aten.select.int, (added, 0, place))
+            call(aten.add_.Tensor, (one.buffer, row))
+            graph.erase_node(one.addition)

@@ -1,0 +1,398 @@
+"""The executor of micro-steps: eager code, the joint graph, or a CUDA graph of it.
+
+All of them add the same gradients and record the same sums in the window, and one window may mix
+them. The first micro-batch of a kind always runs eagerly. The graph made for that kind then runs on
+the same micro-batch, and must give the same gradients before it is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.compile.captured_values import Fingerprint
+from wholebatch.compile.compiled_forward import CompiledForward
+from wholebatch.compile.cuda_graph import Captured, rehearse
+from wholebatch.compile.eager_weight_grad import Adding
+from wholebatch.compile.gradient_buffers import (
+    Casts,
+    Gradients,
+    eager_into,
+    empty_cache,
+    may_lend,
+    take_workspace,
+)
+from wholebatch.compile.graph_check import Check, Eagerly
+from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
+from wholebatch.compile.graph_ledger import Ledger
+from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
+from wholebatch.compile.messages import CannotTrace, Notes, first_line
+from wholebatch.compile.prefetch import Copies
+from wholebatch.compile.shared_graphs import Shapes, Shared
+from wholebatch.compile.symbolic_sizes import Sizes
+from wholebatch.compile.trace import Form, State, Traced, totals_of, trace
+from wholebatch.compile.when_to_compile import Execute, Plan
+from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.precision import SIXTEEN_BIT, Precision
+
+if TYPE_CHECKING:
+    from wholebatch.core.window import Window
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Runs the micro-steps of one WholeBatch.
+
+    `eager(micro, loss)` runs forward and backward with this loss function, records them in the
+    window, and returns the loss.
+    `keeps_moments`: the model's BatchNorms collect their statistics in Python, so only eager code
+    works.
+    """
+
+    reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Device types on which gradient memory is reserved before the first micro-step."""
+
+    def __init__(
+        self,
+        execute: Execute,
+        *,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        window: Window,
+        precision: Precision,
+        device: torch.device,
+        eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
+        single: str,
+        keeps_moments: bool = False,
+    ) -> None:
+        self.execute = execute
+        self.notes = Notes(asked=execute in ("compile", "graph"))
+        self.mode = "eager"
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._loss = loss
+        self._window = window
+        self._precision = precision
+        self._device = device
+        self._eager = Adding(self._model, window, precision, device, eager)
+        self._single = single
+        self._copies = Copies(device)
+        self._ledger = Ledger(window, device)
+        self._plan = Plan.of(execute, device)
+        self._next_place = 0
+        self._pool: Any = None
+        self._forward: CompiledForward | None = None
+        self._reset()
+        reason = None
+        if not window.sync.takes_graphs or window.sync.counts_must_agree:
+            reason = "this engine's collectives run in its forwards and backwards, by eager code"
+        elif window.store.only_eager is not None:
+            reason = window.store.only_eager
+        elif keeps_moments:
+            reason = 'batchnorm="statistics" collects its moments in Python'
+        if reason is not None and not self._plan.eager:
+            self._plan.compiles = False
+            self._give_up(reason)
+
+    def _reset(self) -> None:
+        """Drop every graph and buffer: the state they were made for has changed."""
+        self._fingerprint: Fingerprint | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._gradients = Gradients([])
+        self._casts = Casts([])
+        self._steps: dict[Key, Prepared] = {}
+        self._traced: dict[Key, Traced] = {}
+        self._seen: dict[Key, int] = {}
+        self._shapes = Shapes(self.notes)
+
+    # ------------------------------------------------------------- micro-step
+
+    def micro_step(self, micro: Any) -> None:
+        """Add one micro-batch's gradients, and record its sums in the window."""
+        micro = self._copies(micro)
+        if not self._plan.eager:
+            try:
+                self._reserve()
+                if self._graph_step(micro):
+                    return
+            except CannotTrace as reason:
+                self._give_up(str(reason))
+        if self._forward is not None:
+            try:
+                self.mode = "compiled forward"
+                self._forward(micro)
+                return
+            except CannotTrace as reason:
+                self._forward = None
+                self.notes.fell_back(self.execute, "eagerly", f"torch.compile fails ({reason})")
+        self.mode = "eager"
+        with eager_into(self._gradients, self._window):
+            self._eager(micro, self._loss)
+        self._settle()
+
+    def let_go(self) -> None:
+        """Drop every graph and its memory after an out-of-memory error. They are made again."""
+        self._steps.clear()
+        self._traced.clear()
+        self._seen.clear()
+        self._shapes = Shapes(self.notes)
+        self._pool = None
+        self._next_place = 0
+
+    def _reserve(self) -> None:
+        """Allocate the gradient buffers in one block before the first micro-step.
+
+        Otherwise autograd would allocate the first gradients among the activations of its backward,
+        and the optimizer its state beside them. Both would pin that memory for good.
+        """
+        if self._device.type not in self.reserves_on:
+            return
+        if self._window.updates or self._gradients.parameters:
+            return
+        empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
+        take_workspace(self._device)
+        self._parameters = [p for group in self._window.target.groups() for p in group]
+        self._fingerprint = Fingerprint(self._model, self._loss)
+        self._make_buffers(State.of(self._model, self._parameters))
+        self._gradients.of(range(len(self._gradients.parameters)))
+        self._gradients.lends = may_lend(self._model, self._window)
+
+    def _settle(self, *, always: bool = False) -> None:
+        """In the first window, move the gradients into their buffers and release cached memory."""
+        first = always or not self._window.updates
+        if first and self._device.type in self.reserves_on and not self._plan.eager:
+            self._gradients.take_in()
+            empty_cache(self._device)
+
+    def _make_buffers(self, state: State) -> None:
+        parameters = list(state.trained.values())
+        self._gradients, self._casts = Gradients(parameters), Casts(parameters)
+
+    def _graph_step(self, micro: Any) -> bool:
+        """Run this micro-batch in a graph if possible; return False if eager code must run it."""
+        inputs = take_apart(micro)
+        if not self._window_is_open():
+            return False
+        self._look_at_the_window()
+        self._plan.micro_batches += 1
+        prepared = self._steps.get(inputs.key)
+        if prepared is None:
+            self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
+            shared = self._shapes.find(inputs)
+            if not self._prepares(inputs, shared):
+                return False
+            at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
+            self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
+            return True
+        joint = prepared.joint
+        if not joint.compiled and self._upgrades(inputs, joint):
+            self._prepare(inputs, micro, compiled=True)
+            return True
+        if not self._gradients.are_in_place(joint.used):
+            self._gradients.put_in_place(joint.used)
+        self.mode = prepared.mode
+        joint.runs += 1
+        totals, units = prepared.run(inputs.tensors, self._ledger.seeds(prepared.form))
+        self._ledger.record(prepared.form, totals, units)
+        return True
+
+    def _prepares(self, inputs: Inputs, shared: Shared | None) -> bool:
+        own = sum(step.joint.sizes is None for step in self._steps.values())
+        others = None if shared is None else len(self._steps) - own
+        first = not self._window.owners
+        return self._plan.prepares(own, self._seen[inputs.key], first=first, shared=others)
+
+    def _upgrades(self, inputs: Inputs, joint: JointStep) -> bool:
+        if joint.sizes is not None and self._shapes.ready(inputs):
+            # It is compiled already and only needs a new CUDA graph capture.
+            return self._plan.compiles
+        return self._plan.upgrades(joint.operations, self._compiled(), joint.runs)
+
+    def _window_is_open(self) -> bool:
+        """Open the window if its seed is known without a loss; return True if it is open."""
+        window = self._window
+        if not window.is_open and window.next_seed is not None:
+            window.begin()
+        return window.is_open
+
+    def _look_at_the_window(self) -> None:
+        """At the start of a window, check that the graphs are still valid."""
+        window = self._window
+        if window.micro_batches == self._next_place and self._next_place:
+            self._next_place += 1
+            return
+        self._next_place = window.micro_batches + 1
+        self._casts.refresh()  # The device casts while the host checks.
+        same = len(self._parameters) == len(window.inputs) and all(
+            a is b for a, b in zip(self._parameters, window.inputs, strict=True)
+        )
+        changed = None if self._fingerprint is None else self._fingerprint.changed()
+        self._plan.look_at(changed, made=len(self._steps))
+        if not same or self._fingerprint is None or changed is not None:
+            self._reset()
+            self._fingerprint = Fingerprint(self._model, self._loss)
+            self._parameters = list(window.inputs)
+            return
+        for key, prepared in list(self._steps.items()):
+            if prepared.captured and prepared.joint.addresses() != prepared.addresses:
+                del self._steps[key]  # A tensor of the model has moved.
+
+    def _compiled(self) -> int:
+        return len({id(s.joint) for s in self._steps.values() if s.joint.compiled})
+
+    @property
+    def by_autograd(self) -> bool:
+        """True if autograd itself adds every gradient of a micro-batch."""
+        return self._plan.eager and not self._eager.possible
+
+    # ---------------------------------------------------------------- prepare
+
+    def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
+        """Run this micro-batch eagerly, make its graph, and compare the two."""
+        alone = not self._window.owners
+        earlier = None
+        if not alone and self._shapes.wants_proof(inputs, self._traced, compiled=compiled):
+            earlier = self._gradients.in_all()
+        before = ForwardState(self._model)
+        with eager_into(self._gradients, self._window):
+            loss = self._eager(micro, self._loss)
+        self.mode = "eager"
+        totals = [total.detach() for total in totals_of(loss)]
+        done = Eagerly(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
+        del loss
+        self._precision.let_go()
+        self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
+        after = ForwardState(self._model)
+        began = time.perf_counter()
+        try:
+            step = self._made(done, compiled=compiled)
+            self._steps[inputs.key] = step
+        except CannotTrace as reason:
+            self._give_up(str(reason))
+            return
+        finally:
+            after.restore()
+            self._plan.spent += time.perf_counter() - began
+        # The memory of eager code and of the trial run is not needed again.
+        empty_cache(self._device)
+        self.notes.tell(
+            f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
+            f"{step.joint.operations} operations{' and recorded it' if step.captured else ''} in "
+            f"{time.perf_counter() - began:.1f} s; {step.joint.fused[0]} weight gradients and "
+            f"{step.joint.fused[1]} embeddings add themselves"
+        )
+
+    def _made(self, done: Eagerly, *, compiled: bool) -> Prepared:
+        inputs, form = done.inputs, done.form
+        if self._window.known is not None and any(d in SIXTEEN_BIT for d in form.dtypes):
+            raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
+        state = State.of(self._model, self._parameters)
+        parameters = list(state.trained.values())
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+            raise CannotTrace("it has sparse gradients, and a graph adds dense ones")
+        if not self._gradients.parameters:
+            self._make_buffers(state)
+
+        def traced(sizes: Sizes | None = None) -> Traced:
+            parts = (self._model, self._loss, self._precision, state)
+            return trace(*parts, inputs, form, self._single, sizes)
+
+        def make(traced: Traced, *, compiled: bool) -> JointStep:
+            parts = (state, self._gradients, self._casts)
+            return JointStep(traced, *parts, compiled=compiled, example=inputs.tensors)
+
+        if inputs.key not in self._traced:
+            shared = self._shapes.serving(inputs, form, self._steps, self._seen, traced)
+            if shared is not None:
+                try:
+                    step = self._proven(shared.joint(make, state, compiled=compiled), done)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as problem:  # A compiler, or the check, may raise anything.
+                    self._shapes.give_up(shared, problem)
+                else:
+                    shared.proven.add(compiled)
+                    return step
+            self._traced[inputs.key] = traced()
+        joint = self._joint(make, self._traced[inputs.key], compiled)
+        return self._proven(joint, replace(done, earlier=None))
+
+    def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
+        try:
+            return make(traced, compiled=compiled)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # A compiler may raise anything; the traced graph still runs.
+            reason = f"{type(problem).__name__}: {first_line(problem)}"
+            if not compiled:
+                raise CannotTrace(reason) from problem
+            if not self._plan.captures:
+                raise CannotTrace(f"it cannot be compiled ({reason})") from problem
+            self._plan.compiles = False
+            self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
+            return self._joint(make, traced, False)
+
+    def _proven(self, joint: JointStep, done: Eagerly) -> Prepared:
+        """Run the graph from the same state as eager code, and capture it if the results agree."""
+        # The trial run writes into the buffers: save the window's gradients first.
+        buffers, inputs = self._gradients.of(joint.used), done.inputs
+        held = self._gradients.set_aside(joint.used)
+        self._casts.refresh()
+        seeds = self._ledger.seeds(done.form)
+
+        def run() -> list[Tensor]:
+            done.before.restore()
+            torch._foreach_zero_(buffers)
+            return joint(inputs.tensors, seeds)[0]
+
+        def in_full() -> list[Tensor]:
+            used = [self._gradients.parameters[index] for index in joint.used]
+            return done.gradients_in_full(self._model, self._loss, used, seeds)
+
+        try:
+            found = rehearse(run, self._device, captures=self._plan.captures)
+            if not joint.random:
+                check = Check(self._precision.name, self._parameters)
+                check.hold_against(found, done.totals, "loss")
+                wanted = done.gradients(joint.used, held)
+                if wanted is not None:
+                    check.hold_against(buffers, wanted, "gradient", truth=in_full)
+            step = self._captured(joint, inputs, seeds) if self._plan.captures else joint
+        finally:
+            self._gradients.put_back(joint.used, held)
+        return Prepared(joint, step, done.form)
+
+    def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            return Captured(joint, inputs.tensors, seeds, pool=self._pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:
+            reason = f"CUDA cannot record it ({first_line(problem)})"
+            if joint.sizes is not None:
+                # A graph for this kind alone may still be captured.
+                raise CannotTrace(reason) from problem
+            self._plan.captures = False
+            if not joint.compiled:
+                raise CannotTrace(reason) from problem
+            self.notes.fell_back(self.execute, "compiled, launched one by one", reason)
+            return joint
+
+    def _give_up(self, reason: str) -> None:
+        """Stop using joint graphs; if compilation was asked for, use a compiled forward instead."""
+        self._plan.eager = True
+        self._reset()
+        if self.execute in ("compile", "graph") and self._plan.compiles:
+            eager = self._eager.plain
+            self._forward = CompiledForward(self._model, self._loss, self._window, eager)
+        how = "eagerly" if self._forward is None else "with a compiled forward only"
+        self.notes.fell_back(self.execute, how, reason)

@@ -1,0 +1,264 @@
+"""The trace of one micro-step: forward, loss and backward of `loss(model, micro)` as one graph.
+
+The model's Python runs once on fake tensors, which compute nothing, and every operation of the
+forward and of autograd's backward is recorded. The model need not be rewritten or analysed:
+autocast, checkpointing without randomness, custom autograd functions and tied weights all appear as
+operations. `CannotTrace` gives the reason for what cannot be recorded (a branch on a tensor's
+value) and what must not be (a side effect in Python, random numbers drawn again in the backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from wholebatch.compile.captured_values import only_reads, refuse_hooks
+from wholebatch.compile.graph_inputs import Inputs
+from wholebatch.compile.messages import CannotTrace, first_line
+from wholebatch.compile.symbolic_sizes import Sizes, lens_stay_open
+from wholebatch.core.loss import Loss, Term, Terms, as_loss
+from wholebatch.core.precision import Precision
+
+__all__ = ["Form", "State", "Traced", "totals_of", "trace"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a loss without its tensors: one entry for each term."""
+
+    names: tuple[str, ...]
+    plain: bool
+    weights: tuple[float, ...]
+    dtypes: tuple[torch.dtype, ...]
+    units: tuple[int | float | None, ...]
+    """Units that are numbers; None for a tensor, which is an output of the graph."""
+
+    @staticmethod
+    def of(loss: Loss | Terms, single: str) -> Form:
+        """Return the form of this loss; a plain loss is one term with the name `single`."""
+        terms = _terms(loss, single)
+        return Form(
+            names=tuple(terms),
+            plain=isinstance(loss, Loss),
+            weights=tuple(term.weight for term in terms.values()),
+            dtypes=tuple(term.total.dtype for term in terms.values()),
+            units=tuple(
+                None if isinstance(term.units, Tensor) else term.units for term in terms.values()
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """The present tensors of a model by name; tied tensors appear once."""
+
+    trained: dict[str, nn.Parameter]
+    others: dict[str, Tensor]
+
+    @staticmethod
+    def of(model: nn.Module, inputs: Sequence[nn.Parameter]) -> State:
+        """Split the model's tensors into those to differentiate by (`inputs`) and the rest."""
+        wanted = {id(parameter) for parameter in inputs}
+        trained, others = {}, {}
+        for name, parameter in model.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                raise CannotTrace(f"{name} is a {type(parameter).__name__}")
+            if id(parameter) in wanted:
+                trained[name] = parameter
+            else:
+                others[name] = parameter.detach()
+        for name, buffer in model.named_buffers():
+            others[name] = buffer
+        if len(trained) != len(wanted):
+            raise CannotTrace("the optimizer has parameters that are not in the model")
+        if len({p.device for p in trained.values()} | {t.device for t in others.values()}) > 1:
+            raise CannotTrace("the model is on more than one device")
+        return State(trained, others)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The graph: (trained, others, the micro-batch's tensors, seeds) -> (totals, units, gradients).
+
+    Units are outputs only if they are tensors. The gradients are those of the parameters in `used`.
+    """
+
+    graph: fx.GraphModule
+    form: Form
+    used: tuple[int, ...]
+    random: bool
+    sizes: Sizes | None = None
+    """The symbols of the graph, if it is valid for more than one shape."""
+    units: tuple[Any, ...] = ()
+    """The units of the form, before symbols were replaced with numbers."""
+
+    def form_for(self, tensors: Sequence[Tensor]) -> Form:
+        """Return the form of the loss for a micro-batch with these tensors."""
+        if self.sizes is None:
+            return self.form
+        units = tuple(self.sizes.value(number, tensors) for number in self.units)
+        return replace(self.form, units=units)
+
+
+class _Within(nn.Module):
+    """Calls a function while functional_call has swapped the model's tensors.
+
+    The backward must run inside too: checkpointing recomputes the forward there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
+        return function()
+
+
+def trace(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    precision: Precision,
+    state: State,
+    inputs: Inputs,
+    form: Form,
+    single: str,
+    sizes: Sizes | None = None,
+) -> Traced:
+    """Return the graph of one micro-step on micro-batches like `inputs`, with a loss of this form.
+
+    With `sizes` it is valid for all shapes for which the model's Python takes the same path.
+    """
+    refuse_hooks(model)
+    within = _Within(model)
+    ends = list(accumulate([len(state.trained), len(state.others), len(inputs.tensors)]))
+    learnt: dict[str, Any] = {}
+
+    def step(*flat: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in flat[: ends[0]]]
+        others = dict(zip(state.others, flat[ends[0] : ends[1]], strict=True))
+        seeds = list(flat[ends[2] :])
+
+        def run() -> list[Tensor]:
+            with torch.enable_grad(), precision.forward():
+                result = as_loss(loss(model, inputs.around(flat[ends[1] : ends[2]])))
+            found = Form.of(result, single)
+            learnt["units"] = found.units
+            if sizes is not None:
+                found = replace(found, units=tuple(map(sizes.value, found.units)))
+            if found != form:
+                raise CannotTrace("its loss differs in form from one call to the next")
+            for name, buffer in model.named_buffers():
+                if buffer is not others[name]:
+                    raise CannotTrace(f"its forward assigns the buffer {name} anew")
+            learnt["drawn"] = _draws_so_far()
+            terms = list(_terms(result, single).values())
+            gradients = torch.autograd.grad(
+                [term.total for term in terms], leaves, seeds, allow_unused=True
+            )
+            learnt["drawn in all"] = _draws_so_far()
+            learnt["used"] = tuple(i for i, g in enumerate(gradients) if g is not None)
+            return [
+                *(term.total.detach() for term in terms),
+                *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+                *(gradient for gradient in gradients if gradient is not None),
+            ]
+
+        tensors = dict(zip(state.trained, leaves, strict=True)) | others
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        made: list[Tensor] = torch.func.functional_call(within, named, (run,))
+        return made
+
+    device = next(iter(state.trained.values())).device
+    flat = [
+        *(parameter.detach() for parameter in state.trained.values()),
+        *state.others.values(),
+        *inputs.tensors,
+        *(torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes),
+    ]
+    if sizes is None:
+        graph = _written_down(step, flat, model, loss)
+    else:
+        own = [*sizes.tensors, *map(sizes.fake, flat[ends[2] :])]
+        sizes.flat = [*map(sizes.fake, flat[: ends[1]]), *own]
+        with lens_stay_open():
+            graph = _written_down(step, sizes.flat, model, loss)
+        if not sizes.any_open:
+            raise CannotTrace("its code asks for the sizes themselves")
+    if learnt["drawn in all"] != learnt["drawn"]:
+        raise CannotTrace(
+            "its backward draws random numbers (activation checkpointing with dropout), which "
+            "would not be those of the forward"
+        )
+    return Traced(
+        graph,
+        form,
+        learnt["used"],
+        learnt["drawn"] > 0,
+        sizes,
+        () if sizes is None else learnt["units"],
+    )
+
+
+def _written_down(
+    step: Callable[..., list[Tensor]],
+    flat: list[Tensor],
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+) -> fx.GraphModule:
+    # These modules are slow to import: paid only when tracing.
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    try:
+        with only_reads(model, loss), enable_python_dispatcher(), torch.no_grad():
+            graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
+    except (CannotTrace, torch.OutOfMemoryError):
+        raise
+    # A model's own code may raise anything when it meets fake tensors.
+    except Exception as problem:
+        raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
+    finally:
+        torch.clear_autocast_cache()  # The cache may hold fake casts.
+    for node in graph.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph, str(node.target), None)
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            raise CannotTrace("its loss uses a parameter that is not in the model")
+    return graph
+
+
+def totals_of(loss: Loss | Terms) -> list[Tensor]:
+    """Return the total of each term of a loss."""
+    return [term.total for term in _terms(loss, "").values()]
+
+
+def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:
+    if isinstance(loss, Loss):
+        return {single: Term(loss.total, loss.units)}
+    return dict(loss.by_name)
+
+
+def _draws_so_far() -> int:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    assert mode is not None
+    return sum(_draws(node) for node in mode.tracer.graph.nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    """True if this operation draws from a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # Attention draws only with dropout.
+            given = node.args[position] if position < len(node.args) else None
+            return bool(node.kwargs.get("dropout_p", given if given is not None else 0.0))
+    return True

@@ -1,0 +1,419 @@
+"""Accumulator: exact windows in a loop of the user's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core import state_dict as state
+from wholebatch.core.close import ClipNorm, CloseOptions, Policy
+from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.gradient_hooks import OnGradient
+from wholebatch.core.loader_loop import over
+from wholebatch.core.lookahead_loader import Feed
+from wholebatch.core.loss import Loss, Terms, Units, mean_loss
+from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
+from wholebatch.core.one_call_at_a_time import Turn
+from wholebatch.core.step_result import Step
+from wholebatch.core.window import Window
+from wholebatch.core.window_size import Steps
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import audit as audit_model
+from wholebatch.coupled.batchnorm.policies import Refuse
+from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.stream_look import StreamLook
+from wholebatch.distributed import choose as choose_sync
+from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
+from wholebatch.offload import GradientsOn, OptimizerOn
+from wholebatch.offload import choose as choose_store
+
+__all__ = ["Accumulator"]
+
+_log = logging.getLogger("wholebatch")
+
+
+class Accumulator:
+    """Every window of `steps` micro-batches makes the update of the undivided batch.
+
+    >>> import torch, wholebatch as wb
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> acc = wb.Accumulator(model, optimizer, steps=4, clip_norm=1.0)
+    >>> loader = [torch.randn(2, 3) for _ in range(6)]        # the last window is a short one
+    >>> for micro in acc.over(loader):
+    ...     total = model(micro).square().sum()
+    ...     step = acc.backward(total, units=len(micro))
+    ...     if step is not None:
+    ...         print(step.update, step.micro_batches, step.units)
+    1 4 8.0
+    2 2 4.0
+
+    The window's last `backward` closes it and returns its Step; every other returns None. The
+    loss is given as a sum with the units it is over (`wb.Loss` is taken too), or as a mean:
+    `acc.backward(mean=..., units=...)`. Without `over`, `backward` closes every `steps`-th time,
+    and `flush()` closes a short last window.
+
+    `audit=True` looks at the first window: what is given as a sum must not be a mean, the loss must
+    not compare samples, and the model must not let them act on each other or move state of its own.
+
+    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
+    whole gradient. With `optimizer=None` a window ends with that gradient in `.grad`, for you to
+    step with and to clear.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        *,
+        steps: int | dict[int, int] | Steps,
+        clip_norm: ClipNorm = None,
+        clip_value: float | None = None,
+        on_gradient: OnGradient | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Ema | None = None,
+        nonfinite: Policy = "raise",
+        zero_units: Policy = "raise",
+        batchnorm: str = "refuse",
+        gradients: GradientsOn = "device",
+        optimizer_on: OptimizerOn = "device",
+        sync: str = "auto",
+        allow_untested_device: bool = False,
+        audit: bool = True,
+    ) -> None:
+        self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
+        if batchnorm == "exact":
+            raise OptionError(
+                'batchnorm="exact": exact BatchNorm runs the forwards of a window in lock-step, '
+                "and Accumulator owns no forward: use WholeBatch, or name another policy"
+            )
+        self._steps = Steps.of(steps)
+        options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
+        engine = choose_sync(model, sync=sync)
+        target = build_target(
+            model,
+            optimizer,
+            options=options,
+            scheduler=scheduler,
+            ema=ema,
+            scaler=scaler,
+            allow_untested_device=allow_untested_device,
+            sync=engine,
+        )
+        store = choose_store(
+            gradients,
+            optimizer_on=optimizer_on,
+            target=target,
+            options=options,
+            sync=engine,
+            on_gradient=on_gradient is not None,
+        )
+        self._window = Window(target, options, engine, store, on_gradient)
+        self._untouched = Untouched(self._window)
+        reduce = engine.sum_tensor if engine.ranks > 1 else None
+        self._batchnorms = [
+            choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
+        ]
+        for finding in (
+            finding for model in target.models for finding in audit_model(model).findings
+        ):
+            if finding.kind == "spectral":
+                _log.warning("%s", finding)
+        self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
+        self.epoch = 0
+        self.last_step: Step | None = None
+        self._places = 0  # micro-batches of this window so far, also those without a backward
+        self._size = 0  # how many it will have
+        self._driver: Feed | None = None
+        self._is_last = False
+        self._place_done = False
+        self._feed: Feed | None = None
+        self._resume: dict[str, Any] | None = None
+        self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
+        self._watch(self._next_size())
+
+    # ------------------------------------------------------------- the window
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._window.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that the open window holds."""
+        return self._window.micro_batches
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of the window that is open, or of the next one."""
+        return self._size if self._places else self._next_size()
+
+    @steps.setter
+    def steps(self, steps: int | dict[int, int] | Steps) -> None:
+        """Takes effect with the next window."""
+        self._steps = Steps.of(steps)
+
+    def _next_size(self) -> int:
+        return self._steps.at(update=self._window.updates, epoch=self.epoch)
+
+    def backward(
+        self,
+        total: Tensor | Loss | Terms | None = None,
+        units: Units | None = None,
+        *,
+        mean: Tensor | None = None,
+        more: bool = False,
+    ) -> Step | None:
+        """Add one micro-batch's gradient; the window's last backward closes it.
+
+        Give `total`, the sum over `units` (or a wb.Loss, which is both), or `mean=`, the mean over
+        them. `more=True` says that another backward of the same micro-batch follows. The units of a
+        micro-batch are the sum over its backwards: give 0 with all but one if they are terms over
+        the same units.
+        """
+        with self._turn:
+            return self._backward(total, units, mean, more)
+
+    def _backward(
+        self,
+        total: Tensor | Loss | Terms | None,
+        units: Units | None,
+        mean: Tensor | None,
+        more: bool,
+    ) -> Step | None:
+        if self._place_done and self._driver is not None:
+            raise WindowError(
+                "a second backward for one micro-batch: pass more=True on all but its last"
+            )
+        if self._places == 0 and self._driver is None:
+            self._open_place()
+        summed, counted = self._read(total, units, mean)
+        is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
+        self._window.closing = is_last and not more
+        self._untouched.check()
+        self._window.add(summed, counted)
+        self._untouched.remember()
+        if more:
+            return None
+        if self._look.active:
+            self._look.done()
+        if not self._window.weightless:
+            self._window.micro_batch_done()
+        for policy in self._batchnorms:
+            policy.micro()
+        self._places += 1
+        self._place_done = True
+        if not is_last:
+            return None
+        return self._close()
+
+    def _read(
+        self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
+    ) -> tuple[Tensor, Units]:
+        """Return the sum and its units, from whichever way they were given."""
+        if mean is not None:
+            if total is not None:
+                raise LossError(
+                    "backward(total, mean=...): total is the sum over the units and mean is the "
+                    "mean over them; give one of the two"
+                )
+            if units is None:
+                raise LossError(
+                    "backward(mean=...) without units=: say what it is the mean over "
+                    "(units=samples, tokens or weights)"
+                )
+            if self._look.active:
+                self._look.at_backward(mean=mean, units=units, in_parts=self._in_parts)
+            loss = mean_loss(mean, units)
+            return loss.total, loss.units
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            if self._look.active or type(total) is not Loss:
+                self._look.at_backward(total, in_parts=self._in_parts)
+            return total.total, total.units
+        if isinstance(total, Terms):
+            self._window.add_loss(total)  # refuses: a stream cannot know the terms' totals
+            raise AssertionError("a stream took a loss of several terms")
+        if total is None:
+            raise LossError(
+                "backward() without a loss: give total, the sum over its units, or mean=, the mean "
+                "over them, with units="
+            )
+        if units is None:
+            raise LossError(
+                "backward(total) without units=: total is a sum; say what it is a sum over "
+                "(units=samples, tokens or weights), or say that it is a mean: "
+                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
+            )
+        if self._look.active:
+            self._look.at_backward(total, units, in_parts=self._in_parts)
+        return total, units
+
+    @property
+    def _in_parts(self) -> bool:
+        """True if this micro-batch is not the whole global batch."""
+        return self._size > 1 or self._window.sync.ranks > 1
+
+    def _watch(self, size: int) -> None:
+        """Let the look see the forwards of a window in parts; not those with collectives."""
+        sync = self._window.sync
+        alone = not sync.counts_must_agree and not sync.grows_own_graph
+        if alone and (size > 1 or sync.ranks > 1):
+            self._look.watch()
+
+    def flush(self) -> Step | None:
+        """Close the window with what it holds (a short last one); None when it holds nothing."""
+        with self._turn:
+            if not self._window.is_open:
+                self._places = 0
+                return None
+            return self._close()
+
+    def discard(self) -> None:
+        """Drop what the window holds; the next micro-batch begins a new one."""
+        self._window.discard()
+        self._untouched.forget()
+        self._places = 0
+        for policy in self._batchnorms:
+            policy.discard_window()
+
+    def _close(self) -> Step:
+        self._untouched.check()
+        self._untouched.forget()
+        self._look.end_window(self._window.micro_batches)
+        self._restore_buffers()
+        self._places = 0
+        if self._driver is not None:
+            self._driver.closed.append(self)
+        try:
+            self.last_step = self._window.close()
+            for policy in self._batchnorms:
+                policy.end_window()
+        finally:
+            for policy in self._batchnorms:
+                policy.discard_window()
+        self._watch(self._next_size())
+        return self.last_step
+
+    # --------------------------------------------------------------- the loop
+
+    def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
+        """The loader's micro-batches, in windows of `steps`; the tail makes a window of its own.
+
+        `continue_window=True` goes on with a window that an earlier loop was left in.
+        """
+        return over(loader, self, continue_window=continue_window)
+
+    def _may_start(self, continue_window: bool) -> None:
+        if self._window.is_open and not continue_window and self._resume is None:
+            raise WindowError(
+                f"a window is still open with {self._places} of {self._size} micro-batches from "
+                "an earlier loop: flush() to close it, discard() to drop it, or "
+                "over(loader, continue_window=True) to go on with it"
+            )
+
+    def _open_place(self) -> None:
+        """The first place of a window: its size, and that no BatchNorm has come to life."""
+        self._size = self._next_size()
+        self._watch(self._size)
+        for policy in self._batchnorms:
+            if isinstance(policy, Refuse):
+                policy.begin_window()
+
+    def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
+        self._is_last = is_last
+        self._place_done = False
+        self._window.has_more = has_more
+
+    def _stand_in(self, weightless: bool) -> None:
+        """Say whether the micro-batch that comes only takes part in the others' collectives.
+
+        Its forward leaves no trace: what it changes is put back before the window closes.
+        """
+        self._window.weightless = weightless
+        self._restore_buffers()
+        if weightless:
+            self._before = [ForwardState(model) for model in self._window.target.models]
+        for policy in self._batchnorms:
+            if isinstance(policy, Statistics):
+                policy.counts = not weightless
+
+    def _restore_buffers(self) -> None:
+        for found in self._before:
+            found.restore()
+        self._before = []
+
+    def _leave_place(self) -> None:
+        """The loop's body is over. A body without a backward has used its place all the same."""
+        if self._place_done:
+            return
+        self._places += 1
+        if not self._is_last:
+            return
+        if self._window.is_open or self._window.sync.ranks > 1:
+            self._close() if self._window.is_open else self._join()
+            return
+        self._places = 0
+        if self._window.options.zero_units == "raise":
+            raise EmptyWindowError(
+                f"none of the {self._size} micro-batches of this window had a backward: nothing "
+                "to update from; pass zero_units='skip' if that may happen"
+            )
+        self._window.skipped += 1
+
+    def _join(self) -> None:
+        """Take part in a window of the other ranks, having nothing to add."""
+        more = self._window.has_more
+        self._places = 0
+        self.last_step = self._window.join()
+        for policy in self._batchnorms:
+            policy.end_window()  # a meeting of the ranks
+        self._window.has_more = more
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        saved = state.progress("Accumulator", self._window)
+        feed = self._feed
+        saved.update(
+            epoch=self.epoch,
+            places=self._places,
+            size=self._size,
+            batchnorms=[policy.state_dict() for policy in self._batchnorms],
+            feed=None
+            if feed is None or feed.is_exhausted
+            else feed.state_dict(current_is_done=self._place_done),
+        )
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded.
+
+        The next `over(loader)` gets a loader of the same data from its start, and is brought to
+        the saved position; the random generators are put back as they were.
+        """
+        if self._driver is not None:
+            raise WindowError("load_state_dict() inside over(): leave the loop first")
+        state.load_progress("Accumulator", self._window, saved)
+        self._untouched.forget()
+        self.epoch = saved["epoch"]
+        self._places = saved["places"]
+        self._size = saved["size"]
+        for policy, pending in zip(self._batchnorms, saved["batchnorms"], strict=True):
+            policy.load_state_dict(pending)
+        self._feed = None
+        self._resume = saved

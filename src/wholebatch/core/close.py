@@ -1,0 +1,332 @@
+"""The one factor of a window: normalise × unscale × clip, and what to do when it is not finite.
+
+The gradients of a window arrive as `seed × sum of d(total)`, where the seed is the provisional
+scale (with the loss scale in it). The gradient that the optimizer must see is
+`sum of d(total) / units`, clipped. Both differ from what is there by one number:
+
+    normalise = 1 / (units × seed)
+    norm      = ‖gradients as they are‖ × normalise
+    clip      = min(1, clip_norm / norm)
+    factor    = normalise × clip
+
+A fused optimizer multiplies by it inside its own kernel (`grad_scale`), so that no pass over the
+gradients is made; elsewhere, and where code of the user's looks at the gradients in between, it is
+one `_foreach_mul_`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, Protocol, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from wholebatch.core.optimizer_step import takes_grad_scale
+from wholebatch.errors import LossError, OptionError
+
+__all__ = [
+    "CloseOptions",
+    "Closed",
+    "Holder",
+    "check_counts",
+    "check_terms",
+    "close_gradients",
+    "dense_gradients",
+    "first_nonfinite",
+    "first_seed",
+    "power_of_two_near",
+    "read_scalars",
+    "read_units",
+    "scalar_on",
+    "where_nonfinite",
+]
+
+ClipNorm: TypeAlias = float | Sequence[float | None] | None
+Policy: TypeAlias = Literal["raise", "skip"]
+
+
+class Holder(Protocol):
+    """What holds a gradient: a parameter, or an engine's slice of some."""
+
+    grad: Tensor | None
+
+
+class _Ranks(Protocol):
+    ranks: int
+
+    def largest(self, value: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CloseOptions:
+    """How a window is closed; impossible values are refused here, at construction."""
+
+    clip_norm: ClipNorm = None
+    clip_value: float | None = None
+    nonfinite: Policy = "raise"
+    zero_units: Policy = "raise"
+
+    def __post_init__(self) -> None:
+        clip = self.clip_norm
+        plain = [_plain(one) for one in clip] if isinstance(clip, list | tuple) else _plain(clip)
+        object.__setattr__(self, "clip_norm", plain)
+        object.__setattr__(self, "clip_value", _plain(self.clip_value))
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse what is impossible with these optimizers."""
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise OptionError(
+                "clip_norm= and clip_value= together: give one (the order of two would matter)"
+            )
+        groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
+        if isinstance(self.clip_norm, Sequence):
+            if len(self.clip_norm) != groups:
+                raise OptionError(
+                    f"clip_norm={self.clip_norm!r}: {len(self.clip_norm)} values for {groups} "
+                    "parameter groups; give one number for all, or one (or None) for each group"
+                )
+            for norm in self.clip_norm:
+                _check_positive("clip_norm", norm)
+        else:
+            _check_positive("clip_norm", self.clip_norm)
+        _check_positive("clip_value", self.clip_value)
+        for name in ("nonfinite", "zero_units"):
+            if getattr(self, name) not in ("raise", "skip"):
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be 'raise' or 'skip'")
+
+
+def _plain(value: Any) -> Any:
+    """A number of Python's: one of NumPy's would make what it is divided by as coarse as itself."""
+    odd = isinstance(value, Real) and not isinstance(value, int | float)
+    return float(value) if odd else value
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{name}={value!r}: must be a positive number, or None for no clipping")
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What the gradients were, and the factor that is still to be applied by the optimizer."""
+
+    norm: float
+    clip: float
+    finite: bool
+    remaining: float = 1.0
+    stepped: bool = False
+    """Whether the optimizers have stepped already (`ahead`)."""
+
+
+def close_gradients(
+    groups: Sequence[Sequence[Holder]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: CloseOptions,
+    normalise: float,
+    *,
+    before_clip: Callable[[], None] | None = None,
+    on_gradient: Callable[[], None] | None = None,
+    total_norm: Callable[[Sequence[Tensor]], Tensor],
+    in_place: bool = False,
+) -> Closed:
+    """Bring the gradients of a window to what the optimizer must see.
+
+    `before_clip` (hooks on parameters) and then `on_gradient` see complete, normalised gradients,
+    as they would for the undivided batch. `on_gradient` is called for a finite gradient only: it
+    could hide that another one was not. `in_place` forces the factor into the gradients.
+    """
+    gradients = [dense_gradients(group) for group in groups]
+    if before_clip is not None or on_gradient is not None:
+        _multiply(_flat(gradients), normalise)
+        normalise = 1.0
+    if before_clip is not None:
+        before_clip()
+        gradients = [dense_gradients(group) for group in groups]
+    if on_gradient is not None:
+        norm = math.hypot(*_norms(gradients, options.clip_norm, total_norm))
+        if not math.isfinite(norm):
+            return Closed(norm=norm, clip=1.0, finite=False)
+        on_gradient()
+        gradients = [dense_gradients(group) for group in groups]
+    raw_norms = _norms(gradients, options.clip_norm, total_norm)
+    norms = [raw * normalise for raw in raw_norms]
+    norm = math.hypot(*norms)
+    if not math.isfinite(norm):
+        return Closed(norm=norm, clip=1.0, finite=False)
+
+    clips = [
+        1.0 if limit is None else min(1.0, limit / (norm_of_group + 1e-6))
+        for limit, norm_of_group in zip(_limits(options.clip_norm), norms, strict=True)
+    ]
+    if len(clips) > 1:
+        for group, clip in zip(gradients, clips, strict=True):
+            _multiply(group, normalise * clip)
+        return Closed(norm=norm, clip=min(clips), finite=True)
+
+    factor = normalise * clips[0]
+    flat = _flat(gradients)
+    if options.clip_value is not None:
+        _multiply(flat, factor)
+        torch._foreach_clamp_max_(flat, options.clip_value)
+        torch._foreach_clamp_min_(flat, -options.clip_value)
+        return Closed(norm=norm, clip=1.0, finite=True)
+    if not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers):
+        return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
+    _multiply(flat, factor)
+    return Closed(norm=norm, clip=clips[0], finite=True)
+
+
+def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
+    """Numbers and 0-dim tensors of any dtype and device as floats: one transfer for a device."""
+    result: list[float] = []
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            kinds.setdefault((value.device, value.dtype), []).append(index)
+            result.append(0.0)
+        else:
+            result.append(float(value))
+    for indices in kinds.values():
+        stacked = torch.stack([cast("Tensor", values[index]) for index in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            result[index] = float(number)
+    return result
+
+
+def scalar_on(device: torch.device, value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor there. It is filled in: a copy from the host waits for the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def power_of_two_near(value: float) -> float:
+    """A number that a gradient can be multiplied by without rounding."""
+    return float(2.0 ** round(math.log2(value)))
+
+
+def first_seed(units: Tensor | float, sync: _Ranks, device: torch.device) -> float | Tensor:
+    """A power of two near 1/units of the first micro-batch of all, the same on every rank."""
+    if isinstance(units, Tensor):  # stays on the device: no synchronisation
+        largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
+        return torch.exp2(-torch.log2(largest).round())
+    if sync.ranks > 1:
+        units = float(sync.largest(torch.tensor(float(units), device=device)))
+    return power_of_two_near(1.0 / max(float(units), 1.0))
+
+
+def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]) -> int | None:
+    """The first micro-batch with a total that is not finite; `owners` says whose each total is."""
+    bad = [
+        owner
+        for values in totals.values()
+        for owner, total in zip(owners, values, strict=False)
+        if not math.isfinite(total)
+    ]
+    return min(bad, default=None)
+
+
+def where_nonfinite(
+    culprit: int | None, micro_batches: int, *, rank: int | None, losses: bool, own: bool
+) -> str:
+    """Say where something is not finite: `losses`, or only gradients; `own`: this rank has data."""
+    bad = "a loss that is not finite"
+    if culprit is not None:
+        on = "" if rank is None else f" on rank {rank}"
+        return f"micro-batch {culprit + 1} of {micro_batches}{on} has {bad}"
+    if losses:
+        return f"{'another rank' if own else 'the batch'} has {bad}"
+    return "the losses are finite but the gradients are not"
+
+
+def read_units(units: Sequence[Tensor | float]) -> float:
+    """The sum of a window's units; those that were on a device could not be checked before."""
+    counts = read_scalars(units)
+    for index, count in enumerate(counts):
+        if not 0 <= count < math.inf:
+            raise LossError(
+                f"units={count:g} of the window's backward {index + 1}: must be finite and not "
+                "negative, what the loss is a sum over (samples, tokens, weights)"
+            )
+    return math.fsum(counts)
+
+
+def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> None:
+    """The units counted before the first backward are those that the losses returned."""
+    for name, counted in known.items():
+        if not math.isclose(counted, returned[name], rel_tol=1e-6):
+            what = f" of term {name!r}" if len(known) > 1 else ""
+            raise LossError(
+                f"units= counted {counted:g} units{what} in this window, but the losses "
+                f"returned {returned[name]:g}: both must count the same thing"
+            )
+
+
+def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) -> None:
+    """The terms of a loss are those whose units were counted before the first backward."""
+    if known is None:
+        raise LossError(
+            f"a loss of several terms ({', '.join(terms)}) in a stream: each term is divided by "
+            "its own total over the window, which must be known before the first backward; use "
+            "WholeBatch with units=, a function of the micro-batch that counts the units of each "
+            "term"
+        )
+    if known.keys() != terms.keys():
+        raise LossError(
+            f"units= counts the terms {sorted(known)}, but the loss has the terms "
+            f"{sorted(terms)}: they must be the same"
+        )
+
+
+def dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
+    """The gradients as dense real tensors that share memory with `.grad`."""
+    dense = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            if not gradient.is_coalesced():
+                gradient = parameter.grad = gradient.coalesce()
+            gradient = gradient._values()
+        dense.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+    return dense
+
+
+def _flat(gradients: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    return [gradient for group in gradients for gradient in group]
+
+
+@torch.no_grad()
+def _multiply(gradients: Sequence[Tensor], factor: float) -> None:
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(list(gradients), factor)
+
+
+def _limits(clip_norm: ClipNorm) -> Sequence[float | None]:
+    return clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
+
+
+def _norms(
+    gradients: Sequence[Sequence[Tensor]],
+    clip_norm: ClipNorm,
+    norm_of: Callable[[Sequence[Tensor]], Tensor],
+) -> list[float]:
+    """One norm over all, or one per group where groups are clipped on their own."""
+    sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
+    raw = [norm_of(group) for group in sets]
+    return [
+        norm if math.isfinite(norm) or was.dtype is torch.float64 else _wide_norm(group, norm_of)
+        for norm, was, group in zip(read_scalars(raw), raw, sets, strict=True)
+    ]
+
+
+def _wide_norm(gradients: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> float:
+    """The norm again in float64: finite fp32 gradients above 1e19 overflow when squared."""
+    return math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in gradients]))

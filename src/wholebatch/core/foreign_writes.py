@@ -1,0 +1,178 @@
+"""That nobody else touches an open window.
+
+A loop that is changed by one line keeps its other lines: an `optimizer.zero_grad()` at its top
+drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
+plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
+are looked for, between two backwards, on one small parameter: every write to a tensor in place
+moves its version, and reading that costs nothing. A `scheduler.step()` that the loop has kept
+changes the learning rate with every micro-batch; that is warned of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.errors import WindowError
+from wholebatch.offload import DeviceStore
+
+if TYPE_CHECKING:
+    from wholebatch.core.window import Window
+
+__all__ = ["Untouched", "Watch"]
+
+_log = logging.getLogger("wholebatch")
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Watch:
+    """One small parameter, as the last backward of a window left it, and the learning rates."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self._optimizers = optimizers
+        self._warned = False
+        self.forget()
+
+    def forget(self) -> None:
+        """The window is over, or another one has been loaded."""
+        self._parameter: nn.Parameter | None = None
+        self._gradient: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._versions = (0, 0)
+        self._rates: list[float] = []
+
+    def remember(self, inputs: Sequence[nn.Parameter]) -> None:
+        """A backward of the window is made: how it leaves the parameter and its gradient."""
+        if self._parameter is None:
+            if not inputs:
+                return
+            made = [parameter for parameter in inputs if parameter.grad is not None]
+            self._parameter = min(made or inputs, key=_matrices_first)
+            self._norm = _norm_of(self._parameter)
+            self.note_rates()
+        self._gradient = self._parameter.grad
+        version = 0 if self._gradient is None else self._gradient._version
+        self._versions = (self._parameter._version, version)
+
+    def note_rates(self) -> None:
+        """Note the learning rates, unless they were noted in this window."""
+        self._rates = self._rates or self._learning_rates()
+
+    def warn_of_rates(self) -> None:
+        """Warn, once, of a learning rate that is another than those noted."""
+        if self._warned or not self._rates:
+            return
+        now = self._learning_rates()
+        if now != self._rates:
+            self._warned = True
+            before, after = next(
+                pair for pair in zip(self._rates, now, strict=False) if pair[0] != pair[1]
+            )
+            _log.warning(
+                "the learning rate changed in the middle of a window (%g → %g), and only its value "
+                "at the update counts: step the scheduler once per update, not once per "
+                "micro-batch",
+                before,
+                after,
+            )
+
+    def _learning_rates(self) -> list[float]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group["lr"] for group in groups if isinstance(group.get("lr"), float)]
+
+    def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
+        """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
+        parameter = self._parameter
+        if parameter is None:
+            return None
+        gradient, versions = parameter.grad, self._versions
+        version = 0 if gradient is None else gradient._version
+        if (
+            gradient is self._gradient
+            and (parameter._version, version) == versions
+            and all(map(_requires_grad, inputs))
+        ):
+            return None  # as in nearly every micro-step, which may be a short one
+        if gradient is not self._gradient or version != versions[1]:
+            return parameter, "gradient"
+        moved = parameter._version != versions[0]  # also weights swapped out and back again
+        if moved and self._norm is not None and not torch.equal(_norm_of(parameter), self._norm):
+            return parameter, "value"
+        frozen = next((one for one in inputs if not one.requires_grad), None)
+        return None if frozen is None else (frozen, "frozen")
+
+
+def _norm_of(parameter: nn.Parameter) -> Tensor:
+    """Return one number that an update changes: a copy of the values would take memory."""
+    values = parameter.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=wide)
+    return norm
+
+
+def _matrices_first(parameter: nn.Parameter) -> tuple[bool, int]:
+    """Prefer the smallest matrix: a bias may be zero, which decays to zero."""
+    return parameter.dim() < 2, parameter.numel()
+
+
+_WHY = {
+    "gradient": (
+        "the gradient of {} has changed since the window's last backward. A window makes, clips "
+        "and clears its gradients itself: remove zero_grad(), loss.backward() and gradient "
+        "clipping from {by} (clip_norm= clips)"
+    ),
+    "value": (
+        "{} has changed in the middle of the window. The window's last backward makes the "
+        "update: remove optimizer.step() from {by}"
+    ),
+    "frozen": (
+        "{} was frozen in the middle of the window. Freeze and unfreeze between windows, where "
+        "backward() has returned a Step"
+    ),
+}
+
+
+class Untouched:
+    """That a loop of the user's own, or a loss function (`by`), leaves an open window alone."""
+
+    def __init__(self, window: Window, by: str = "the loop") -> None:
+        self._window = window
+        self._by = by
+        sync = window.sync
+        # Elsewhere gradients are not in `.grad` between two backwards, or the engine moves them.
+        plain = type(window.store) is DeviceStore and not sync.grows_own_graph
+        self._looks = plain and sync.keeps_gradients
+        self._watch = Watch(window.target.optimizers)
+        self.forget, self.note_rates = self._watch.forget, self._watch.note_rates
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Within it the window makes a backward: nobody has touched it before."""
+        self.check()
+        yield
+        self.remember()
+
+    def remember(self) -> None:
+        """A backward of the window is made: how it leaves the parameter and its gradient."""
+        if self._looks:
+            self._watch.remember(self._window.inputs)
+
+    def check(self) -> None:
+        """Refuse to go on with a window that is no longer what its backwards made."""
+        window = self._window
+        found = self._watch.changed(window.inputs)
+        if found is None or not window.is_open or window.broken:
+            self._watch.warn_of_rates()
+            return
+        parameter, what = found
+        why = _WHY[what].format(window.target.name_of(parameter), by=self._by)
+        held = f"discard() drops the {window.micro_batches} micro-batches that this window holds"
+        raise WindowError(f"{why}; {held}" if self._by == "the loop" else why)

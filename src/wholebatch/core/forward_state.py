@@ -1,0 +1,249 @@
+"""Everything that a forward may change besides gradients, to put back or to compare.
+
+A window that begins again (out of memory, a replay) must find what the first try found. A forward
+moves BatchNorm's running statistics, buffers and attributes of the user's own modules, and random
+generators. A buffer may be changed in place or replaced (`self.seen = self.seen + len(x)`): the
+tensor that was there is put back, with the value that it had.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core import random_state
+
+__all__ = ["ForwardState", "Item", "Key"]
+
+_IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
+_MUTABLE = (Tensor, list, tuple, dict, deque, set, torch.Generator)
+_TORCHS = frozenset(vars(nn.Module()))
+# Wrappers keep the books of their engine in attributes; those are not the model's.
+_WRAPPERS = (
+    "torch.nn.parallel.",
+    "torch.distributed.",
+    "torch._dynamo.",
+    "deepspeed.",
+    "accelerate.",
+    "lightning.fabric.",
+    "lightning_fabric.",
+)
+_LARGE = 1 << 24
+_MANY = 256
+_DEEP = 3
+
+
+@dataclass(slots=True)
+class Kept:
+    """A value with a copy of what it held; a container's copy is made of kept values."""
+
+    found: Any
+    copy: Any
+    returns: bool = True
+
+
+@dataclass(slots=True)
+class Item:
+    """One buffer or attribute of a module, as it was."""
+
+    module: nn.Module
+    name: str
+    is_buffer: bool
+    kept: Kept
+
+
+Key = tuple[int, str]
+"""A module, by its id, and the name of a buffer or attribute of it."""
+
+
+class ForwardState:
+    """Copies of the buffers and plain attributes of modules, and of the random generators.
+
+    Attributes are those that hold numbers, strings, tensors, arrays, or containers of them; other
+    objects are left alone. A tensor that is part of a graph is a result of the last forward: it is
+    not put back, and only kept to be compared (`results=True`). An attribute of more than 16 MiB is
+    held and not copied.
+    """
+
+    def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
+        """`every=False` leaves out Python's and NumPy's generators, as `random_state.capture`."""
+        self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
+        self.items: dict[Key, Item] = {}
+        for module in self._modules:
+            for name, value in _plain(module):
+                is_buffer = name in module._buffers
+                kept = _kept(value, _DEEP, whole=is_buffer, results=results)
+                self.items[id(module), name] = Item(module, name, is_buffer, kept)
+        self._random = random_state.capture(every=every, to_save=False)
+
+    @torch.no_grad()
+    def restore(self, *, only: Collection[Key] | None = None) -> None:
+        """Put everything back; given `only`, these items and no random generator."""
+        for module in self._modules:
+            for name in [name for name, _ in _plain(module)]:
+                key = (id(module), name)
+                if key not in self.items and (only is None or key in only):
+                    _remove(module, name)
+        for key, item in self.items.items():
+            if only is None or key in only:
+                _put_back(item)
+        if only is None:
+            random_state.restore(self._random)
+
+    def host_draws_same(self, other: ForwardState) -> bool:
+        """True if Python's and NumPy's generators are at the same place in both."""
+        hosts = [name for name in ("python", "numpy") if name in self._random]
+        return all(random_state.is_same(self._random[h], other._random.get(h)) for h in hosts)
+
+    def draws_same(self, other: ForwardState) -> bool:
+        """True if torch's generators are at the same place in both."""
+        own = [name for name in self._random if name not in ("python", "numpy")]
+        return all(random_state.is_same(self._random[n], other._random.get(n)) for n in own)
+
+    def moved(self, after: ForwardState) -> list[Key]:
+        """Return the items that `after` has with another value, or that only one of both has."""
+        return [key for key in {**self.items, **after.items} if not self.is_same(after, key)]
+
+    def is_same(self, other: ForwardState, key: Key, tolerance: float = 0.0) -> bool:
+        """True if an item has the same value in both, tensors up to a relative tolerance."""
+        mine, theirs = self.items.get(key), other.items.get(key)
+        if mine is None or theirs is None:
+            return mine is theirs
+        return _equal(mine.kept, theirs.kept, tolerance)
+
+    def value(self, key: Key) -> Any:
+        """Return the copy of an item that is no container; None if it is not there."""
+        item = self.items.get(key)
+        return None if item is None else item.kept.copy
+
+
+def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in module._buffers.items():
+        if value is None or not nn.parameter.is_lazy(value):
+            yield name, value
+    if type(module).__module__.startswith(_WRAPPERS):
+        return
+    for name, value in vars(module).items():
+        if name in _TORCHS:
+            continue
+        if type(value) in _IMMUTABLE or isinstance(value, _MUTABLE) or _is_array(value):
+            yield name, value
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) -> Kept:
+    if type(value) in _IMMUTABLE:
+        return Kept(value, value)
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            alias = value.detach() if results else None
+            return Kept(alias, alias, returns=False)
+        large = not whole and value.numel() * value.element_size() > _LARGE
+        if large or isinstance(value, nn.Parameter):
+            return Kept(value, value.detach(), returns=False)
+        return Kept(value, value.detach().clone())
+    if isinstance(value, torch.Generator):
+        return Kept(value, value.get_state())
+    if _is_array(value):
+        return Kept(value, value.copy())
+    if isinstance(value, dict):
+        deep = depth > 0 and len(value) <= _MANY
+        return Kept(value, {k: _inner(v, depth, deep) for k, v in value.items()})
+    if isinstance(value, (list, tuple, deque)):
+        deep = depth > 0 and len(value) <= _MANY
+        return Kept(value, [_inner(v, depth, deep) for v in value])
+    return Kept(value, set(value) if isinstance(value, set) else value)
+
+
+def _inner(value: Any, depth: int, deep: bool) -> Kept:
+    return _kept(value, depth - 1) if deep else Kept(value, None)
+
+
+def _equal(a: Kept, b: Kept, tolerance: float) -> bool:
+    if type(a.found) is not type(b.found):
+        return False
+    x, y = a.copy, b.copy
+    if isinstance(x, Tensor):
+        return _close(x, y, tolerance)
+    if _is_array(x):
+        return bool(x.shape == y.shape and x.dtype == y.dtype and (x == y).all())
+    if isinstance(a.found, dict):
+        return x.keys() == y.keys() and all(_equal(x[key], y[key], tolerance) for key in x)
+    if isinstance(a.found, (list, tuple, deque)):
+        return len(x) == len(y) and all(_equal(*pair, tolerance) for pair in zip(x, y, strict=True))
+    if type(a.found) in _IMMUTABLE or isinstance(a.found, set):
+        near = isinstance(x, float) and abs(x - y) <= tolerance * max(abs(x), abs(y))
+        return bool(x == y or near or (x != x and y != y))
+    return a.found is b.found
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() or a.layout is not torch.strided:
+        return False
+    a, b = a.double(), b.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(same, 0.0, (a - b).abs()).max()
+    largest = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, posinf=0.0).max()
+    return bool(gap <= tolerance * largest)
+
+
+def _put_back(item: Item) -> None:
+    if not item.kept.returns and item.kept.found is item.kept.copy:
+        return  # a result of a forward
+    found, module, name = _restored(item.kept), item.module, item.name
+    held, other = module._buffers, module.__dict__
+    if not item.is_buffer:
+        held, other = other, held
+    other.pop(name, None)
+    if name not in held or held[name] is not found:
+        held[name] = found
+
+
+def _remove(module: nn.Module, name: str) -> None:
+    module.__dict__.pop(name, None)
+    module._buffers.pop(name, None)
+
+
+def _restored(kept: Kept) -> Any:
+    """Return the object that was found, with the values that it had."""
+    found, copy = kept.found, kept.copy
+    if copy is None or not kept.returns or type(found) in _IMMUTABLE:
+        return found
+    if isinstance(found, Tensor):
+        if found.shape != copy.shape:  # resized in place
+            found.data = copy.clone()
+        else:
+            found.copy_(copy)
+    elif isinstance(found, torch.Generator):
+        found.set_state(copy)
+    elif _is_array(found):
+        found[...] = copy
+    elif isinstance(found, dict):
+        values = {key: _restored(value) for key, value in copy.items()}
+        found.clear()
+        found.update(values)
+    elif isinstance(found, (list, deque)):
+        held = [_restored(value) for value in copy]
+        found.clear()
+        found.extend(held)
+    elif isinstance(found, tuple):
+        for value in copy:
+            _restored(value)
+    elif isinstance(found, set):
+        found.clear()
+        found.update(copy)
+    return found

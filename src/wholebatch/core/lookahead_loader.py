@@ -1,0 +1,144 @@
+"""A loader with a look one ahead, a position, and a way back to it.
+
+A window must know *before* a micro-batch's forward whether it is the window's last: its backward
+reduces the gradients. Mid-window that takes a look at the next item; where the count already
+says that the window is full, no item is taken early, so that leaving the loop there loses none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from wholebatch.core import random_state
+from wholebatch.core.splitting import unpadded
+from wholebatch.errors import StateError
+
+__all__ = ["Feed"]
+
+_MISSING = object()
+
+
+class Feed:
+    """Items of a loader, one at a time, with `peek`, and a state to resume from.
+
+    The state is: how many items were fetched, the generators as they were before the loader was
+    started (a shuffling sampler draws its seed there), and the items that were fetched but not
+    yet trained on. A loader with `state_dict`/`load_state_dict` keeps its own position.
+    """
+
+    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None = None) -> None:
+        self.loader = loader
+        self.fetched = 0
+        self.current: Any = _MISSING
+        self.is_exhausted = False
+        self.closed: list[Any] = []  # who closed a window at the current item, in that order
+        self._held: list[Any] = []
+        self._error: BaseException | None = None
+        if resume is None:
+            self._start_random = random_state.capture()
+            self._start_generators = [g.get_state() for g in _generators(loader)]
+            self._iterator: Iterator[Any] = iter(unpadded(loader))
+        else:
+            self._resume(resume)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        now = random_state.capture()
+        self._start_random = state["random"]
+        self._start_generators = state["generators"]
+        if state["loader"] is not None:
+            if not _keeps_position(self.loader):
+                raise StateError(
+                    "the saved loader kept its own position (state_dict), this one does not: "
+                    "pass a loader of the same kind"
+                )
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._iterator = iter(unpadded(self.loader, start=state["fetched"]))
+        else:
+            random_state.restore(self._start_random)
+            generators = _generators(self.loader)
+            if len(generators) != len(self._start_generators):
+                raise StateError(
+                    f"the saved loader had {len(self._start_generators)} random generators of its "
+                    f"own, this one has {len(generators)}: build the loader as before"
+                )
+            for generator, saved in zip(generators, self._start_generators, strict=True):
+                generator.set_state(saved)
+            self._iterator = iter(unpadded(self.loader))
+            for position in range(state["fetched"]):
+                if next(self._iterator, _MISSING) is _MISSING:
+                    raise StateError(
+                        f"the loader ended after {position} micro-batches, and the saved run had "
+                        f"taken {state['fetched']}: pass the same data, from its start"
+                    )
+        self.fetched = state["fetched"]
+        self._held = list(state["held"])
+        random_state.restore(now)
+
+    def take(self) -> bool:
+        """Make the next item `current`; False when there is none."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        item = self._held.pop(0) if self._held else self._fetch()
+        if item is _MISSING:
+            self.current = _MISSING
+            self.is_exhausted = True
+            return False
+        self.current = item
+        self.closed.clear()
+        return True
+
+    def has_next(self) -> bool:
+        """Whether another item follows the current one. Looks one ahead."""
+        if self._held or self._error is not None:
+            return True
+        try:
+            item = self._fetch()
+        except Exception as error:  # the current item is still good: raise when its turn comes
+            self._error = error
+            return True
+        if item is _MISSING:
+            return False
+        self._held.append(item)
+        return True
+
+    def _fetch(self) -> Any:
+        item = next(self._iterator, _MISSING)
+        if item is not _MISSING:
+            self.fetched += 1
+        return item
+
+    def state_dict(self, *, current_is_done: bool) -> dict[str, Any]:
+        """The position; an item whose backward was not made yet is trained on after resuming."""
+        held = [] if current_is_done or self.current is _MISSING else [self.current]
+        return {
+            "fetched": self.fetched,
+            "held": held + self._held,
+            "random": self._start_random,
+            "generators": self._start_generators,
+            "loader": self.loader.state_dict()  # type: ignore[attr-defined]
+            if _keeps_position(self.loader)
+            else None,
+        }
+
+
+def _keeps_position(loader: object) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(
+        getattr(loader, "load_state_dict", None)
+    )
+
+
+def _generators(loader: object) -> list[torch.Generator]:
+    """The random generators that a DataLoader and its samplers draw from, each once."""
+    found: list[torch.Generator] = []
+    places = [loader]
+    for name in ("sampler", "batch_sampler"):
+        places += [getattr(place, name, None) for place in list(places)]
+    for place in places:
+        generator = getattr(place, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
+            found.append(generator)
+    return found

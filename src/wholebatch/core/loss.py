@@ -1,0 +1,344 @@
+"""The loss contract: a sum, and the units that it is a sum over.
+
+A mean of means is only the mean when every part is equally large. So a loss function here says
+two things, the *total* and the *units*, and the one division by all units of the window is made
+once, at its close:
+
+    gradient of the window = sum over micro-batches of d(total) / sum over micro-batches of units
+
+>>> import torch
+>>> per_sample = torch.tensor([0.5, 1.5], requires_grad=True)
+>>> loss = Loss(per_sample.sum(), units=2)
+>>> loss.total.item(), loss.units
+(2.0, 2)
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wholebatch.core import sliced_cross_entropy
+from wholebatch.errors import LossError
+
+__all__ = [
+    "Loss",
+    "Term",
+    "Terms",
+    "Units",
+    "as_loss",
+    "causal_lm",
+    "check_total",
+    "check_units",
+    "cross_entropy",
+    "mean_loss",
+]
+
+Units: TypeAlias = int | float | Tensor
+
+_SUM_OR_MEAN = (
+    "is this scalar a sum or a mean? For a sum return wb.Loss(total, units), "
+    "for a mean return wb.mean_loss(mean, units), where units is what it is taken over "
+    "(samples, tokens, weights); or return the tensor of per-unit losses"
+)
+
+
+def check_total(total: object) -> Tensor:
+    """The total itself, or a LossError that says what is wrong with it."""
+    if not isinstance(total, Tensor):
+        raise LossError(f"total={total!r}: must be a 0-dim tensor, the sum of the losses")
+    if total.dim() != 0:
+        raise LossError(
+            f"total of shape {tuple(total.shape)}: must be a 0-dim tensor, the sum of the losses; "
+            "call .sum() on per-unit losses"
+        )
+    if total.is_complex():
+        raise LossError(f"total of dtype {total.dtype}: must be real, or it has no smallest value")
+    if not total.requires_grad:
+        raise LossError(
+            "total does not require a gradient: it is detached from the model, was computed under "
+            "torch.no_grad(), or every parameter that it depends on is frozen"
+        )
+    return total
+
+
+def check_units(units: object) -> Units:
+    """The units themselves, or a LossError that says what is wrong with them."""
+    if isinstance(units, Tensor):
+        if units.dim() != 0:
+            raise LossError(
+                f"units of shape {tuple(units.shape)}: must be a number or a 0-dim tensor; "
+                "call .sum() on per-sample weights"
+            )
+        if units.is_complex() or units.dtype is torch.bool:
+            raise LossError(f"units of dtype {units.dtype}: must be real numbers")
+        return units.detach()
+    if isinstance(units, torch.SymInt | torch.SymFloat):  # a graph of many sizes is being traced
+        return units  # type: ignore[return-value]
+    if isinstance(units, bool) or not isinstance(units, Real):
+        raise LossError(
+            f"units={units!r}: must be a number or a 0-dim tensor, what the loss is a sum over "
+            "(samples, tokens, weights)"
+        )
+    try:
+        number = float(units)  # also of NumPy's own
+    except OverflowError:  # 10**400 is no float
+        number = math.inf
+    if not 0 <= number < math.inf:
+        raise LossError(f"units={repr(units)[:40]}: must be finite and not negative")
+    return units if isinstance(units, int) else number
+
+
+@dataclass(frozen=True)
+class Term:
+    """One named part of a loss: its sum, the units of that sum, and the weight of its mean."""
+
+    total: Tensor
+    units: Units
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Several terms, each normalised by its own units over the window and over all ranks.
+
+    Made by `Loss.terms`. The loss is the sum over terms of `weight * total / units`, with totals
+    and units taken over the whole window.
+    """
+
+    by_name: Mapping[str, Term]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum over units; the window's loss is the sum of totals over the sum of units.
+
+    `units` may be a 0-dim tensor on the device: it is read once per window, not per micro-batch.
+    """
+
+    total: Tensor
+    units: Units
+
+    def __post_init__(self) -> None:
+        check_total(self.total)
+        check_units(self.units)
+
+    @staticmethod
+    def terms(terms: Mapping[str, tuple[Any, ...]]) -> Terms:
+        """Terms with units of their own: `{"lm": (total, units), "aux": (total, units, weight)}`.
+
+        Each is normalised by its own total over the window and over all ranks, so those totals
+        must be countable before the first backward: give `WholeBatch` a `units=` function.
+        """
+        if not terms:
+            raise LossError("wb.Loss.terms({}): give at least one term")
+        parsed = {}
+        for name, term in terms.items():
+            if not isinstance(term, tuple) or len(term) not in (2, 3):
+                raise LossError(
+                    f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight)"
+                )
+            weight = term[2] if len(term) == 3 else 1.0
+            if isinstance(weight, bool) or not isinstance(weight, Real):
+                raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
+            parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight))
+        return Terms(parsed)
+
+
+def as_loss(result: object) -> Loss | Terms:
+    """What a loss function returned, as the contract: per-unit losses become sum over number."""
+    if isinstance(result, Loss | Terms):
+        return result
+    if isinstance(result, Tensor):
+        if result.dim() == 0:
+            raise LossError(f"the loss function returned a bare scalar: {_SUM_OR_MEAN}")
+        return Loss(result.sum(), result.numel())
+    raise LossError(
+        f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
+        "wb.Loss.terms({...}) or a tensor of per-unit losses"
+    )
+
+
+def mean_loss(mean: Tensor, units: Units) -> Loss:
+    """A loss that was computed as a mean over `units`, as the contract wants it.
+
+    A micro-batch without any unit (all its tokens masked) has the mean 0/0; it contributes
+    nothing here instead of a nan. Units on a GPU are not waited for: a mean of your own that may
+    have none there, `total / count`, must be written `total / count.clamp(min=1)`, or its
+    backward makes 0/0 again.
+    """
+    check_total(mean)
+    units = check_units(units)
+    if mean.dtype in (torch.float16, torch.bfloat16):
+        mean = mean.float()  # times 5000 is beyond fp16, and 1001 is 1000 in bf16
+    if _is_known_to_be_zero(units):
+        return Loss(_nothing(mean), units)
+    if isinstance(units, Tensor):
+        total = torch.where(units == 0, mean.new_zeros(()), mean * units.to(mean.dtype))
+        return Loss(total, units)
+    return Loss(mean * units, units)
+
+
+def _is_known_to_be_zero(units: Units) -> bool:
+    """Whether there is no unit, as far as that can be read without waiting for a device."""
+    if not isinstance(units, Tensor):
+        return units == 0
+    if units.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    try:
+        return not bool(units)
+    except Exception:  # a tensor that is being traced, or one without numbers: it has no value yet
+        return False
+
+
+def _nothing(mean: Tensor) -> Tensor:
+    """Zero, with gradients of zero.
+
+    A mean over nothing was divided by zero, and so would a gradient of zero be on its way back.
+    The division is among the last operations: what those give back is zero here, whatever they
+    compute.
+    """
+    nodes = [mean.grad_fn]
+    for node in nodes:  # grows on the way
+        if node is not None:
+            node.register_hook(_zeros)
+            nodes += [n for n, _ in node.next_functions if len(nodes) < 64 and n not in nodes]
+    return mean.nan_to_num() * 0.0
+
+
+def _zeros(inputs: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in inputs)
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    *,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Loss:
+    """Cross-entropy as a sum over the labels that count, with their number (or weight) as units.
+
+    Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
+    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, the last is taken.
+    Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
+    as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
+    better.
+    """
+    of_rows = labels.is_floating_point() and logits.shape == labels.shape and logits.dim() > 1
+    if of_rows:
+        logits, labels = logits.flatten(0, -2), labels.flatten(0, -2)
+    elif logits.shape[:-1] == labels.shape:
+        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    elif logits.dim() < 2 or logits.shape[:1] + logits.shape[2:] != labels.shape:
+        raise LossError(
+            f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}: "
+            "must be [..., classes] and [...], or [n, classes, ...] and [n, ...]; or both "
+            "[..., classes], with probabilities as labels"
+        )
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()  # a sum over thousands of tokens overflows fp16 and rounds in bf16
+    total = functional.cross_entropy(
+        logits,
+        labels,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    if of_rows:
+        return Loss(total, len(labels))
+    counted = labels != ignore_index
+    if weight is None:
+        return Loss(total, counted.sum())
+    places = labels.masked_fill(~counted, 0)  # where() would copy its 0 from the host, and wait
+    return Loss(total, (weight[places] * counted).sum())
+
+
+def causal_lm(model: Any, micro: Any) -> Loss:
+    """Next-token loss of a language model on a micro-batch, over the tokens that count.
+
+    `micro` is a mapping with `input_ids` and optionally `labels` (not shifted, -100 is ignored)
+    and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
+    targets are already shifted. Without labels, every token that is not masked is one.
+
+    Where the logits would be large, they are made and used up in slices: for models that have
+    `base_model` (which gives the last hidden states) and `get_output_embeddings()` (a linear layer
+    whose output is the logits), as those of Hugging Face do.
+    """
+    if isinstance(micro, tuple | list) and len(micro) == 2:
+        inputs, targets = micro
+        return _next_token(model, lambda part: part(inputs), lambda: (inputs[:1, :4],), targets, 0)
+    if not isinstance(micro, Mapping) or "input_ids" not in micro:
+        raise LossError(
+            f"micro-batch of type {type(micro).__name__}: wb.causal_lm takes a mapping with "
+            "'input_ids' (and 'labels', 'attention_mask'), or a pair (inputs, targets)"
+        )
+    inputs = {name: value for name, value in micro.items() if name != "labels"}
+    labels = micro.get("labels")
+    if labels is None:
+        labels = micro["input_ids"]
+        if "attention_mask" in micro:
+            labels = labels.masked_fill(micro["attention_mask"] == 0, -100)
+    if not _takes_keywords(model):
+        tokens = micro["input_ids"]
+        return _next_token(model, lambda part: part(tokens), lambda: (tokens[:1, :4],), labels, 1)
+
+    def tiny() -> dict[str, Tensor]:
+        return {name: value[:1, :4] for name, value in inputs.items()}
+
+    return _next_token(model, lambda part: part(**inputs), tiny, labels, 1)
+
+
+def _next_token(
+    model: Any,
+    call: Callable[[Any], Any],
+    tiny: sliced_cross_entropy.Tiny,
+    labels: Tensor,
+    shift: int,
+) -> Loss:
+    """Cross-entropy of `call(model)` with the labels `shift` places on; in slices if large."""
+    head = (
+        sliced_cross_entropy.output_layer(model, tiny, _logits) if labels.numel() > 1024 else None
+    )
+    if head is not None and labels.numel() > sliced_cross_entropy.rows_at_once(
+        head.weight.shape[0]
+    ):
+        hidden = getattr(out := call(model.base_model), "last_hidden_state", out)
+        hidden = hidden[:, : hidden.shape[1] - shift].flatten(0, 1)
+        targets = labels[:, shift:].flatten()
+        return Loss(
+            sliced_cross_entropy.sliced_cross_entropy(hidden, head, targets),
+            (targets != -100).sum(),
+        )
+    logits = _logits(call(model))
+    return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:])
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, tuple) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise LossError(
+            f"the model returned {type(output).__name__}: wb.causal_lm needs logits of shape "
+            "[samples, tokens, vocabulary], or an object with such .logits"
+        )
+    return logits
+
+
+def _takes_keywords(model: Any) -> bool:
+    forward = getattr(getattr(model, "module", model), "forward", model)
+    parameters = inspect.signature(forward).parameters
+    return "input_ids" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )

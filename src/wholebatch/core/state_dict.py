@@ -1,0 +1,139 @@
+"""Saving and restoring: counters, generators, and a window that is half full.
+
+What is saved here is what the library owns. The model's and the optimizer's own state is saved by
+their own `state_dict`, as everywhere in torch.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import nn
+
+from wholebatch.core import random_state
+from wholebatch.core.close import read_scalars
+from wholebatch.core.model_and_optimizer import Target
+from wholebatch.core.window import Window
+from wholebatch.errors import StateError
+
+__all__ = ["load_progress", "progress"]
+
+_FORMAT = 1
+
+
+def progress(kind: str, window: Window) -> dict[str, Any]:
+    """Everything that Accumulator and WholeBatch both keep."""
+    target = window.target
+    return {
+        "format": _FORMAT,
+        "kind": kind,
+        "updates": window.updates,
+        "skipped": window.skipped,
+        "next_seed": window.next_seed,
+        "window": _window_state(window) if window.is_open else None,
+        "scaler": None if target.scale is None else target.scale.state_dict(),
+        "schedulers": [scheduler.state_dict() for scheduler in target.schedulers],
+        "ema": target.ema.state_dict() if isinstance(target.ema, nn.Module) else None,
+        "random": random_state.capture(),
+    }
+
+
+def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
+    """Put `progress` back; a StateError and nothing changed when it does not belong here."""
+    if not isinstance(state, dict) or "format" not in state:
+        raise StateError("this is not a state dict of wholebatch (it has no 'format')")
+    if state["format"] != _FORMAT:
+        raise StateError(
+            f"state dict of format {state['format']}, this version reads format {_FORMAT}: "
+            "use the version of wholebatch that wrote it"
+        )
+    if state["kind"] != kind:
+        raise StateError(f"state dict of {state['kind']}: cannot be loaded into {kind}")
+    target = window.target
+    if (state["scaler"] is None) != (target.scale is None):
+        raise StateError(
+            "loss scaling differs: the state was saved "
+            f"{'without' if state['scaler'] is None else 'with'} a scaler; use the same precision"
+        )
+    if len(state["schedulers"]) != len(target.schedulers):
+        raise StateError(
+            f"the state holds {len(state['schedulers'])} schedulers, and {len(target.schedulers)} "
+            "are here: pass the same ones"
+        )
+    if state["window"] is not None:
+        window.store.check(state["window"]["gradients"])
+        _check_gradients(target, state["window"]["gradients"])
+    if window.is_open:
+        window.discard()
+
+    window.updates = state["updates"]
+    window.skipped = state["skipped"]
+    window.next_seed = state["next_seed"]
+    if target.scale is not None:
+        target.scale.load_state_dict(state["scaler"])
+    for scheduler, saved in zip(target.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    if isinstance(target.ema, nn.Module) and state["ema"] is not None:
+        target.ema.load_state_dict(state["ema"])
+    if state["window"] is not None:
+        _load_window(window, state["window"])
+    random_state.restore(state["random"])
+
+
+def _window_state(window: Window) -> dict[str, Any]:
+    if window.broken:
+        raise StateError(
+            "the last backward of this window failed half way: discard() it before saving"
+        )
+    if not window.sync.keeps_gradients:
+        raise StateError(
+            "a sharded model holds the gradients of an open window inside its engine: save "
+            "between windows"
+        )
+    return {
+        "micro_batches": window.micro_batches,
+        "known": window.known,
+        "seed": read_scalars([window.seed])[0],
+        "totals": {name: read_scalars(totals) for name, totals in window.totals.items()},
+        "units": {name: read_scalars(units) for name, units in window.units.items()},
+        "weights": dict(window.weights),
+        "owners": list(window.owners),
+        "loss_scale": window.loss_scale,
+        "seconds": time.perf_counter() - window.started,
+        "gradients": window.store.saved(),
+    }
+
+
+def _check_gradients(target: Target, gradients: Any) -> None:
+    if not isinstance(gradients, list):
+        return  # kept in the optimizer's own state, which checks itself
+    parameters = [parameter for group in target.groups() for parameter in group]
+    if len(gradients) != len(parameters):
+        raise StateError(
+            f"the saved window holds gradients of {len(gradients)} parameters, and "
+            f"{len(parameters)} are trained here: load it into the same model and optimizer"
+        )
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.shape != parameter.shape:
+            raise StateError(
+                f"the saved gradient of {target.name_of(parameter)} has shape "
+                f"{tuple(gradient.shape)}, and the parameter has {tuple(parameter.shape)}: load "
+                "it into the same model and optimizer"
+            )
+
+
+def _load_window(window: Window, state: dict[str, Any]) -> None:
+    for group in window.target.groups():
+        for parameter in group:
+            parameter.grad = None
+    window.begin(known=state["known"])
+    window.seed = state["seed"]
+    window.micro_batches = state["micro_batches"]
+    window.totals = {name: list(totals) for name, totals in state["totals"].items()}
+    window.units = {name: list(units) for name, units in state["units"].items()}
+    window.weights = dict(state["weights"])
+    window.owners = list(state["owners"])
+    window.loss_scale = state["loss_scale"]
+    window.started = time.perf_counter() - state["seconds"]
+    window.store.load(state["gradients"])

@@ -1,0 +1,62 @@
+"""Counting the units of a batch before its first backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from wholebatch.core.close import read_scalars
+from wholebatch.core.loss import Units, check_units
+from wholebatch.distributed import Sync
+from wholebatch.errors import LossError
+
+__all__ = ["SINGLE", "UnitsCount", "UnitsFunction", "count_units"]
+
+SINGLE = "loss"
+"""The name under which a loss without named terms is kept."""
+
+UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
+
+
+class UnitsCount:
+    """Count all units of a window, by term, over the ranks too, before its first backward."""
+
+    def __init__(self, units: UnitsFunction, sync: Sync) -> None:
+        self._units = units
+        self._sync = sync
+        self._names = [SINGLE]
+
+    def learn(self, like: Any) -> None:
+        """Take the names of the terms from a batch that is not counted."""
+        self._names = sorted(count_units(self._units, [like]))
+
+    def __call__(self, micros: Sequence[Any]) -> dict[str, float]:
+        counted = count_units(self._units, micros) or dict.fromkeys(self._names, 0.0)
+        self._names = sorted(counted)
+        sums = self._sync.sum([counted[name] for name in self._names])
+        return dict(zip(self._names, sums, strict=True))
+
+
+def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]:
+    """The units of all micro-batches, by term; a plain number counts the one unnamed term."""
+    counts: dict[str, list[Units]] = {}
+    for micro in micros:
+        counted = units(micro)
+        by_name = counted if isinstance(counted, Mapping) else {SINGLE: counted}
+        if counts and by_name.keys() != counts.keys():
+            raise LossError(
+                f"units= counted the terms {sorted(by_name)} in one micro-batch and "
+                f"{sorted(counts)} in another: return all terms for each, 0 where none"
+            )
+        for name, count in by_name.items():
+            counts.setdefault(name, []).append(check_units(count))
+    return {name: _sum(read_scalars(values)) for name, values in counts.items()}
+
+
+def _sum(counts: Sequence[float]) -> float:
+    """The sum; counts that were on a device could not be checked before."""
+    for count in counts:
+        if not 0 <= count < math.inf:
+            raise LossError(f"units= counted {count:g}: must be finite and not negative")
+    return math.fsum(counts)

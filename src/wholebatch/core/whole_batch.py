@@ -1,0 +1,393 @@
+"""WholeBatch: give it the whole batch, get the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from wholebatch.compile import Execute
+from wholebatch.core import precision as precisions
+from wholebatch.core import random_state
+from wholebatch.core import state_dict as state
+from wholebatch.core.close import ClipNorm, CloseOptions, Policy, read_scalars
+from wholebatch.core.gradient_hooks import OnGradient
+from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
+from wholebatch.core.noise_scale import Noise, NoiseScale, Probe, check_noise
+from wholebatch.core.nonfinite_search import find_nonfinite
+from wholebatch.core.one_call_at_a_time import Turn
+from wholebatch.core.runner import AfterMicro, Feeding, LossFunction, check_functions, modules_of
+from wholebatch.core.splitting import Tokens
+from wholebatch.core.splitting.layout import check_layout
+from wholebatch.core.splitting.token_budget import check_micro_batch
+from wholebatch.core.step_result import Step
+from wholebatch.core.units import UnitsCount, UnitsFunction
+from wholebatch.core.window import Window
+from wholebatch.coupled.batchnorm.lock_step import Hold
+from wholebatch.coupled.contrastive.losses import Coupled
+from wholebatch.distributed import choose as choose_sync
+from wholebatch.distributed.uneven_ranks import batches_of, join
+from wholebatch.errors import NonFiniteError, StateError, WindowError
+from wholebatch.memory.budget import Memory
+from wholebatch.memory.micro_batch_fitting import Fitting
+from wholebatch.offload import GradientsOn, OptimizerOn
+from wholebatch.offload import choose as choose_store
+
+__all__ = ["WholeBatch"]
+
+MicroBatch: TypeAlias = int | Tokens | Literal["auto"]
+
+
+class WholeBatch:
+    """The update of the whole batch, in the memory of a micro-batch.
+
+    >>> import torch, wholebatch as wb
+    >>> model = torch.nn.Linear(3, 2)
+    >>> def loss(model, micro):
+    ...     return wb.cross_entropy(model(micro["x"]), micro["y"])
+    >>> train = wb.WholeBatch(
+    ...     model, torch.optim.AdamW(model.parameters()), loss=loss, micro_batch=4, clip_norm=1.0
+    ... )
+    >>> step = train.step({"x": torch.randn(10, 3), "y": torch.randint(0, 2, (10,))})
+    >>> step.update, step.units, step.micro_batches
+    (1, 10.0, 3)
+
+    `loss(model, micro)` returns `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of
+    per-unit losses. `units(micro)`, if given, counts them before the first backward (a number, or
+    one for each term); a loss of several terms needs it. Batches may stay on the host: only the
+    micro-batch travels to the model's device. `batch_size` (a number, or a function of the batch)
+    and `static` (names of leaves that are not to be split) say how a batch is to be read where it
+    cannot be told. A model with BatchNorm runs its micro-batches in lock-step, with the statistics
+    of the whole batch (`batchnorm="exact"`); `hold` says what of them stays on the device. A model
+    that couples its samples in another way is refused before its first split step, by name
+    (`audit=False` trains it knowingly).
+
+    A loss that compares samples is `loss=wb.Coupled(encode, loss)`; `model` may be a list or dict
+    of models. With `dropout="per-sample"` masks follow their samples, however the batch is split.
+
+    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
+    whole gradient, before it is clipped, and may change it in place. To step yourself, give
+    `optimizer=None` and call `gradient(batch)`.
+
+    `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
+    fraction, or what is free). A window that runs out of memory all the same begins again with
+    smaller micro-batches, and later windows begin with those: the update is the same.
+
+    `gradients="host"` sums the gradients in host memory, and `optimizer_on="host"` keeps the
+    optimizer's state there; `"swap"` lets Adam's moments wait there in the gradients' place;
+    `"release"` frees them in the last backward. `"moments"` (Adam accumulation) is approximate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        *,
+        loss: LossFunction | Coupled,
+        micro_batch: MicroBatch = "auto",
+        units: UnitsFunction | None = None,
+        precision: str = "full",
+        clip_norm: ClipNorm = None,
+        clip_value: float | None = None,
+        on_gradient: OnGradient | None = None,
+        scheduler: Scheduler | Sequence[Scheduler] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Ema | None = None,
+        nonfinite: Policy = "raise",
+        zero_units: Policy = "raise",
+        batchnorm: str = "exact",
+        hold: Hold | Literal["auto"] = "auto",
+        dropout: str = "fresh",
+        audit: bool = True,
+        memory: Memory | None = None,
+        execute: Execute = "auto",
+        gradients: GradientsOn = "device",
+        optimizer_on: OptimizerOn = "device",
+        sync: str = "auto",
+        noise: Noise = None,
+        batch_size: int | Callable[[Any], int] | None = None,
+        static: str | Sequence[str] = (),
+        allow_untested_device: bool = False,
+    ) -> None:
+        self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
+        check_functions(loss, units)
+        micro_batch = check_micro_batch(micro_batch)
+        check_noise(noise)
+        check_layout(batch_size, static)
+        options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
+        root, models = modules_of(model)
+        engine = choose_sync(models, sync=sync)
+        target = build_target(
+            models,
+            optimizer,
+            options=options,
+            scheduler=scheduler,
+            ema=ema,
+            precision=precision,
+            scaler=scaler,
+            allow_untested_device=allow_untested_device,
+            sync=engine,
+        )
+        self.model, self._root = model, root
+        self.micro_batch = micro_batch
+        self.last_step: Step | None = None
+        self._count = None if units is None else UnitsCount(units, engine)
+        self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
+        keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
+        self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
+        store = choose_store(
+            gradients,
+            optimizer_on=optimizer_on,
+            target=target,
+            options=options,
+            sync=engine,
+            counts_units=units is not None or isinstance(loss, Coupled),
+            on_gradient=on_gradient is not None,
+        )
+        self._window = Window(target, options, engine, store, on_gradient)
+        self._feeding = Feeding(
+            model,
+            loss,
+            root=root,
+            window=self._window,
+            precision=self._precision,
+            execute=execute,
+            batchnorm=batchnorm,
+            hold=hold,
+            dropout=dropout,
+            audit=audit,
+        )
+        self._fitting = Fitting(
+            root,
+            loss.stand_in if isinstance(loss, Coupled) else loss,
+            target.optimizers[0],
+            micro_batch=micro_batch,
+            memory=memory,
+            precision=precision,
+            layout=self._layout,
+            scale=target.scale,
+            sync=engine,
+            is_coupled=self._feeding.needs_lock_step,
+            hold=self._feeding.hold,
+            gradients=gradients,
+            noise=noise is not None,
+        )
+        if self._feeding.whole_loss is not None:
+            keeping = self._feeding.whole_loss.keeping
+            keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
+            self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
+        coupled = self._feeding.needs_every_rank() is not None
+        self._probe = Probe(noise, self._window, coupled=coupled)
+        self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._window.updates
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples in a micro-batch: as given, or what was found to fit; None before that."""
+        given = self.micro_batch if isinstance(self.micro_batch, int) else None
+        return self._fitting.size or given
+
+    @property
+    def recoveries(self) -> int:
+        """How often a window ran out of memory and was begun again with smaller micro-batches."""
+        return len(self._fitting.recovered)
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds so far that this rank has waited for others; None where the engine hides it."""
+        return self._window.sync.waited()
+
+    @property
+    def noise(self) -> NoiseScale | None:
+        """The gradient noise scale as far as `noise=` has measured it: `noise.advice()`."""
+        return self._probe.estimate
+
+    def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
+        """One update from the whole batch. After an error nothing of the batch is left behind.
+
+        `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
+        it, and the step with the same batch after `load_state_dict()` goes on from there.
+        """
+        if not self._window.target.steps:
+            raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
+        with self._turn, self._window.sync.failures():
+            self.last_step = self._window_of(batch, after_micro)
+        return self.last_step
+
+    def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
+        """Make the gradient of the whole batch and leave it in `.grad`: the step is yours.
+
+        It is normalised and clipped, and has the parameters' dtype. No optimizer, scheduler or EMA
+        is stepped. Clear the gradients after your step: the next window refuses to begin on them.
+        """
+        self._window.store.check_hand_over()
+        with self._turn, self._window.sync.failures():
+            self.last_step = self._window_of(batch, after_micro, steps=False)
+        return self.last_step
+
+    def choose(self, batch: Any) -> str | None:
+        """Let "auto" choose for batches like this one now, not at the first step; what, and why.
+
+        Two lines, or None where nothing was predicted. On several ranks, all of them call it.
+        """
+        with self._turn:
+            self._fitting.split(batch)
+        return self._fitting.said
+
+    def _window_of(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
+        micros = self._fitting.split(batch)
+        self._feeding.look_at(batch, micros, self._layout)
+        window = self._window
+        start = random_state.capture(every=False)
+        first = self._resume_at(micros) if window.is_open else 0
+        known = self._count(micros) if self._count is not None and not window.is_open else None
+
+        def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
+            if not window.is_open:
+                self._begin(known)
+            together = self._feeding.in_lock_step(parts)
+            own = self._feeding.executor.by_autograd
+            self._probe.begin(first=first, together=together, own=own)
+            self._run(parts, first, at, after_micro)
+
+        self._precision.begin()
+        try:
+            if first or not self._fitting.recovers:  # a resumed window cannot begin again
+                attempt(micros, lambda index: None)
+            else:
+                micros = self._fitting.run(micros, attempt, self._begin_again)
+            self._precision.end()
+            replays = not first and not self._feeding.in_lock_step(micros)
+            return self._close(micros, start if replays else None, steps)
+        finally:
+            self._probe.end()
+            self._precision.end()
+            window.sync.restore()
+            self._done = 0
+            if window.is_open:
+                window.discard()
+            self._feeding.discard_window()
+
+    def _begin(self, known: dict[str, float] | None) -> None:
+        if known is not None:
+            self._window.begin(known=known)
+        self._feeding.begin_window(self._fitting.samples if self._feeding.numbers_samples else 0)
+
+    def _begin_again(self) -> None:
+        """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
+        window = self._window
+        if window.is_open and window.sync.ranks > 1 and window.next_seed is None:
+            window.next_seed = read_scalars([window.seed])[0]
+        window.discard()
+        self._feeding.executor.let_go()
+
+    def _run(
+        self,
+        micros: Sequence[Any],
+        first: int,
+        at: Callable[[int], None],
+        after_micro: AfterMicro | None,
+    ) -> None:
+        """The forwards and backwards of a window, by whoever is to run them."""
+        self._done, self._of = first, len(micros)
+
+        def told(done: int, of: int) -> None:
+            self._done = done
+            self._probe.micro_batch_done()
+            if after_micro is not None:
+                after_micro(done, of)
+
+        # A rank that must begin again would leave the others in a reduction.
+        alone = self._fitting.recovers or self._probe.active
+        self._feeding.run(
+            micros,
+            first=first,
+            reduces=self._window.sync.ranks == 1 or not alone,
+            before_micro=at,
+            after_micro=told,
+            numbers=self._fitting.numbers_of(micros) if self._feeding.numbers_samples else (),
+        )
+
+    # --------------------------------------------------------------- the loop
+
+    def over(self, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
+        """The loader's batches, for `step`; ranks may have different numbers of them.
+
+        A rank that has run out takes part in the updates of the others, with nothing to add.
+        `ahead=True` reads the next batch while the device still computes; what the loader draws
+        from the global random generator is then drawn before the step ends.
+        """
+        return batches_of(self, loader, ahead=ahead)
+
+    def join(self, like: Any) -> Step:
+        """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
+        with self._turn:
+            self._probe.begin()
+            self.last_step = join(self, like)
+            self._probe.closed(None, self.last_step)
+        return self.last_step
+
+    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
+        try:
+            seen = self._probe.look()
+            step = self._window.close(steps=steps)
+            self._probe.closed(seen, step)
+            self._feeding.end_window()
+            return step
+        except NonFiniteError as error:
+            if error.micro_batch is not None or start is None:
+                raise
+            if self._feeding.whole_loss is not None:
+                index, where = self._feeding.whole_loss.find_nonfinite()
+            else:
+                index, where = find_nonfinite(self._root, micros, self._feeding.forward, start)
+            raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        if self._turn.taken and self._feeding.whole_loss is not None:
+            raise StateError(
+                "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
+                "this window alone; save between steps"
+            )
+        saved = state.progress("WholeBatch", self._window)
+        saved.update(
+            done=self._done,
+            of=self._of,
+            noise=self._probe.state_dict(),
+            **self._fitting.state_dict(),
+            **self._feeding.state_dict(),
+        )
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
+        if self._turn.taken:
+            raise WindowError("load_state_dict() inside step(): leave it first")
+        state.load_progress("WholeBatch", self._window, saved)
+        self._fitting.load_state_dict(saved)
+        self._done = saved["done"] if self._window.is_open else 0
+        self._of = saved["of"]
+        self._probe.load_state_dict(saved.get("noise"))
+        self._feeding.load_state_dict(saved)
+
+    def _resume_at(self, micros: Sequence[Any]) -> int:
+        if len(micros) != self._of:
+            raise StateError(
+                f"the saved window had {self._of} micro-batches, this batch makes {len(micros)}: "
+                "resume with the same batch and the same micro_batch="
+            )
+        return self._done

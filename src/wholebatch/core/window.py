@@ -1,0 +1,400 @@
+"""The ledger of a window: begin, add, close. The whole story of one update is in this file.
+
+Every micro-batch's backward starts from a *seed*, the same number for the whole window and for
+all ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before
+(`known`), the seed is exactly `1 / units`. In a stream it is provisional: a power of two near
+that, from the window before or from the first micro-batch, so that it rounds nothing. The close
+knows the units and multiplies by the one number that makes the difference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.backward import Backward, backward_into
+from wholebatch.core.close import (
+    Closed,
+    CloseOptions,
+    check_counts,
+    check_terms,
+    first_nonfinite,
+    first_seed,
+    power_of_two_near,
+    read_scalars,
+    read_units,
+    scalar_on,
+    where_nonfinite,
+)
+from wholebatch.core.gradient_hooks import DeferredHooks, OnGradient, check_same_norm
+from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
+from wholebatch.core.model_and_optimizer import Target, step_scheduler
+from wholebatch.core.step_result import Step
+from wholebatch.core.units import SINGLE
+from wholebatch.distributed import Sync
+from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
+from wholebatch.offload import DeviceStore, Store, refuse_stray
+from wholebatch.offload.close_on_device import Sums
+
+__all__ = ["Window"]
+
+_SINGLE_WEIGHT = {SINGLE: 1.0}
+
+
+class Window:
+    """The micro-batches that together make one update."""
+
+    def __init__(
+        self,
+        target: Target,
+        options: CloseOptions,
+        sync: Sync,
+        store: Store | None = None,
+        on_gradient: OnGradient | None = None,
+    ) -> None:
+        self.target = target
+        clips = sync.clip_norm is not None
+        self.options = replace(options, clip_norm=sync.clip_norm) if clips else options
+        self.sync = sync
+        self.store = DeviceStore(target, self.options, sync) if store is None else store
+        self.store.options = self.options
+        self.updates = 0
+        self.skipped = 0
+        self.next_seed: float | None = None
+        self.has_more = False  # whether this rank knows of another window after this one
+        self.ranks_with_more = 0  # how many ranks did, at the last close
+        self.while_waiting: Callable[[], None] | None = None  # the host has time in a close ahead
+        self._last_weights: dict[str, float] = {SINGLE: 1.0}
+        self.calls_on_gradient = on_gradient is not None
+        self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
+        self._hooks = DeferredHooks(on_gradient, target.named_parameters)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_open = False
+        self.micro_batches = 0
+        self.broken = False
+        self.known: Mapping[str, float] | None = None
+        self.seed: float | Tensor = 1.0
+        self.totals: dict[str, list[Tensor | float]] = {}
+        self.units: dict[str, list[Units]] = {}
+        self.weights: dict[str, float] = {}
+        self.owners: list[int] = []  # the micro-batch of each total (one may have several)
+        self.groups: list[list[nn.Parameter]] = []
+        self.inputs: list[nn.Parameter] = []
+        self.closing = False  # whether the next backward is the window's last
+        self.weightless = False  # whether the next micro-batch only takes part in collectives
+        self.reduced = False
+        self.loss_scale = 1.0
+        self._backward_into: Backward | None = None
+        self._last_seed: tuple[str, float, Tensor] | None = None
+        self.started = 0.0
+
+    # ------------------------------------------------------------------ begin
+
+    def begin(self, units: Units = 1, *, known: Mapping[str, float] | None = None) -> None:
+        """Open the window. `known`: all units by term, counted over the window and all ranks."""
+        if self.is_open:
+            raise WindowError("begin() on an open window: close or discard it first")
+        refuse_stray(self.target)
+        self.groups = self.target.groups()
+        self.inputs = [parameter for group in self.groups for parameter in group]
+        if not self.inputs:
+            raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        self.store.begin(self.inputs, known)
+        self.sync.begin(self.inputs)
+        self._hooks.take(self.inputs)
+        self.known = known
+        if known is None:
+            self.seed = self.next_seed or first_seed(units, self.sync, self.target.device)
+        if self.target.scale is not None:
+            self.loss_scale = self.target.scale.value()
+        self.started = time.perf_counter()
+        self.is_open = True
+
+    # -------------------------------------------------------------------- add
+
+    def add(self, total: Tensor, units: Units) -> None:
+        """Backward of one total, added into the gradients. Nothing is read from the device."""
+        check_total(total)
+        self.store.check_total(total)
+        units = check_units(units)
+        if not self.is_open:
+            self.begin(units)
+        if self.known is not None and self.known.keys() != {SINGLE}:
+            raise LossError(
+                f"units= counts the terms {sorted(self.known)}, but the loss has no named terms: "
+                "return wb.Loss.terms({...}) with the same names"
+            )
+        if self.known is not None and total.dtype in (torch.bfloat16, torch.float16):
+            # 1/units would be rounded to 8 bits; a power of two is not, and the close does the rest
+            self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
+        self.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT)
+        self.backward([total], [self.seed_of(SINGLE, total, 1.0)])
+
+    def add_loss(self, loss: Loss | Terms) -> None:
+        """Backward of one micro-batch's loss, plain or in terms."""
+        if isinstance(loss, Loss):
+            self.add(loss.total, loss.units)
+            return
+        check_terms(self.known, loss.by_name)
+        terms = loss.by_name.items()
+        weights = {name: term.weight for name, term in terms}
+        self.record(
+            {name: term.total.detach() for name, term in terms},
+            {name: term.units for name, term in terms},
+            weights,
+        )
+        self.backward(
+            [term.total for _, term in terms],
+            [self.seed_of(name, term.total, term.weight) for name, term in terms],
+        )
+
+    def backward(
+        self, totals: Sequence[Tensor], seeds: Sequence[Tensor], also: Sequence[Tensor] = ()
+    ) -> None:
+        """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
+        if self.broken:
+            raise WindowError(
+                "the last backward of this window failed half way and left part of its gradients "
+                "behind: call discard() before going on"
+            )
+        sync = self.sync
+        if self._backward_into is None:
+            self._backward_into = (
+                Backward(sync.run_backward)
+                if sync.grows_own_graph
+                else backward_into([*self.inputs, *also], self.target.models, totals)
+            )
+        into, reduces = self._backward_into, self.closing and self.store.in_grad
+        if not self.store.before_backward(self.closing and into.overlaps, self.totals, self.units):
+            return
+        try:
+            if sync.ranks == 1 and not sync.grows_own_graph:
+                into.run(totals, seeds)
+            else:
+                with sync.backward(self.inputs, reduces=reduces, overlap=into.overlaps):
+                    into.run(totals, seeds)
+            self.store.backward_made()
+        except BaseException:
+            self.broken = True  # some gradients of this micro-batch are in, others are not
+            raise
+        self.reduced = reduces
+        self._backward_into = None if also else self._backward_into  # other graphs follow
+
+    def record(
+        self,
+        totals: Mapping[str, Tensor],
+        units: Mapping[str, Units],
+        weights: Mapping[str, float],
+    ) -> None:
+        """Enter a micro-batch whose gradient, times the seed, is in: its sums and their units."""
+        for name, total in totals.items():
+            self.totals.setdefault(name, []).append(0.0 if self.weightless else total)
+            self.units.setdefault(name, []).append(0 if self.weightless else units[name])
+        self.weights.update(weights)
+        self.owners.append(self.micro_batches)
+
+    def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
+        """What the backward of this total starts from (its dtype and device are what counts)."""
+        last = self._last_seed  # nearly always it is the same again
+        if last is not None and last[:2] == (name, weight) and not self.weightless:
+            value = last[2]
+            if value.dtype is total.dtype and value.device == total.device:
+                return value
+        seed = self.seed
+        if self.weightless:
+            seed = 0.0
+        elif self.known is not None:
+            counted = self.known[name]
+            seed = weight / counted if counted else 0.0
+        value = scalar_on(total.device, seed, total.dtype)
+        if self.sync.averaged_by != 1:
+            value = value * self.sync.averaged_by
+        if self.target.scale is not None:
+            value = self.target.scale.scale(value).to(total.dtype)
+        if not self.weightless:
+            self._last_seed = (name, weight, value)
+        return value
+
+    def micro_batch_done(self) -> None:
+        """The backwards of one micro-batch are all made."""
+        self.micro_batches += 1
+
+    # ------------------------------------------------------------------ close
+
+    def close(self, *, steps: bool = True) -> Step:
+        """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case.
+
+        Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
+        """
+        try:
+            self.leaves_gradients = not (steps and self.target.steps)
+            return self._close(not self.leaves_gradients)
+        finally:
+            self.discard()
+
+    def _close(self, steps: bool) -> Step:
+        if self.broken:
+            raise WindowError("a window whose last backward failed cannot be closed: discard() it")
+        if not self.reduced:
+            self.store.reduce_now()
+        ahead = self._close_ahead() if steps else None
+        weights = self.weights or self._last_weights  # none: this rank only joins the others
+        names = sorted(weights)
+        totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
+        sum_of, units_of = self._sums(totals)
+        units = max(units_of.values())
+        if units == 0.0:
+            return self._empty()
+        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
+        loss = math.fsum(weights[name] * means[name] for name in names)
+
+        if self.known is None:
+            normalise = 1.0 / (units * read_scalars([self.seed])[0])
+        else:
+            check_counts(self.known, units_of)
+            normalise = 1.0
+        losses_finite = all(map(math.isfinite, sum_of.values()))
+        closed = ahead or self._closed(normalise, losses_finite)
+        if closed.norm == 0.0:
+            self.store.refuse_nothing()
+        finite = closed.finite and losses_finite
+        skipped = None if finite else self._nonfinite(totals, losses_finite)
+        if finite and steps:
+            self._update(closed, loss)
+        elif finite:
+            self.store.hand_over(closed.remaining)
+        if self.target.scale is not None:
+            self.target.scale.update(finite=finite)
+        self.skipped += skipped is not None
+        self.sync.after_update()
+        self.next_seed = power_of_two_near(1.0 / units)
+        self._last_weights = weights
+        return Step(
+            update=self.updates,
+            loss=loss,
+            units=units,
+            grad_norm=closed.norm,
+            clip=closed.clip,
+            micro_batches=self.micro_batches,
+            seconds=time.perf_counter() - self.started,
+            loss_scale=self.loss_scale,
+            terms=means if names != [SINGLE] else {},
+            skipped=skipped,
+        )
+
+    def _sums(
+        self, totals: Mapping[str, Sequence[float]]
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Totals and units of each term over the window and all ranks: one small collective.
+
+        With them go whether this rank has more data, and which parameters have a gradient here:
+        one that has none on any rank keeps none, as for the undivided batch.
+        """
+        names = list(totals)
+        values = [math.fsum(totals[name]) for name in names]
+        values += [read_units(self.units.get(name, ())) for name in names]
+        if self.sync.ranks == 1:
+            self.ranks_with_more = int(self.has_more)
+        else:
+            absent = self.store.absent()
+            shared = self.inputs if self.sync.same_parameters else []
+            present = [float(id(parameter) not in absent) for parameter in shared]
+            values = self.sync.sum([*values, float(self.has_more), *present])
+            more, *counts = values[2 * len(names) :]
+            self.ranks_with_more = int(more)
+            for parameter, count in zip(shared, counts, strict=True):
+                if count == 0:
+                    self.store.drop(parameter)
+        sums, units = values[: len(names)], values[len(names) : 2 * len(names)]
+        return dict(zip(names, sums, strict=True)), dict(zip(names, units, strict=True))
+
+    def join(self, known: Mapping[str, float] | None = None) -> Step:
+        """Take part in a window of the other ranks without a micro-batch of one's own."""
+        self.has_more = False
+        if known is not None and known.keys() != self._last_weights.keys():
+            self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
+        self.begin(0, known=known)
+        return self.close()
+
+    def _close_ahead(self) -> Closed | None:
+        """Let the device close the window while the host waits; the numbers are read either way."""
+        if not self.totals:
+            return None
+        sums = Sums(self.totals, self.units, self.known, self.seed, self.loss_scale)
+        ahead = self.store.close_ahead(self.groups, sums, self._hooks, self.while_waiting)
+        if ahead is None:
+            return None
+        self.totals = {name: [*values] for name, values in ahead.totals.items()}
+        self.units = {name: [*values] for name, values in ahead.units.items()}
+        self.seed = ahead.seed
+        return ahead.closed
+
+    def _closed(self, normalise: float, losses_finite: bool) -> Closed:
+        """Bring the gradients to what the optimizer must see."""
+        if self._hooks.calls and not losses_finite:  # no update: there is nothing to work on
+            return Closed(norm=math.nan, clip=1.0, finite=False)
+        closed = self.store.close(self.groups, normalise / self.loss_scale, self._hooks)
+        if self._hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
+            check_same_norm(closed.norm, self.sync.largest, self.target.device)
+        return closed
+
+    def _update(self, closed: Closed, loss: float) -> None:
+        if not closed.stepped:
+            self.store.update(closed.remaining)
+        self.updates += 1
+        for scheduler in self.target.schedulers:
+            step_scheduler(scheduler, loss)
+        if self.target.ema is not None:
+            self.target.ema.update_parameters(self.target.models[0])
+
+    def _empty(self) -> Step:
+        if self.options.zero_units == "raise":
+            raise EmptyWindowError(
+                f"all {self.micro_batches} micro-batches of this window have zero units (every "
+                "label is ignored or every weight is zero), so its mean does not exist: filter "
+                "such batches, or pass zero_units='skip' to skip and count them"
+            )
+        self.skipped += 1
+        return Step(
+            update=self.updates,
+            loss=math.nan,
+            units=0.0,
+            grad_norm=0.0,
+            micro_batches=self.micro_batches,
+            seconds=time.perf_counter() - self.started,
+            loss_scale=self.loss_scale,
+            skipped="no units",
+        )
+
+    def _nonfinite(self, totals: Mapping[str, Sequence[float]], losses_finite: bool) -> str:
+        """The reason for skipping, or the error; the same on all ranks."""
+        culprit = first_nonfinite(totals, self.owners)
+        scaled = self.target.scale is not None and self.target.scale.enabled
+        if scaled and losses_finite:
+            return f"gradients not finite at loss scale {self.loss_scale:g}"
+        rank = self.sync.rank if self.sync.ranks > 1 else None
+        where = where_nonfinite(
+            culprit, self.micro_batches, rank=rank, losses=not losses_finite, own=bool(self.owners)
+        )
+        if self.options.nonfinite == "skip":
+            return where
+        raise NonFiniteError(
+            f"update {self.updates + 1}: {where}. Nothing was updated: {self.store.after_failure}",
+            micro_batch=culprit,
+        )
+
+    # ---------------------------------------------------------------- discard
+
+    def discard(self) -> None:
+        """Drop what the window holds. Parameters and optimizer state stay as they are."""
+        self.store.discard()
+        self.sync.discard()
+        self._hooks.give_back()
+        self._clear()

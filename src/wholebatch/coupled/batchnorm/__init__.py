@@ -1,0 +1,1 @@
+"""BatchNorm under gradient accumulation: exact in lock-step, or by another policy."""

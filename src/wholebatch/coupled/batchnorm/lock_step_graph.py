@@ -1,0 +1,367 @@
+"""A whole lock-step window captured as one CUDA graph: one launch instead of thousands.
+
+Lock-step launches small kernels from threads that take turns, so the device waits for the host. To
+record a window, the threads run once more, and CUDA captures their launches instead of running
+them. A replay needs no threads, no meetings and no host.
+
+A recording is valid for windows whose micro-batches have the same shapes. The conditions it was
+made under (the model's plain attributes, the addresses of its tensors) are checked again at every
+window. A recording is used only after it has given the same gradients as the threads, with the same
+random numbers. Models that draw random numbers on the host, branch on the values of tensors, or
+have other Python side effects are not recorded: their windows run by threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.compile.captured_values import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.graph_check import differs
+from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
+from wholebatch.compile.messages import CannotTrace, Notes, first_line
+from wholebatch.compile.trace import Form
+from wholebatch.core.backward import Backward, backward_into
+from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.window import Window
+from wholebatch.coupled.batchnorm.lock_step import LockStep
+from wholebatch.coupled.batchnorm.shared_capture import CudaTape, Tape
+from wholebatch.coupled.random_streams import RecordedStreams, draw
+from wholebatch.distributed.single_process import Single
+
+__all__ = ["MOST_MICRO_BATCHES", "Recorder"]
+
+Micro = tuple[list[Tensor], list[Tensor]]
+"""The totals of one micro-batch, and those of its units that are tensors."""
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+_EAGER_WINDOWS = 2
+"""Windows of a kind that run by threads before one is recorded, which takes about as long."""
+_KINDS = 3
+MOST_MICRO_BATCHES = 128
+"""The most micro-batches in a recorded window: a CUDA graph needs memory for every kernel."""
+
+
+@dataclass
+class _Recording:
+    """A window that can be replayed, with the memory of its inputs and of its results."""
+
+    tape: Tape
+    inputs: list[list[Tensor]]
+    seeds: dict[str, Tensor]
+    forms: list[Form]
+    results: list[Micro]
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    addresses: list[int]
+    streams: RecordedStreams | None
+    done: torch.cuda.Event | None = None
+
+    def play(self, seed: int) -> None:
+        """Replay it with the random numbers that the threads would draw with this seed."""
+        if self.streams is not None:
+            self.streams.seed(seed)
+        self.tape.replay()
+        if self.done is not None:
+            self.done.record()
+
+
+class Recorder:
+    """A runner of the lock-step windows of one WholeBatch: by threads, or by replaying a recording.
+
+    `forward(micro)` returns the loss of a micro-batch that may still be on the host. With
+    `execute="graph"` the second window is a replay, or a warning says why it cannot be. With "auto"
+    the third is, where possible. `sixteen_bit` is True if the forward computes in 16 bit.
+    """
+
+    def __init__(
+        self,
+        lock_step: LockStep,
+        *,
+        model: nn.Module,
+        loss: Callable[..., Any],
+        window: Window,
+        forward: Callable[[Any], Loss | Terms],
+        single: str,
+        execute: str,
+        sixteen_bit: bool,
+        tape: Callable[[], Tape] | None = None,
+    ) -> None:
+        self._lock_step = lock_step
+        self._model = model
+        self._loss = loss
+        self._window = window
+        self._forward = forward
+        self._single = single
+        self._eager_windows = 1 if execute == "graph" else _EAGER_WINDOWS
+        self._sixteen_bit = sixteen_bit
+        self._tape = tape or self._cuda_tape
+        self.notes = Notes(asked=execute == "graph")
+        self.mode = "threads"
+        self._off = execute not in ("auto", "graph") or (
+            tape is None and window.target.device.type != "cuda"
+        )
+        lock_step.relieve = self._relieve
+        self.forget()
+
+    def _relieve(self) -> bool:
+        """Free the memory of all recordings; return True if there were any."""
+        held = bool(self._recordings)
+        self.forget()
+        return held
+
+    def forget(self) -> None:
+        """Drop every recording and its memory."""
+        self._fingerprint: Fingerprint | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._recordings: dict[Key, _Recording] = {}
+        self._seen: dict[Key, int] = {}
+        self._pool: Any = None
+        self._lock_step.forget_recordings()
+
+    def run(self, micros: Sequence[Any], by_threads: Callable[[], object]) -> None:
+        """Run one window: add its gradients, and enter its totals and units in the ledger."""
+        self.mode = "threads"
+        if self._off or not 1 < len(micros) <= MOST_MICRO_BATCHES:
+            by_threads()
+            return
+        try:
+            apart = [take_apart(micro) for micro in micros]
+            recording = self._recording(apart)
+        except CannotTrace as reason:
+            self._give_up(str(reason))
+            by_threads()
+            return
+        if recording is not None:
+            self.mode = "recording"
+            self._replay(recording, apart)
+            return
+        try:
+            by_threads()
+        except torch.OutOfMemoryError:
+            self.forget()  # The recordings may hold the missing memory.
+            raise
+        if self._fingerprint is None:
+            self._look()
+        key = self._key(apart)
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] >= self._eager_windows and len(self._recordings) < _KINDS:
+            try:
+                self._recordings[key] = self._make(apart)
+            except CannotTrace as reason:
+                self._give_up(str(reason))
+            except torch.OutOfMemoryError:  # The window itself has already succeeded.
+                self._give_up("a recording has memory of its own, and there is not enough")
+
+    def _key(self, apart: list[Inputs]) -> Key:
+        return (self._lock_step.holding, *(inputs.key for inputs in apart))
+
+    def _recording(self, apart: list[Inputs]) -> _Recording | None:
+        """Return the recording for these micro-batches if there is one and it is still valid."""
+        window = self._window
+        if not window.is_open:
+            if window.next_seed is None:
+                return None
+            window.begin()
+        same = len(self._parameters) == len(window.inputs) and all(
+            a is b for a, b in zip(self._parameters, window.inputs, strict=True)
+        )
+        if not same or self._fingerprint is None or not self._fingerprint.holds():
+            self.forget()
+            self._look()
+        key = self._key(apart)
+        found = self._recordings.get(key)
+        if found is not None and found.addresses != self._addresses():
+            del self._recordings[key]  # A tensor of the model has moved.
+            return None
+        return found
+
+    def _look(self) -> None:
+        """Store the state that new recordings depend on."""
+        self._fingerprint = Fingerprint(self._model, self._loss)
+        self._parameters = list(self._window.inputs)
+
+    def _cuda_tape(self) -> Tape:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return CudaTape(self._pool)
+
+    # ----------------------------------------------------------------- replay
+
+    def _replay(self, recording: _Recording, apart: list[Inputs]) -> None:
+        seed = draw()  # As the threads do: later random numbers must not depend on who ran.
+        self._fill(recording, apart)
+        recording.play(seed)
+        for parameter, gradient in recording.gradients:
+            parameter.grad = gradient
+        for form, (totals, units) in zip(recording.forms, recording.results, strict=True):
+            counted = iter(units)
+            self._window.record(
+                {n: t.clone() for n, t in zip(form.names, totals, strict=True)},
+                {
+                    name: next(counted).clone() if number is None else number
+                    for name, number in zip(form.names, form.units, strict=True)
+                },
+                dict(zip(form.names, form.weights, strict=True)),
+            )
+            self._window.micro_batch_done()
+
+    @torch.no_grad()
+    def _fill(self, recording: _Recording, apart: list[Inputs]) -> None:
+        if recording.done is not None:
+            recording.done.synchronize()  # The last replay may still be reading host memory.
+        for statics, inputs in zip(recording.inputs, apart, strict=True):
+            for static, tensor in zip(statics, inputs.tensors, strict=True):
+                static.copy_(tensor, non_blocking=True)
+        form = recording.forms[0]
+        seeds = self._seeds(dict(zip(form.names, form.dtypes, strict=True)), form.weights)
+        for name, seed in seeds.items():
+            recording.seeds[name].copy_(seed)
+
+    def _seeds(
+        self, dtypes: Mapping[str, torch.dtype], weights: Sequence[float] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the seed of each term's backward in this window."""
+        device = self._parameters[0].device
+        found = [self._window.weights[name] for name in dtypes] if weights is None else weights
+        return {
+            name: self._window.seed_of(name, torch.empty((), dtype=dtype, device=device), weight)
+            for (name, dtype), weight in zip(dtypes.items(), found, strict=True)
+        }
+
+    def _addresses(self) -> list[int]:
+        tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    # ------------------------------------------------------------------- make
+
+    def _make(self, apart: list[Inputs]) -> _Recording:
+        """Record the window that the threads have just run, and compare the two results."""
+        window = self._window
+        if self._lock_step.drawn - {"cuda"}:
+            raise CannotTrace("it draws random numbers on the host, which no replay would do")
+        if window.target.sixteen_bit:
+            raise CannotTrace("gradients of 16-bit parameters are added by hooks")
+        if window.store.only_eager is not None:
+            raise CannotTrace(window.store.only_eager)
+        if not isinstance(window.sync, Single):
+            raise CannotTrace("an engine for several ranks holds parts of its graph")
+        if window.store.only_eager is not None:
+            raise CannotTrace(window.store.only_eager)
+        refuse_hooks(self._model)
+        wanted = [parameter.grad for parameter in self._parameters]
+        totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
+        after = ForwardState(self._model)
+        try:
+            recording = self._recorded(apart, {n: _dtype(made[0]) for n, made in totals.items()})
+            self._fill(recording, apart)
+            recording.play(self._lock_step.seed)
+            self._hold_against(recording, wanted, totals)
+        finally:
+            after.restore()
+            for parameter, gradient in zip(self._parameters, wanted, strict=True):
+                parameter.grad = gradient
+        self.notes.tell(f"recorded a lock-step window of {len(apart)} micro-batches")
+        return recording
+
+    def _recorded(self, apart: list[Inputs], dtypes: dict[str, torch.dtype]) -> _Recording:
+        device = self._parameters[0].device
+        on_host = self._lock_step.holding == "host"  # The device must not hold the whole batch.
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # Keep lasting memory out of gaps between temporary memory.
+        inputs = [
+            [_static(tensor, device, on_host=on_host) for tensor in one.tensors] for one in apart
+        ]
+        micros = [one.around(statics) for one, statics in zip(apart, inputs, strict=True)]
+        seeds = {name: seed.clone() for name, seed in self._seeds(dtypes).items()}
+        forms: list[Form] = []
+        backwards: list[Backward] = []
+        for parameter in self._parameters:
+            parameter.grad = None
+
+        def backward(loss: Loss | Terms) -> Micro:
+            forms.append(Form.of(loss, self._single))
+            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+            totals = [term.total for term in terms]
+            if not backwards:
+                backwards.append(backward_into(self._parameters, [self._model], totals))
+            backwards[0].run(totals, [seeds[name] for name in forms[-1].names])
+            units = [term.units for term in terms]
+            return (
+                [total.detach() for total in totals],
+                [unit.detach() for unit in units if isinstance(unit, Tensor)],
+            )
+
+        tape = self._tape()
+        streams = self._lock_step.recorded_streams(len(micros))
+
+        def run() -> list[Micro]:
+            return self._lock_step.record(
+                micros, forward=self._forward, backward=backward, streams=streams
+            )
+
+        try:
+            with only_reads(self._model, self._loss):
+                results = tape.record(run, [] if streams is None else streams.generators)
+        except (CannotTrace, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # A model can break a capture in any way.
+            raise CannotTrace(f"CUDA cannot record it ({first_line(problem)})") from problem
+        done = torch.cuda.Event() if device.type == "cuda" and on_host else None
+        gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        return _Recording(
+            tape, inputs, seeds, [*forms], results, gradients, self._addresses(), streams, done
+        )
+
+    def _hold_against(
+        self,
+        recording: _Recording,
+        wanted: list[Tensor | None],
+        totals: Mapping[str, Sequence[Tensor | float]],
+    ) -> None:
+        weights = self._window.weights
+        for form in recording.forms:
+            if dict(zip(form.names, form.weights, strict=True)) != weights:
+                raise CannotTrace("its loss differs in form from one call to the next")
+        found = [total for made, _ in recording.results for total in made]
+        names = recording.forms[0].names
+        eager = [t for made in zip(*(totals[n] for n in names), strict=True) for t in made]
+        reasons = (
+            differs(found, [t for t in eager if isinstance(t, Tensor)], "loss", sixteen_bit=True),
+            differs(
+                [gradient for _, gradient in recording.gradients],
+                [gradient for gradient in wanted if gradient is not None],
+                "gradient",
+                sixteen_bit=self._sixteen_bit,
+            ),
+        )
+        for reason in reasons:
+            if reason is not None:
+                raise CannotTrace(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self._off = True
+        self.forget()
+        self.notes.fell_back("graph", "by threads", reason)
+
+
+def _dtype(total: Tensor | float) -> torch.dtype:
+    if not isinstance(total, Tensor) or total.dtype in _SIXTEEN_BIT:
+        raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
+    return total.dtype
+
+
+def _static(tensor: Tensor, device: torch.device, *, on_host: bool) -> Tensor:
+    """Return a copy of this tensor in memory that later inputs are copied into."""
+    like = torch.empty_strided(
+        tuple(tensor.shape),
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="cpu" if on_host else device,
+        pin_memory=on_host and device.type == "cuda",
+    )
+    return like.copy_(tensor)

@@ -1,0 +1,1 @@
+"""Losses that compare the samples of a batch, made exact in two passes."""

@@ -1,0 +1,105 @@
+"""Which engine a model is wrapped in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.distributed.single_process import Single
+from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.errors import OptionError, UnsupportedError
+
+__all__ = ["choose"]
+
+_log = logging.getLogger("wholebatch")
+
+_SUPPORTED = (
+    "supported are plain modules, DistributedDataParallel, FSDP2's fully_shard and the engine that "
+    "deepspeed.initialize returns; wrap the model in one of these"
+)
+
+
+def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sync:
+    """The strategy for the engine that these models are wrapped in."""
+    if sync not in ("auto", "hold", "every", "none"):
+        raise OptionError(f'sync={sync!r}: must be "hold", "every", "none" or "auto"')
+    models = [models] if isinstance(models, nn.Module) else list(models)
+    kinds = {_kind(model) for model in models}
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            f"models wrapped in different engines ({', '.join(sorted(kinds))}) in one "
+            "accumulator: wrap them alike, or give each an accumulator of its own"
+        )
+    kind = kinds.pop() if kinds else "plain"
+    if kind == "plain":
+        if sync != "none" and dist.is_available() and dist.is_initialized():
+            _warn_alone(dist.get_world_size())
+        return Single()
+    if sync == "none":
+        raise OptionError(
+            f'sync="none" on a model of {kind}, which reduces gradients: leave it out'
+        )
+    if kind == "ddp":
+        from wholebatch.distributed.ddp import Replicated
+
+        return Replicated([m for m in models if isinstance(m, DistributedDataParallel)], sync=sync)
+    if kind == "fsdp2":
+        from wholebatch.distributed.fsdp import Sharded
+
+        if len(models) > 1:
+            raise UnsupportedError(
+                "several fully_shard models in one accumulator: put them into one nn.ModuleDict"
+            )
+        return Sharded(models[0], sync=sync)
+    if kind == "deepspeed":
+        from wholebatch.distributed.deepspeed import DeepSpeed
+
+        if len(models) > 1:
+            raise UnsupportedError(
+                "several DeepSpeed engines in one accumulator: give each one of its own, and a "
+                "loop of its own"
+            )
+        return DeepSpeed(models[0], sync=sync)
+    raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
+
+
+def _warn_alone(ranks: int) -> None:
+    """Warn of a plain model on several ranks: nobody reduces its gradients."""
+    if ranks > 1:
+        _log.warning(
+            "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
+            "trains a model of its own. Pass what wraps it: the DistributedDataParallel (not its "
+            ".module), the model after fully_shard, or the engine of deepspeed.initialize "
+            '(not its .module). If each rank is to train by itself, say so: sync="none"',
+            ranks,
+        )
+
+
+def _kind(model: nn.Module) -> str:
+    if isinstance(model, DistributedDataParallel):
+        return "ddp"
+    if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+        return "deepspeed"
+    for module in model.modules():
+        kind = type(module)
+        names = {base.__name__ for base in kind.__mro__}
+        if "FSDPModule" in names:
+            return "fsdp2"
+        if "FullyShardedDataParallel" in names or kind.__module__.startswith("deepspeed"):
+            return kind.__name__
+        if isinstance(module, DistributedDataParallel):
+            return f"{type(model).__name__} around DistributedDataParallel"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return f"DeepSpeed ({type(model).__name__} with parameters of ZeRO 3, not its engine)"
+    if any(_is_dtensor(parameter) for parameter in model.parameters()):
+        return f"{type(model).__name__} with DTensor parameters but without fully_shard"
+    return "plain"
+
+
+def _is_dtensor(parameter: torch.Tensor) -> bool:
+    return type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor"

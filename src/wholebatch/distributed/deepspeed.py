@@ -1,0 +1,348 @@
+"""DeepSpeed, ZeRO 0 to 3: its engine owns backward, reduction and step; the window owns the scale.
+
+DeepSpeed would divide by its accumulation steps (`scale_wrt_gas`): that is switched off. It
+averages over the ranks: the seed of every backward undoes that. After the window's last backward
+each rank holds its slice of the reduced gradients (ZeRO 1-3: `optimizer.averaged_gradients`; ZeRO
+0: `.grad`), and there the close applies its one factor, before `engine.step()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wholebatch.distributed.process_group import Group
+from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
+
+__all__ = ["DeepSpeed", "EngineOptimizer"]
+
+
+@dataclass
+class Slice:
+    """This rank's slice of a reduced gradient."""
+
+    grad: Tensor | None
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The model's parameters in their groups, stepped by the engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.stands_for = (engine.optimizer, engine.basic_optimizer)
+        super().__init__([{"params": group} for group in _groups(engine)], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with _without_own_clipping(self._engine):
+            self._engine.step()
+        if getattr(self._engine.optimizer, "overflow", False):
+            raise NonFiniteError(
+                "DeepSpeed found its gradient norm beyond float32 and skipped the update: "
+                "parameters and optimizer state are as before this window"
+            )
+
+
+class Order:
+    """The order in which backwards reached the parameters, as a number that ranks can compare.
+
+    ZeRO 2 and 3 fill their buckets in that order, and add up buckets of all ranks: where ranks
+    used different parameters, or in another order, gradients of different parameters are mixed.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.value = 0
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._reached(index))
+            for index, parameter in enumerate(parameters, start=1)
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _reached(self, index: int) -> Callable[[Tensor], None]:
+        def reached(_: Tensor) -> None:
+            self.value = (self.value * 1_000_003 + index) % 2**52
+
+        return reached
+
+
+class DeepSpeed(Sync):
+    """A model that `deepspeed.initialize` has wrapped."""
+
+    counts_must_agree = True  # ZeRO 3 gathers in forwards, 2 and 3 reduce in every backward
+    keeps_gradients = False
+    owns_step = True
+    grows_own_graph = True  # graphs end in the engine's hooks, and only its backward() runs them
+
+    def __init__(self, engine: Any, *, sync: str = "auto") -> None:
+        _check(engine)
+        self._engine = engine
+        self._stage = int(engine.zero_optimization_stage())
+        self._choose(sync)
+        self._device = next(engine.module.parameters()).device
+        self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
+        self.ranks = self._group.size
+        self.rank = self._group.rank
+        averages = engine.gradient_average or self._stage == 3
+        self.averaged_by = float(self.ranks) if averages else 1.0
+        self.owns_hooks = self._stage > 0
+        # What the engine would do on the undivided batch, and 1.0 is DeepSpeed's default.
+        self.clip_norm = float(engine.gradient_clipping()) or None
+        self._found = engine._is_gradient_accumulation_boundary
+        self._failed = False
+        self._order: Order | None = None
+        if self._stage >= 2:
+            self._order = Order([p for p in engine.module.parameters() if p.requires_grad])
+            weakref.finalize(self, self._order.remove)
+
+    def _choose(self, sync: str) -> None:
+        each = self._stage >= 2
+        if sync == ("hold" if each else "every"):
+            why = (
+                "partitions the gradients by reducing them in every backward"
+                if each
+                else "reduces once per window and keeps whole gradients until then"
+            )
+            raise OptionError(
+                f'sync={sync!r} with ZeRO {self._stage}: it {why}; use sync="auto", or '
+                f"ZeRO {'1' if each else '2'}"
+            )
+        self.policy = (
+            f"every: ZeRO {self._stage} reduces in every backward and keeps slices"
+            if each
+            else f"hold: ZeRO {self._stage} reduces once, in the window's last backward"
+        )
+
+    def optimizer(self, optimizer: Any) -> EngineOptimizer:
+        engine = self._engine
+        if not any(optimizer is one for one in (engine, engine.optimizer, engine.basic_optimizer)):
+            raise OptionError(
+                f"optimizer={type(optimizer).__name__}: a DeepSpeed engine steps its own; pass "
+                "engine.optimizer"
+            )
+        return EngineOptimizer(engine)
+
+    def check(self, **options: Any) -> None:
+        if options["clips"]:
+            if (
+                self.clip_norm is not None
+                and "gradient_clipping" in self._engine._config._param_dict
+            ):
+                raise OptionError(
+                    f"gradient_clipping={self.clip_norm:g} in DeepSpeed's configuration beside "
+                    "clip_norm= or clip_value=: give one"
+                )
+            self.clip_norm = None
+        if options["scaler"] is not None:
+            raise UnsupportedError(
+                "scaler= with a DeepSpeed engine: its backward is its own and takes no scaler, and "
+                "its fp16 is not shown to be exact; leave scaler= away and train in float32"
+            )
+        if options["precision"] not in ("full", "fp32"):
+            raise UnsupportedError(
+                f"precision={options['precision']!r} with a DeepSpeed engine: it switches off an "
+                "autocast around it, and its own bf16 and fp16 are not shown to be exact; use "
+                'precision="full", or another precision with DDP or fully_shard'
+            )
+        if self._stage == 3 and options["ema"] is not None:
+            raise UnsupportedError(
+                "ema= with ZeRO 3: no rank holds whole parameters to average; use ZeRO 2"
+            )
+        own = self._engine.lr_scheduler
+        if own is not None and any(own is one for one in options["schedulers"]):
+            raise OptionError(
+                "scheduler= is the one that deepspeed.initialize got: the engine steps it already, "
+                "and it would move twice per update; give it to one of the two"
+            )
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().begin(parameters)
+        if self._order is not None:
+            self._order.value = 0
+        if self._failed:
+            raise WindowError(
+                "a backward of this DeepSpeed engine failed half way, and its buckets still hold "
+                "part of it: build the engine again and load the last checkpoint"
+            )
+        if self._stage > 0 and any(parameter._backward_hooks for parameter in parameters):
+            raise UnsupportedError(
+                f"a parameter has a gradient hook: with ZeRO {self._stage} no rank ever holds the "
+                "whole gradient that it is to see; remove it"
+            )
+
+    @contextmanager
+    def backward(
+        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
+    ) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(reduces)
+        if reduces and self._stage == 1 and not self._engine.zero_overlap_comm():
+            # Buckets are filled with the gradients that are there: they must be the same ones
+            # on all ranks, also where one rank has not used a parameter.
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        try:
+            with self.failures():
+                yield
+        except BaseException:
+            self._failed = True
+            raise
+
+    def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        scaled = [total * seed for total, seed in zip(totals, seeds, strict=True)]
+        self._engine.backward(torch.stack(scaled).sum(), scale_wrt_gas=False)
+
+    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+        raise WindowError(
+            "a DeepSpeed engine reduces its gradients inside a backward, and this window has none "
+            "left: let every micro-batch make its backward (units=0 for one that does not count), "
+            "and let over() find the last one instead of calling flush()"
+        )
+
+    def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
+        if self._stage == 0:
+            return groups
+        self._check_order()
+        optimizer = self._engine.optimizer
+        slices: list[list[Slice]] = [[] for _ in groups]
+        for index, pieces in optimizer.averaged_gradients.items():
+            place = optimizer.sub_group_to_group_id[index] if self._stage == 3 else index
+            slices[place] += [Slice(piece) for piece in pieces]
+        return slices
+
+    def _check_order(self) -> None:
+        if self._order is None:
+            return
+        mine = torch.tensor(
+            [self._order.value, -self._order.value], dtype=torch.float64, device=self._device
+        )
+        most, least = self._group.largest(mine).tolist()
+        if most != -least:
+            raise UnsupportedError(
+                f"the backwards of this window reached other parameters, or in another order, on "
+                f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
+                "Nothing was updated; let all ranks use the same layers, or use ZeRO 1"
+            )
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        if self._stage == 0:
+            return torch.nn.utils.get_total_norm(gradients)
+        # In float64 at once: ranks hold different numbers of slices and call this equally often.
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for gradient in gradients:
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        return self._group.sum_tensor(square).sqrt()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return self._group.sum(values)
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        return self._group.sum_tensor(tensor)
+
+    def largest(self, value: Tensor) -> Tensor:
+        return self._group.largest(value)
+
+    def discard(self) -> None:
+        """As DeepSpeed itself does after an overflow; nothing is left to do after a step."""
+        super().discard()
+        optimizer = self._engine.optimizer
+        if self._stage == 3:
+            optimizer.zero_grad()
+            optimizer.averaged_gradients = {}
+            # The first backward of a window copies into these slices, later ones add: a parameter
+            # that only a later one uses would be added to the window before.
+            optimizer.grad_partitions_flat_buffer.zero_()
+        elif self._stage > 0:
+            optimizer.zero_grad()
+            optimizer.micro_step_id = -1
+            for index in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[index] = None
+                optimizer.all_grad_tensors[index] = None
+
+    def restore(self) -> None:
+        super().restore()
+        self._engine._is_gradient_accumulation_boundary = self._found
+
+
+@contextmanager
+def _without_own_clipping(engine: Any) -> Iterator[None]:
+    """The window has clipped already, by the norm of the normalised gradients."""
+    owner, name = (
+        (engine._config, "gradient_clipping")
+        if engine.zero_optimization_stage() == 0
+        else (engine.optimizer, "clip_grad")
+    )
+    found = getattr(owner, name)
+    setattr(owner, name, 0.0)
+    try:
+        yield
+    finally:
+        setattr(owner, name, found)
+
+
+def _groups(engine: Any) -> list[list[nn.Parameter]]:
+    """The model's trainable parameters, in the groups of the user's optimizer."""
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0:
+        return [
+            [p for p in group["params"] if p.requires_grad]
+            for group in engine.basic_optimizer.param_groups
+        ]
+    if stage < 3:
+        return [list(group) for group in optimizer.bit16_groups]
+    groups: list[list[nn.Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
+    for index, sub_group in enumerate(optimizer.fp16_groups):
+        groups[optimizer.sub_group_to_group_id[index]] += sub_group
+    return groups
+
+
+def _check(engine: Any) -> None:
+    """Refuse, by the name of the setting, what is not shown to be exact."""
+    config = engine._config
+    zero = config.zero_config
+    clash = {
+        "pipeline parallelism (PipelineModule)": getattr(engine, "pipeline_parallelism", False),
+        "fp16": engine.fp16_enabled(),
+        "bf16": engine.bfloat16_enabled(),
+        "torch_autocast": engine.torch_autocast_enabled(),
+        "communication_data_type": engine.communication_data_type is not torch.float32,
+        "offload_optimizer": _offloads(zero.offload_optimizer),
+        "offload_param": _offloads(zero.offload_param),
+        "overlap_comm beside ZeRO 1": (
+            engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm()
+        ),
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zenflow": zero.zenflow is not None,
+        "mixture-of-experts layers": engine.has_moe_layers,
+        "sparse embeddings": any(getattr(m, "sparse", False) for m in engine.module.modules()),
+        "deepcompile": engine.is_deepcompile_enabled(),
+        "managed_gradient_accumulation=false": not engine.managed_gradient_accumulation(),
+        f"{type(engine.basic_optimizer).__name__}, which communicates on its own,": (
+            not engine.enable_backward_allreduce
+        ),
+        "tensor, sequence or other model parallelism": (
+            engine.dp_world_size != dist.get_world_size()
+        ),
+    }
+    if engine.optimizer is None or engine.basic_optimizer is None:
+        raise UnsupportedError("a DeepSpeed engine without an optimizer has nothing to step")
+    for name, is_on in clash.items():
+        if is_on:
+            raise UnsupportedError(
+                f"a DeepSpeed engine with {name}: the update is not shown to be that of the "
+                "undivided batch; supported is ZeRO 0 to 3 in float32 without it"
+            )
+
+
+def _offloads(setting: Any) -> bool:
+    return setting is not None and str(getattr(setting.device, "value", setting.device)) != "none"

@@ -1,0 +1,361 @@
+"""A rank that fails or falls silent ends the others: none of them waits in a collective for ever.
+
+The failing rank posts its message in the job's store. A thread in every rank looks there once a
+second; what waits in one of our own collectives raises the message at once, and a rank that is
+stuck inside an engine's collective is ended with it after a grace period.
+
+A rank that hangs, or is stopped, posts nothing. So a rank that has made no progress for longer than
+the deadline (see `progress`) asks all of them where they stand, and posts who is silent, and where.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wholebatch.distributed.deadline import DEADLINE
+from wholebatch.distributed.rank_progress import Progress, said_of
+from wholebatch.errors import RankError, WholebatchError
+
+__all__ = ["Alarm", "alarm", "is_of_a_collective"]
+
+_KEY = "wholebatch/failed"
+_LEFT = "wholebatch/left"
+_ASKED = "wholebatch/asked"
+_STANDS = "wholebatch/stands"
+_LOOK_EVERY = 1.0
+_GRACE = 10.0
+_ANSWER = 10.0  # that a rank has to say where it stands
+_LAST_TURN = 0.1
+_OWN_PATIENCE = 0.9  # of the process group's timeout: before torch gives up without a name
+
+
+class Alarm:
+    """Posts this rank's failure, and watches for the others': errors, and silence."""
+
+    def __init__(self, store: Any, rank: int, ranks: int, *, patience: float) -> None:
+        self.progress = Progress(patience=patience)
+        self.advice: str | None = None  # said after the message, if this rank is ended by it
+        self._store = store
+        self._rank, self._ranks = rank, ranks
+        self._message: str | None = None
+        self._silent: list[int] = []  # ranks that hang, if that is what the message is about
+        self._posted = False
+        self._told = False
+        self._no_cause = False
+        self._answered = 0
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"wholebatch-alarm-{target.__name__}", daemon=True)
+            for target in (self._watch, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._end)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._excepthook
+
+    # --------------------------------------------------------------- telling
+
+    def post(self, error: BaseException) -> None:
+        """Tell all ranks that this one has failed; the first message stands."""
+        if self._posted or isinstance(error, RankError):
+            return
+        if self._message is not None:  # this failure is only the consequence of another
+            self._tell_before()
+            return
+        self._posted = True
+        self._post(f"rank {self._rank}: {said_of(error)}")
+
+    def _post(self, text: str, silent: Sequence[int] = ()) -> None:
+        with contextlib.suppress(Exception):  # the store's own host is gone: they will notice
+            self._store.compare_set(_KEY, "", json.dumps({"text": text, "silent": [*silent]}))
+
+    def check(self) -> None:
+        """Raise if another rank has failed."""
+        if self._message is not None and not self._posted:
+            self._told = True
+            raise RankError(self._words())
+
+    def wait(self, work: Any) -> None:
+        """Wait for an asynchronous collective on the host, but not for ranks that have failed."""
+        pause = 2e-5
+        while not work.is_completed():
+            self.check()
+            time.sleep(pause)
+            pause = min(1e-3, pause * 1.3)
+        with self.failures():
+            work.wait()
+
+    @contextlib.contextmanager
+    def failures(self) -> Iterator[None]:
+        """Raise, in the place of a collective's own error, what the rank that failed has said."""
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            cause = self._cause() if is_of_a_collective(error) else None
+            if cause is None:
+                self.progress.error = said_of(error)  # in case that the script says nothing of it
+                raise
+            self._told = True
+            raise RankError(cause) from error
+
+    def _cause(self, *, wait: float = 5 * _LOOK_EVERY) -> str | None:
+        """Return why the others are gone, as soon as one of them has said it."""
+        until = time.monotonic() + (0.0 if self._no_cause else wait)
+        while not self._posted:
+            if self._message is not None:
+                return self._words()
+            left = self._left()
+            if left is not None:
+                return f"another rank has left: {left}"
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        self._no_cause = True  # not waited for twice
+        return None
+
+    def _left(self) -> str | None:
+        with contextlib.suppress(Exception):  # the store's host is gone
+            if self._store.check([_LEFT]):
+                return str(self._store.get(_LEFT).decode())
+        return None
+
+    def _words(self) -> str:
+        if self._silent:
+            return f"{self._message}. All ranks stop"
+        return f"another rank failed, so this one stops: {self._message}"
+
+    def _tell_before(self) -> None:
+        if not self._told:
+            self._told = True
+            text = self._message or self._left()
+            what = "" if self._silent else "another rank failed: "
+            sys.stderr.write(f"wholebatch: before this, {what}{text}\n")
+
+    # -------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """Look for messages and questions; nothing here is done while the store does not answer."""
+        while not self._over.wait(_LOOK_EVERY):
+            try:
+                if self._has_message():
+                    break
+                self._answer()
+                if self.progress.idle > self.progress.deadline:
+                    self._ask()
+            except Exception:  # the process group is gone, and with it what we watch for
+                return
+        if self._posted or self._message is None or self._over.wait(_GRACE):
+            return
+        self._leave(self._words())
+
+    def _guard(self) -> None:
+        """End this rank if nobody can be asked: the store is on a machine that is gone."""
+        before = time.monotonic()
+        while not self._over.wait(_LOOK_EVERY):
+            now = time.monotonic()
+            if now - before > 5 * _LOOK_EVERY:  # stopped, with the whole job perhaps (Ctrl-Z)
+                self.progress.begin_again()
+            before = now
+            progress = self.progress
+            late = progress.idle - progress.deadline
+            if late > _ANSWER + _GRACE and self._message is None:
+                self._leave(
+                    f"rank {self._rank} has made no progress for {progress.idle:.0f} s, and the "
+                    "store of the job does not answer: the rank or machine that holds it (rank 0, "
+                    "or torchrun) is stopped or gone"
+                )
+
+    def _has_message(self) -> bool:
+        if self._message is None and self._store.check([_KEY]):
+            found = json.loads(self._store.get(_KEY))
+            self._silent = found["silent"]
+            self._message = found["text"]
+        return self._message is not None
+
+    def _leave(self, words: str) -> None:
+        """End this process: its main thread is inside a collective, or does not come back."""
+        sys.stderr.write(f"wholebatch: {words}\n")
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if self._rank in self._silent and frame is not None:
+            sys.stderr.write("where it stands (most recent call last):\n")
+            sys.stderr.writelines(traceback.format_stack(frame))
+        if self.advice is not None:
+            sys.stderr.write(f"{self.advice}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    # --------------------------------------------------------------- silence
+
+    def _answer(self) -> None:
+        asked = int(self._store.add(_ASKED, 0))
+        if asked > self._answered:
+            self._answered = asked
+            stand = json.dumps({"asked": asked, **self.progress.stand()})
+            self._store.set(f"{_STANDS}/{self._rank}", stand)
+
+    def _ask(self) -> None:
+        """Ask every rank where it stands, and post who holds the others up."""
+        asked = int(self._store.add(_ASKED, 1))
+        stands: dict[int, dict[str, Any]] = {}
+        until = time.monotonic() + _ANSWER
+        while len(stands) < self._ranks and time.monotonic() < until:
+            if self._over.wait(_LOOK_EVERY / 4) or self._has_message():
+                return
+            self._answer()
+            for rank in set(range(self._ranks)) - stands.keys():
+                key = f"{_STANDS}/{rank}"
+                if self._store.check([key]):
+                    found = json.loads(self._store.get(key))
+                    if found["asked"] >= asked:
+                        stands[rank] = found
+        idle, deadline = self.progress.idle, self.progress.deadline
+        if idle > deadline:  # still
+            ranks, said = _silence(stands, self._ranks)
+            since = f"for {idle:.0f} s (the deadline is {deadline:.0f} s; {DEADLINE} sets it)"
+            self._post(said.format(since=since), ranks)
+
+    # ---------------------------------------------------------------- ending
+
+    def _end(self) -> None:
+        """Before the interpreter goes: tell what was not told, and leave no thread in the store."""
+        if not self._posted and not self._told:
+            self._end_by_itself()
+        self.leave_if_one_hangs()
+        self._over.set()
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        # Nor one of gloo's: it lets go of a collective's tensors after having said that it is done,
+        # and needs the interpreter for that. A thread that still waits for its turn when the
+        # interpreter goes aborts the process ("terminate called without an active exception").
+        time.sleep(_LAST_TURN)
+
+    @property
+    def one_hangs(self) -> bool:
+        """True if a rank has fallen silent, which is why all of them end."""
+        return bool(self._silent)
+
+    def leave_if_one_hangs(self) -> None:
+        """End this process without taking leave of the others: gloo would wait for the silent one.
+
+        To be called when everything is said.
+        """
+        if self._silent:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _end_by_itself(self) -> None:
+        """Say what a script has kept to itself: it caught an error, of this rank or of another."""
+        error, is_open = self.progress.error, self.progress.is_open
+        if error is None and not is_open:
+            return
+        if error is None and self._cause(wait=2 * _LOOK_EVERY) is not None:
+            self._tell_before()
+            return
+        # Not as a failure: the others may have noticed it too, and be busy saving what they have.
+        left = f"rank {self._rank}: {error or 'its script ended in the middle of a window'}"
+        with contextlib.suppress(Exception):
+            self._store.compare_set(_LEFT, "", left)
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self._rank == 0:
+                time.sleep(3 * _LOOK_EVERY)  # the store lives in this process: let them read it
+
+    def _excepthook(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        self._previous_hook(kind, error, trace)
+        if is_of_a_collective(error) and self._cause() is not None:
+            self._tell_before()
+            return
+        self.post(error)
+        if self._posted:
+            time.sleep(3 * _LOOK_EVERY)  # the store may live in this process: let them read it
+
+
+def _silence(stands: dict[int, dict[str, Any]], ranks: int) -> tuple[list[int], str]:
+    """Return the ranks that hold the others up, and one line on where they stand.
+
+    A rank that does not answer is to blame. Else one that does not wait in a collective, the one
+    that has come least far. If all of them wait, their collectives do not match.
+    """
+    absent = sorted(set(range(ranks)) - stands.keys())
+    if absent:
+        return absent, (
+            f"{_named(absent)} made no progress {{since}} and {_do(absent)} not answer: stopped, "
+            "the machine is gone, or C code keeps the interpreter"
+        )
+    working = [rank for rank, stand in stands.items() if not stand["waits"]]
+    if not working:
+        places = "; ".join(f"rank {rank} at {stands[rank]['place']}" for rank in sorted(stands)[:4])
+        return sorted(stands), f"no rank made progress {{since}}: all wait in collectives, {places}"
+    least = min(stands[rank]["count"] for rank in working)
+    silent = sorted(rank for rank in working if stands[rank]["count"] == least)
+    first = stands[silent[0]]
+    error = first["error"]
+    after = f", after an error in its last window: {error}" if error else ""
+    said = f"rank {silent[0]} stands at {first['place']}{after}".replace("{", "{{")
+    return silent, f"{_named(silent)} made no progress {{since}}: {said.replace('}', '}}')}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    many = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {many}" if len(ranks) == 1 else f"ranks {many}"
+
+
+def _do(ranks: Sequence[int]) -> str:
+    return "does" if len(ranks) == 1 else "do"
+
+
+_alarms: dict[int, Alarm] = {}  # one for each job's store that this process is part of
+
+
+def alarm() -> Alarm:
+    """The alarm of the default process group."""
+    store = dist.distributed_c10d._get_default_store()
+    if id(store) not in _alarms:
+        _alarms[id(store)] = Alarm(
+            store,
+            dist.get_rank(),
+            dist.get_world_size(),
+            patience=_OWN_PATIENCE * _timeout(),
+        )
+    return _alarms[id(store)]
+
+
+def _timeout() -> float:
+    """Return the seconds after which torch gives up on a collective of the default group."""
+    group = dist.distributed_c10d._get_default_group()
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (RuntimeError, AttributeError):  # a backend of somebody else's
+        return float(dist.default_pg_timeout.total_seconds())
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """True if it was raised by torch's collectives, or where our own are waited for."""
+    if not isinstance(error, RuntimeError) or isinstance(error, WholebatchError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    homes = {Path(dist.__file__).parent, Path(__file__).parent}
+    innermost = Path(frames[-1].filename) if frames else Path()
+    return isinstance(error, dist.DistError) or not homes.isdisjoint(innermost.parents)

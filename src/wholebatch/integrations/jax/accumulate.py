@@ -1,0 +1,317 @@
+"""`accumulate`: the value and gradient of the whole batch, one micro-batch after the other.
+
+It does the same as this loop:
+
+```
+total, units, gradient = 0, 0, 0
+for micro in batch:              # a lax.scan, and a smaller last one if it does not divide
+    total += loss_sum(micro);  units += its units;  gradient += d loss_sum(micro)     # in fp32
+value, gradient = total / units, gradient / units
+```
+
+Micro-batch i takes rows i, i + n, i + 2n, ... of the batch (n micro-batches). The sum is the same.
+If the batch is sharded over devices by rows, every micro-batch is sharded the same way, and no row
+moves between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from wholebatch.core.optional_packages import require
+from wholebatch.errors import LossError, OptionError, SplitError
+
+require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from wholebatch.integrations.jax.wide_gradients import is_narrow, mesh_axes, widened  # noqa: E402
+
+__all__ = ["accumulate"]
+
+Units: TypeAlias = Literal["samples"] | Callable[..., Any]
+Aux: TypeAlias = Literal["stack", "concat", "sum"]
+ValueAndGrad: TypeAlias = Callable[..., tuple[Any, Any]]
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    *,
+    micro_batch: int,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    units: Units | None = None,
+    aux: Aux = "stack",
+    axis_name: str | Sequence[str] | None = None,
+) -> ValueAndGrad:
+    """Return `jax.value_and_grad(loss_fn)` of the whole batch, in the memory of a micro-batch.
+
+    >>> import jax.numpy as jnp
+    >>> from wholebatch.integrations.jax import accumulate
+    >>> def loss(w, batch):
+    ...     return jnp.sum(batch["weight"] * (w * batch["x"] - 1) ** 2), jnp.sum(batch["weight"])
+    >>> batch = {"x": jnp.arange(5.0), "weight": jnp.array([1.0, 0.0, 1.0, 1.0, 0.0])}
+    >>> value, gradient = accumulate(loss, micro_batch=2)(2.0, batch)
+    >>> round(float(value), 4), round(float(gradient), 4)
+    (11.6667, 14.0)
+
+    `loss_fn` returns a sum and the units it is a sum over. With `units=` it returns a mean over
+    them: `"samples"`, or a function of the batch arguments that counts them. With `has_aux` it
+    returns `(that, aux)`. The aux of all micro-batches are stacked (`aux="stack"`), concatenated in
+    the order of the batch's rows (`"concat"`: as the undivided batch gives for predictions), or
+    added (`"sum"`: as it gives for counts).
+
+    All leaves of the arguments at `batch_argnums` are split by their first axis; the others are
+    passed on whole. Gradients of 16-bit parameters are added in float32 and rounded once, also
+    where a product of the backward pass would round them. The result may be jitted, and its batch
+    sharded over devices. Inside `shard_map`, `axis_name` makes it the gradient of all shards,
+    reduced once. A batch without any units gives nan, like its mean. A loss that is not finite
+    gives a gradient that is not, as `jax.value_and_grad` does: guard the update, for example with
+    `optax.apply_if_finite`.
+    """
+    if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
+        raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
+    if aux not in ("stack", "concat", "sum"):
+        raise OptionError(f'aux={aux!r}: must be "stack", "concat" or "sum"')
+    if units is not None and units != "samples" and not callable(units):
+        raise OptionError(f'units={units!r}: must be "samples" or a function of the batch')
+    wanted = _as_tuple(argnums)
+    batched = _as_tuple(batch_argnums)
+    if both := set(wanted) & set(batched):
+        raise OptionError(
+            f"argnums={argnums!r} and batch_argnums={batch_argnums!r} share {sorted(both)}: an "
+            "argument is either split or differentiated"
+        )
+
+    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        size = _batch_size(args, batched)
+        # 16-bit gradients of a sum may overflow. A power of two is exact, and is divided out.
+        seed = 2.0 ** -(size.bit_length() - 1)
+
+        def loss_of(*call: Any) -> tuple[Any, Any]:
+            loss, counted, extra = _read(
+                loss_fn(*call, **kwargs), units, [call[i] for i in batched], has_aux
+            )
+            total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)
+            if units is not None and is_narrow(loss.dtype):
+                # 16 bit would round the units, so weight the gradient of the mean instead.
+                return loss, (total, counted, counted * jnp.float32(seed), extra)
+            return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
+
+        def differentiated(call: Sequence[Any]) -> Any:
+            both = jax.value_and_grad(loss_of, argnums=argnums, has_aux=True)
+            leaves = jax.tree.leaves([call[i] for i in wanted])
+            if not any(is_narrow(jnp.result_type(leaf)) for leaf in leaves):
+                return both(*call)
+            # Other arguments may be of any type, so they are not traced again.
+            places = (*wanted, *batched)
+            return widened(
+                lambda *values: both(*_with(call, places, values)),
+                lambda made: (jax.tree.map(lambda _: False, made[0]), _all_true(made[1])),
+            )(*(call[i] for i in places))
+
+        def micro_step(call: Sequence[Any]) -> tuple[Any, Any]:
+            (_, (total, counted, weight, extra)), gradient = differentiated(call)
+            if weight is not None:
+                gradient = jax.tree.map(
+                    lambda leaf: leaf * weight.astype(_wide(leaf.dtype)), gradient
+                )
+            sums = (_scalar(total), _scalar(counted, like=total), gradient)
+            if units is not None:  # The mean over no units is 0/0, and so is its gradient.
+                sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
+            return jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), sums), extra
+
+        if axis_name is not None:  # Otherwise every micro-batch would all-reduce its gradient.
+            args = tuple(
+                _varying(value, axis_name) if i in wanted else value for i, value in enumerate(args)
+            )
+        main, rest = _split(args, batched, size, micro_batch)
+        extras = []
+        sums: Any = None
+        if main is not None:
+
+            def body(carry: Any, micro: list[Any]) -> tuple[Any, Any]:
+                added, extra = micro_step(_with(args, batched, micro))
+                return jax.tree.map(jnp.add, carry, added), extra
+
+            first = _with(args, batched, jax.tree.map(lambda leaf: leaf[0], main))
+            zeros = _zeros_like(jax.eval_shape(lambda: micro_step(first)[0]))
+            sums, extra = jax.lax.scan(body, zeros, main)
+            extras.append(extra)
+        if rest is not None:
+            added, extra = micro_step(_with(args, batched, rest))
+            sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
+            extras.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], extra))
+        if axis_name is not None:
+            sums = jax.lax.psum(sums, axis_name)
+
+        total, counted, gradient = sums
+        factor = 1.0 / (counted * seed)
+        originals = args[wanted[0]] if isinstance(argnums, int) else tuple(args[i] for i in wanted)
+        gradient = jax.tree.map(
+            lambda leaf, like: (leaf * factor.astype(leaf.dtype)).astype(jnp.result_type(like)),
+            gradient,
+            originals,
+        )
+        value = total / counted
+        return ((value, _join(extras, aux)), gradient) if has_aux else (value, gradient)
+
+    return value_and_grad
+
+
+def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not found or any(not isinstance(number, int) or number < 0 for number in found):
+        raise OptionError(f"{numbers!r}: must be the position of an argument, 0 or more, or some")
+    return found
+
+
+def _batch_size(args: Sequence[Any], batched: Sequence[int]) -> int:
+    sizes: dict[int, str] = {}
+    for number in batched:
+        if number >= len(args):
+            raise SplitError(
+                f"batch_argnums names argument {number}, and {len(args)} were given: the batch is "
+                "a positional argument"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[number]):
+            shape = jnp.shape(leaf)
+            name = f"argument {number}{jax.tree_util.keystr(path)}"
+            if not shape:
+                raise SplitError(
+                    f"{name} has no first axis to split: pass what is not part of the batch in an "
+                    "argument of its own, or repeat it for every sample"
+                )
+            sizes.setdefault(shape[0], name)
+    if len(sizes) != 1:
+        found = ", ".join(f"{name} has {size}" for size, name in sizes.items()) or "no arrays"
+        raise SplitError(
+            f"the leaves of the batch must have one number of samples: {found}; "
+            "batch_argnums= names the arguments that are split"
+        )
+    size = next(iter(sizes))
+    if size == 0:
+        raise SplitError("the batch has no samples")
+    return size
+
+
+def _split(
+    args: Sequence[Any], batched: Sequence[int], size: int, micro_batch: int
+) -> tuple[list[Any] | None, list[Any] | None]:
+    """Return the stacked micro-batches and the single last one; either may be None."""
+    batch = jax.tree.map(jnp.asarray, [args[number] for number in batched])
+    many, left = divmod(size, micro_batch)
+    if many <= 1 and not left:
+        return None, batch
+    stop = many * micro_batch
+
+    def stacked(leaf: Any) -> Any:
+        rows = leaf if stop == size else leaf[:stop]
+        return rows.reshape(micro_batch, many, *rows.shape[1:]).swapaxes(0, 1)
+
+    main = jax.tree.map(stacked, batch) if many else None
+    rest = jax.tree.map(lambda leaf: leaf[stop:], batch) if left else None
+    return main, rest
+
+
+def _with(args: Sequence[Any], batched: Sequence[int], micro: Sequence[Any]) -> list[Any]:
+    call = list(args)
+    for number, value in zip(batched, micro, strict=True):
+        call[number] = value
+    return call
+
+
+def _read(
+    returned: Any, units: Units | None, batch: list[Any], has_aux: bool
+) -> tuple[Any, Any, Any]:
+    """Return the sum (or the mean, with `units`), its units and the aux of a loss's result."""
+    extra: Any = ()
+    if has_aux:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise LossError(
+                f"has_aux=True: loss_fn must return (loss, aux), not {_shape(returned)}"
+            )
+        returned, extra = returned
+    if units is None:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise LossError(
+                f"loss_fn returned {_shape(returned)}, which may be a sum or a mean: return "
+                "(sum, units), or say what it is a mean over: units="
+            )
+        total, counted = map(jnp.asarray, returned)
+    else:
+        mean = jnp.asarray(returned)
+        leaves = jax.tree.leaves(batch)
+        counted = jnp.asarray(leaves[0].shape[0] if units == "samples" else units(*batch))
+        total = mean
+    for name, value in (("loss", total), ("number of units", counted)):
+        if value.shape:
+            raise LossError(f"the {name} has shape {value.shape}: it must be a single number")
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise LossError(f"the loss is of {total.dtype}: it must be floating point")
+    return total, counted, extra
+
+
+def _all_true(tree: Any) -> Any:
+    return jax.tree.map(lambda _: True, tree)
+
+
+def _shape(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _wide(dtype: Any) -> Any:
+    """Return the dtype in which sums of this dtype are kept."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _scalar(value: Any, like: Any = None) -> Any:
+    value = jnp.asarray(value)
+    return value.astype(_wide(value.dtype if like is None else like.dtype))
+
+
+def _cast(leaf: Any, names: frozenset[str]) -> Any:
+    if not names:
+        return leaf
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(leaf, tuple(names), to="varying")
+    pvary: Callable[..., Any] = vars(jax.lax)["pvary"]  # The name in older versions of JAX.
+    return pvary(leaf, tuple(names))
+
+
+def _varying(tree: Any, axis_name: str | Sequence[str]) -> Any:
+    """Mark values as varying between shards, so that their gradients stay local."""
+    names = frozenset({axis_name} if isinstance(axis_name, str) else axis_name)
+    return jax.tree.map(lambda leaf: _cast(leaf, names - mesh_axes(jax.typeof(leaf))), tree)
+
+
+def _zeros_like(shapes: Any) -> Any:
+    """Return zeros that vary over the same mesh axes: a scan's carry must keep its type."""
+    return jax.tree.map(
+        lambda like: _cast(jnp.zeros(like.shape, like.dtype), mesh_axes(like)), shapes
+    )
+
+
+def _join(extras: list[Any], how: Aux) -> Any:
+    """Join the aux of the stacked micro-batches and of the last one."""
+
+    def join(*leaves: Any) -> Any:
+        if how == "sum":
+            return sum(leaf.sum(axis=0, dtype=leaf.dtype) for leaf in leaves)
+        if how == "concat":
+            if any(leaf.ndim < 2 for leaf in leaves):
+                raise LossError('aux="concat": every aux must have the samples as its first axis')
+            rows = [leaf.swapaxes(0, 1).reshape(-1, *leaf.shape[2:]) for leaf in leaves]
+            return jnp.concatenate(rows)
+        if len({leaf.shape[1:] for leaf in leaves}) > 1:
+            raise LossError(
+                'aux="stack": the last micro-batch is smaller and its aux has another shape '
+                f"({', '.join(str(leaf.shape[1:]) for leaf in leaves)}): use "
+                'aux="concat", or a micro_batch that divides the batch'
+            )
+        return jnp.concatenate(leaves)
+
+    return jax.tree.map(join, *extras)

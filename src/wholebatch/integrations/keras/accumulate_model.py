@@ -1,0 +1,221 @@
+"""`GradientAccumulateModel`: a Keras model with exact windows, for the usual compile and fit."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import keras
+from keras.src.models.functional import functional_from_config
+
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.integrations.keras.accum_batchnorm import AccumBatchNormalization
+from wholebatch.integrations.keras.accumulate_optimizer import GradientAccumulateOptimizer
+from wholebatch.integrations.keras.counted_loss import Tail
+from wholebatch.integrations.keras.keras_window import NonFinite, check_nonfinite, check_steps
+from wholebatch.integrations.keras.loss_units import ObservedLosses
+
+__all__ = ["GradientAccumulateModel"]
+
+BatchNorm = Literal["refuse", "warn", "allow"]
+_OWN = ("accum_steps", "batchnorm", "nonfinite", "audit")
+
+
+def _steps() -> Any:
+    """Return the module with the micro-step for the backend that Keras runs on."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from wholebatch.integrations.keras import tensorflow_step as steps
+    elif backend == "jax":
+        from wholebatch.integrations.keras import jax_step as steps  # type: ignore[no-redef]
+    else:
+        from wholebatch.integrations.keras import torch_step as steps  # type: ignore[no-redef]
+    return steps
+
+
+@keras.saving.register_keras_serializable(package="wholebatch")
+class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
+    """A Keras model whose updates in `fit` are those of `accum_steps` batches taken as one.
+
+    ```python
+    model = GradientAccumulateModel(accum_steps=4, inputs=model.inputs, outputs=model.outputs)
+    ```
+
+    or derive from it in place of `keras.Model`. `compile` and `fit` stay as they are: the batches
+    of `fit` are the micro-batches. Every loss is weighted by its units, including sample weights,
+    masks, class weights, several outputs, regularisers and all reductions of Keras's losses. A
+    window that is not full at the end of an epoch is closed with the micro-batches it has.
+
+    `units(x, y, sample_weight)` counts the units if the model cannot see them: for a custom
+    `compute_loss`, or a loss that returns a single number. `batchnorm` sets how to treat
+    BatchNormalization layers, which see one micro-batch at a time. A window with a loss or gradient
+    that is not finite changes no weights: `nonfinite="raise"` raises after it, "skip" goes on and
+    counts it in `optimizer.skipped`. Before the first window the loss of one micro-batch is
+    compared with those of its halves, and refused if they do not add up; `audit=False` leaves this
+    out.
+    """
+
+    train_function: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        accum_steps: int,
+        units: Callable[[Any, Any, Any], Any] | None = None,
+        batchnorm: BatchNorm = "refuse",
+        nonfinite: NonFinite = "raise",
+        audit: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        check_steps(accum_steps)
+        check_nonfinite(nonfinite)
+        if batchnorm not in ("refuse", "warn", "allow"):
+            raise OptionError(f'batchnorm={batchnorm!r}: must be "refuse", "warn" or "allow"')
+        if units is not None and not callable(units):
+            raise OptionError(f"units={units!r}: must be a function of (x, y, sample_weight)")
+        super().__init__(*args, **kwargs)
+        self.accum_steps = accum_steps
+        self.batchnorm = batchnorm
+        self.nonfinite = nonfinite
+        self.audit = audit
+        self.must_look = False
+        self.count_units = units
+
+    # ---------------------------------------------------------------- compile
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        *args: Any,
+        auto_scale_loss: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Compile as `keras.Model.compile` does; the optimizer makes one update per window."""
+        self._audit()
+        inner = keras.optimizers.get(optimizer)
+        if not isinstance(inner, GradientAccumulateOptimizer):
+            scaled = isinstance(inner, keras.mixed_precision.LossScaleOptimizer)
+            if auto_scale_loss and self.dtype_policy.name == "mixed_float16" and not scaled:
+                # The loss scale is inside, so an overflow skips the window as a whole.
+                inner = keras.mixed_precision.LossScaleOptimizer(inner, name="loss_scale_optimizer")
+            inner = GradientAccumulateOptimizer(inner, self.accum_steps)
+        self.must_look = self.audit and self.accum_steps > 1
+        inner.driven = True
+        inner.accum_steps = self.accum_steps
+        inner.nonfinite = self.nonfinite
+        super().compile(inner, loss, loss_weights, *args, auto_scale_loss=False, **kwargs)
+        if loss is not None and self.count_units is None:
+            names = getattr(self, "output_names", None)
+            self._compile_loss = ObservedLosses(loss, loss_weights, output_names=names)
+
+    def _audit(self) -> None:
+        for name in ("train_step", "compute_loss"):
+            own = getattr(type(self), name) is not getattr(_plain(type(self)), name)
+            if own and (name == "train_step" or self.count_units is None):
+                raise UnsupportedError(
+                    f"{type(self).__name__} overrides {name}, so that what its loss is a mean over "
+                    "is not known: "
+                    + (
+                        "use TapeAccumulator in it, with keras.Model"
+                        if name == "train_step"
+                        else "give units=, a function of (x, y, sample_weight) that counts it"
+                    )
+                )
+        norms = []
+        for layer in self._flatten_layers(include_self=False):
+            if isinstance(layer, AccumBatchNormalization):
+                layer.follow(self.accum_steps)
+            elif isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+                norms.append(layer.name)
+        if norms and self.batchnorm != "allow" and self.accum_steps > 1:
+            message = (
+                f"BatchNormalization ({', '.join(norms)}) normalises each micro-batch by itself: "
+                "no accumulation is exact. Use GroupNormalization or LayerNormalization, set "
+                "layer.trainable = False, or accept it: AccumBatchNormalization keeps at least the "
+                'running statistics those of the window; batchnorm="warn" or "allow" leaves all as '
+                "it is"
+            )
+            if self.batchnorm == "refuse":
+                raise UnsupportedError(message)
+            warnings.warn(message, UserWarning, stacklevel=3)
+
+    # -------------------------------------------------------------------- fit
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Fit as `keras.Model.fit` does; an epoch's last window is closed with what it has."""
+        signature = inspect.signature(keras.Model.fit)
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments.get("callbacks")
+        if isinstance(given, keras.callbacks.CallbackList):
+            given.callbacks.insert(0, Tail())
+            given.callbacks[0].set_model(self)
+        else:
+            bound.arguments["callbacks"] = [Tail(), *_as_list(given)]
+        call = dict(bound.arguments)
+        del call["self"]
+        return super().fit(**call)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `keras.Model.train_on_batch` does; the batch is a micro-batch."""
+        logs = super().train_on_batch(*args, **kwargs)
+        if self.optimizer.place == 0:
+            self.optimizer.report_skipped()
+        return logs
+
+    def flush(self) -> bool:
+        """Close a half-filled window now, as `fit` does; return True if there was one."""
+        closed = self.compiled and self.optimizer.built and self.optimizer.flush()
+        if closed:
+            for layer in self._flatten_layers(include_self=False):
+                if isinstance(layer, AccumBatchNormalization):
+                    layer.close_window()
+        return bool(closed)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        if self.train_function is None or force:
+            self.train_function = _steps().train_function(self)
+        _ = self.optimizer.place  # Read it now: on JAX the variables are empty during a fit.
+        return self.train_function
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        _steps().symbolic_build(self, super()._symbolic_build, iterator, data_batch)
+
+    # ------------------------------------------------------------ save and load
+
+    def get_config(self) -> dict[str, Any]:
+        config = dict(super().get_config())
+        for name in _OWN:
+            config[name] = getattr(self, name)
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        if not all(key in config for key in ("name", "layers", "input_layers", "output_layers")):
+            return super().from_config(config, custom_objects=custom_objects)
+        own = {name: config[name] for name in _OWN if name in config}
+        rest = {key: value for key, value in config.items() if key not in own}
+
+        def build(*args: Any, **kwargs: Any) -> Any:
+            return cls(*args, **kwargs, **own)
+
+        return functional_from_config(build, rest, custom_objects=custom_objects)
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+
+def _plain(cls: type) -> type:
+    """Return the first base class that Keras itself defines."""
+    return next(base for base in cls.__mro__ if base.__module__.startswith("keras."))
+
+
+def _as_list(callbacks: Any) -> Sequence[Any]:
+    if callbacks is None:
+        return []
+    return callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]

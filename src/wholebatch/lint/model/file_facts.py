@@ -1,0 +1,189 @@
+"""Facts about the whole file: its functions and classes, its wrappers, and the names it sets."""
+
+from __future__ import annotations
+
+import ast
+import re
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from typing import cast
+
+from .assignments import assigned_names
+from .events import Def, Env
+from .expressions import children, dotted, keyword, last_part, number, walk
+from .function_walk import FunctionNode
+
+__all__ = ["ClassFacts", "Facts", "class_env", "gather"]
+
+_ACTS = {
+    "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
+    "clip_grad_value_", "optimizer_step",
+}  # fmt: skip
+_DDP = {"DistributedDataParallel", "DDP"}
+_FSDP = {"FullyShardedDataParallel", "FSDP", "fully_shard"}
+# A helper from another file, recognised by its name: `wrap_model_with_fsdp(model)`.
+_FSDP_HELPER = re.compile(
+    r"(wrap|apply|setup|shard|parallelize)\w*(?<!xla)_fsdp2?$|^fsdp2?_(wrap|shard)", re.I
+)
+
+
+@dataclass
+class ClassFacts:
+    """A class of the file: its methods, the attributes it sets once on self, and its bases."""
+
+    node: ast.ClassDef
+    methods: dict[str, FunctionNode]
+    bases: tuple[str, ...]
+    attributes: dict[str, ast.expr] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
+
+
+@dataclass
+class Facts:
+    """Facts about one file that no single loop shows."""
+
+    tree: ast.Module
+    source: str
+    functions: dict[str, FunctionNode]
+    classes: list[ClassFacts]
+    calls: list[ast.Call]
+    called: set[str]
+    imports: set[str]
+    relevant: set[FunctionNode]
+    every_function: list[FunctionNode]
+
+    def made(self, *names: str) -> list[ast.Call]:
+        """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
+        return [c for c in self.calls if last_part(c.func) in names]
+
+    @property
+    def wraps_ddp(self) -> bool:
+        """True if this file wraps a model in DistributedDataParallel."""
+        return bool(self.ddp_calls)
+
+    @property
+    def ddp_calls(self) -> list[ast.Call]:
+        """Return the calls that wrap a model in DistributedDataParallel."""
+        return self.made(*_DDP)
+
+    @property
+    def wraps_fsdp(self) -> bool:
+        """True if this file shards a model."""
+        return bool(self.made(*_FSDP)) or any(_FSDP_HELPER.search(name) for name in self.called)
+
+    @property
+    def accelerator(self) -> ast.Call | None:
+        """Return the call that creates the Accelerator, if it is in this file."""
+        found = self.made("Accelerator")
+        return found[0] if found else None
+
+    @property
+    def accelerator_divides(self) -> bool | None:
+        """True if Accelerate divides the loss, False if not, None if this file does not show it."""
+        call = self.accelerator
+        if call is None:
+            return None
+        given = keyword(call, "gradient_accumulation_steps")
+        if given is not None:
+            return number(given) != 1
+        if keyword(call, "gradient_accumulation_plugin") is not None:
+            return True
+        if keyword(call, "deepspeed_plugin") is not None or any(
+            k.arg is None for k in call.keywords
+        ):
+            return None
+        return False
+
+
+def gather(tree: ast.Module, source: str) -> Facts:
+    """Collect everything from the file that is not about one loop."""
+    calls: list[ast.Call] = []
+    imports: set[str] = set()
+    owners: list[ast.ClassDef] = []
+    uses: dict[FunctionNode, set[str]] = {}
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        kind = type(node)
+        if kind is ast.Call:
+            calls.append(cast(ast.Call, node))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            uses[node] = set()
+        elif isinstance(node, ast.ImportFrom):
+            imports.add(node.module or "")
+            imports.update(f"{node.module}.{a.name}" for a in node.names)
+        elif isinstance(node, ast.Import):
+            imports.update(a.name for a in node.names)
+        elif isinstance(node, ast.ClassDef):
+            owners.append(node)
+        elif kind is ast.Name or kind is ast.Constant:
+            continue
+        todo += children(node)
+    functions: dict[str, FunctionNode] = {
+        n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    calls.sort(key=lambda c: (c.lineno, c.col_offset))
+    _fill_uses(uses, calls)
+    called = {last_part(c.func) for c in calls}
+    relevant = _relevant(uses)
+    classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
+    return Facts(tree, source, functions, classes, calls, called, imports, relevant, list(uses))
+
+
+def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:
+    """Add each call, by its line, to the calls of every function around it."""
+    lines = [c.lineno for c in calls]
+    for function, names in uses.items():
+        first = bisect_left(lines, function.lineno)
+        last = bisect_right(lines, function.end_lineno or function.lineno)
+        names.update(last_part(c.func) for c in calls[first:last])
+
+
+def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
+    """Return the functions that contain a training call, directly or in their helpers."""
+    names = set(_ACTS)
+    found: set[FunctionNode] = set()
+    while True:
+        new = {f for f, used in uses.items() if f not in found and used & names}
+        if not new:
+            return found
+        found |= new
+        names |= {f.name for f in new}
+
+
+def _class(node: ast.ClassDef) -> ClassFacts:
+    methods: dict[str, FunctionNode] = {
+        n.name: n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    bases = tuple(dotted(b) or "" for b in node.bases)
+    facts = ClassFacts(node, methods, bases)
+    seen: dict[str, list[ast.expr]] = {}
+    for method in methods.values():
+        for stmt in walk(method):
+            if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1:
+                name = dotted(stmt.targets[0]) or ""
+                if name.startswith("self.") and name.count(".") == 1:
+                    seen.setdefault(name, []).append(stmt.value)
+    changed: set[str] = set()
+    for name, method in methods.items():
+        if name not in {"__init__", "setup"}:
+            changed |= {n for n in assigned_names(method.body) if n.startswith("self.")}
+    facts.changed = frozenset(changed)
+    facts.attributes = {n: values[0] for n, values in seen.items() if len(values) == 1}
+    # A counter that starts in __init__ and changes elsewhere still has a known start.
+    init = methods.get("__init__")
+    if init is not None:
+        for stmt in walk(init):
+            if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant):
+                name = dotted(stmt.targets[0]) or ""
+                if name.startswith("self."):
+                    facts.attributes[name] = stmt.value
+    return facts
+
+
+def class_env(facts: ClassFacts, env: Env) -> Env:
+    """Return the environment of a method: the module's names and the class's attributes on self."""
+    inner = Env(env)
+    for name, value in facts.attributes.items():
+        inner.bind(name, (Def(value, env, ()),))
+    return inner

@@ -1,0 +1,382 @@
+"""The walk of a function from top to bottom: it records events and follows local helpers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from .assignments import assigned_names, bind_pairs
+from .call_kinds import Act, classify
+from .events import Context, Def, Env, Event, Guard, Loop, PathItem
+from .expressions import calls_in, dotted, keyword, text, walk
+from .name_resolution import Resolver
+
+__all__ = ["FunctionNode", "Scope", "Walker"]
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_LoopNode = ast.For | ast.AsyncFor | ast.While
+
+_MAX_INLINE_DEPTH = 6
+_MAX_INLINES = 250
+_SHORT = 120
+_MAX_ALTERNATIVES = 4
+_EMPTY = Env()
+
+
+@dataclass
+class Scope:
+    """The functions and methods that can be called by name here."""
+
+    functions: dict[str, FunctionNode]
+    methods: dict[str, FunctionNode] = field(default_factory=dict)
+    # Attributes of self that methods other than __init__ change: counters kept between calls.
+    changed: frozenset[str] = frozenset()
+    # Functions that contain training calls; others are only followed for their return value.
+    relevant: frozenset[FunctionNode] = frozenset()
+
+
+@dataclass
+class _Exit:
+    """A way out of a block before its end: its kind and its condition."""
+
+    kind: str
+    conditions: tuple[tuple[ast.expr, Env, bool], ...]
+
+
+class Walker:
+    """Collects the events of one file."""
+
+    def __init__(self, resolver: Resolver) -> None:
+        self.resolver = resolver
+        self.events: list[Event] = []
+        self.loops: list[Loop] = []
+        self.covered: set[FunctionNode] = set()
+        # Functions inside functions, with their environment: a framework may call them.
+        self.nested: list[tuple[FunctionNode, Env, Scope]] = []
+        self._inlines = 0
+        self._stack: list[FunctionNode] = []
+        self._returns: list[list[Def]] = []
+        self._stmt: ast.stmt = ast.Pass()
+
+    # -- blocks ------------------------------------------------------------------------------
+
+    def block(
+        self, body: Sequence[ast.stmt], env: Env, path: tuple[PathItem, ...], scope: Scope
+    ) -> list[_Exit]:
+        """Walk statements in order; a conditional `continue` guards all that follows it."""
+        exits: list[_Exit] = []
+        for stmt in body:
+            self._stmt = stmt
+            for leaving in self._statement(stmt, env, path, scope):
+                exits.append(leaving)
+                if not leaving.conditions:
+                    return exits
+                path = (*path, *_negated(leaving, self.resolver))
+        return exits
+
+    def _statement(
+        self, stmt: ast.stmt, env: Env, path: tuple[PathItem, ...], scope: Scope
+    ) -> list[_Exit]:
+        if isinstance(stmt, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            self._assign(stmt, env, path, scope)
+        elif isinstance(stmt, ast.Expr):
+            self._calls(stmt.value, env, path, scope)
+        elif isinstance(stmt, ast.If):
+            return self._if(stmt, env, path, scope)
+        elif isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):
+            self._loop(stmt, env, path, scope)
+        elif isinstance(stmt, (ast.With, ast.AsyncWith)):
+            return self._with(stmt, env, path, scope)
+        elif isinstance(stmt, ast.Try):
+            return self._try(stmt, env, path, scope)
+        elif isinstance(stmt, ast.Match):
+            for case in stmt.cases:
+                branch = Env(env)
+                self.block(case.body, branch, (*path, Guard(stmt.subject, env, True)), scope)
+                _merge(env, branch)
+        elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            scope.functions[stmt.name] = stmt
+            self.nested.append((stmt, env, scope))
+        elif isinstance(stmt, ast.Return):
+            self._return(stmt, env, path, scope)
+            return [_Exit("return", ())]
+        elif isinstance(stmt, ast.Raise):
+            return [_Exit("raise", ())]
+        elif isinstance(stmt, ast.Break):
+            return [_Exit("break", ())]
+        elif isinstance(stmt, ast.Continue):
+            return [_Exit("continue", ())]
+        return []
+
+    def _return(self, stmt: ast.Return, env: Env, path: tuple[PathItem, ...], scope: Scope) -> None:
+        if stmt.value is None:
+            return
+        self._calls(stmt.value, env, path, scope)
+        if self._returns:
+            self._returns[-1].append(Def(stmt.value, env.frozen(), _loops(path), stmt))
+
+    def _if(self, stmt: ast.If, env: Env, path: tuple[PathItem, ...], scope: Scope) -> list[_Exit]:
+        self._calls(stmt.test, env, path, scope)
+        before = env.frozen()
+        exits: list[_Exit] = []
+        ended: list[bool] = []
+        results: list[Env] = []
+        for body, positive in ((stmt.body, True), (stmt.orelse, False)):
+            branch = Env(before)
+            guard = Guard(stmt.test, before, positive)
+            left = self.block(body, branch, (*path, guard), scope)
+            results.append(branch)
+            ended.append(any(not e.conditions for e in left))
+            for e in left:
+                exits.append(_Exit(e.kind, ((stmt.test, before, positive), *e.conditions)))
+        if all(ended):
+            exits = [_Exit("both", ())] if exits else exits
+        alive = [r for r, gone in zip(results, ended, strict=True) if not gone] or results
+        env.replace(alive[0])
+        for other in alive[1:]:
+            _merge(env, other)
+        return exits
+
+    def _with(
+        self,
+        stmt: ast.With | ast.AsyncWith,
+        env: Env,
+        path: tuple[PathItem, ...],
+        scope: Scope,
+    ) -> list[_Exit]:
+        for item in stmt.items:
+            self._calls(item.context_expr, env, path, scope)
+            if item.optional_vars is not None:
+                self._bind(item.optional_vars, item.context_expr, env, path)
+            path = (*path, Context(item.context_expr, env.frozen(), stmt))
+        return self.block(stmt.body, env, path, scope)
+
+    def _try(
+        self, stmt: ast.Try, env: Env, path: tuple[PathItem, ...], scope: Scope
+    ) -> list[_Exit]:
+        self.block(stmt.body, env, path, scope)
+        for handler in stmt.handlers:
+            branch = Env(env)
+            guard = Guard(ast.Constant(value="except"), env, True, "except")
+            self.block(handler.body, branch, (*path, guard), scope)
+        self.block(stmt.orelse, env, path, scope)
+        self.block(stmt.finalbody, env, path, scope)
+        return []
+
+    def _loop(self, stmt: _LoopNode, env: Env, path: tuple[PathItem, ...], scope: Scope) -> None:
+        iterable = None if isinstance(stmt, ast.While) else stmt.iter
+        target = None if isinstance(stmt, ast.While) else stmt.target
+        self._calls(stmt.test if isinstance(stmt, ast.While) else stmt.iter, env, path, scope)
+        loop = Loop(stmt, env.frozen(), _loops(path), target, iterable)
+        before = env.frozen()
+        self.enter(loop, env, stmt.body, scope)
+        entered = env.frozen()
+        self.block(stmt.body, env, (*path, loop), scope)
+        loop.exit = env.frozen()
+        # An attribute that might have changed, but did not, keeps its definition.
+        for name in loop.carried:
+            if name in before and env.get(name) is entered.get(name):
+                env.bind(name, before[name])
+        self.block(stmt.orelse, env, path, scope)
+
+    def enter(self, loop: Loop, env: Env, body: Sequence[ast.stmt], scope: Scope) -> None:
+        """Give every name that the loop changes a symbol for "its value in this iteration"."""
+        self.loops.append(loop)
+        around = (*loop.parents, loop)
+        loop.carried = assigned_names(body) | scope.changed
+        for name in loop.carried:
+            symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
+            env.bind(name, (Def(symbol, _EMPTY, around),))
+        if loop.target is not None:
+            for name in assigned_names([ast.Assign([loop.target], ast.Constant(None))]):
+                symbol = self.resolver.new_symbol(name, around, "target", loop)
+                env.bind(name, (Def(symbol, _EMPTY, around),))
+
+    # -- assignments and calls ---------------------------------------------------------------
+
+    def _assign(
+        self,
+        stmt: ast.Assign | ast.AnnAssign | ast.AugAssign,
+        env: Env,
+        path: tuple[PathItem, ...],
+        scope: Scope,
+    ) -> None:
+        if stmt.value is None:
+            return
+        self._calls(stmt.value, env, path, scope)
+        if isinstance(stmt, ast.AugAssign):
+            self._emit(Act("augment", stmt.target, stmt.value), stmt, stmt, env, path)
+            value = ast.BinOp(_load(stmt.target), stmt.op, stmt.value)
+            ast.copy_location(value, stmt)
+            value.augmented = True  # type: ignore[attr-defined]  # a statement in the source
+            self._bind(stmt.target, value, env, path)
+            return
+        targets = stmt.targets if isinstance(stmt, ast.Assign) else [stmt.target]
+        for target in targets:
+            name = dotted(target) or ""
+            if name.endswith(".grad") and isinstance(stmt.value, ast.Constant):
+                self._emit(Act("zero", target, detail="grad=None"), stmt, stmt, env, path)
+            elif name.endswith("require_backward_grad_sync"):
+                self._emit(Act("ddp_flag", target, stmt.value), stmt, stmt, env, path)
+            self._bind(target, stmt.value, env, path)
+        self._emit(Act("assign", targets[0], stmt.value), stmt, stmt, env, path)
+
+    def _bind(
+        self, target: ast.expr, value: ast.expr, env: Env, path: tuple[PathItem, ...]
+    ) -> None:
+        before = env.frozen()
+        for name, expr in bind_pairs(target, value):
+            env.bind(name, (Def(expr, before, _loops(path), target),))
+
+    def _calls(self, expr: ast.expr, env: Env, path: tuple[PathItem, ...], scope: Scope) -> None:
+        for call in calls_in(expr):
+            helper = self._helper(call, scope)
+            if helper is not None and self._inline(call, helper, env, path, scope):
+                continue
+            act = classify(call, env)
+            if act is None:
+                self._emit(Act("call", call.func), call, self._stmt, env, path)
+            elif act.kind == "native":
+                self._native(call, act, env, path)
+            else:
+                self._emit(act, call, self._stmt, env, path)
+
+    def _native(self, call: ast.Call, act: Act, env: Env, path: tuple[PathItem, ...]) -> None:
+        self._emit(Act("backward", None, act.argument, "native"), call, self._stmt, env, path)
+        condition = keyword(call, "update_grad") or keyword(call, "need_update")
+        if condition is not None:
+            path = (*path, Guard(condition, env.frozen(), True))
+        self._emit(Act("step", call.args[1], detail="native"), call, self._stmt, env, path)
+
+    def _emit(
+        self, act: Act, node: ast.AST, stmt: ast.stmt, env: Env, path: tuple[PathItem, ...]
+    ) -> None:
+        # The environment already holds calls and assignments outside loops.
+        if act.kind in {"call", "assign", "augment"} and not _loops(path):
+            return
+        spelled = ""
+        if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:
+            spelled = re.sub(r"@\d+", "", text(self.resolver.resolve(act.receiver, env)))
+        self.events.append(
+            Event(
+                act.kind,
+                node,
+                stmt,
+                path,
+                env.frozen(),
+                len(self.events),
+                act.receiver,
+                spelled,
+                act.argument,
+                act.detail,
+            )
+        )
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
+        name = dotted(call.func) or ""
+        if name.startswith("self.") and name.count(".") == 1:
+            return scope.methods.get(name[5:])
+        return scope.functions.get(name)
+
+    def _worth(self, helper: FunctionNode, path: tuple[PathItem, ...], scope: Scope) -> bool:
+        """True if a helper should be inlined: relevant, tiny, or short and inside a loop."""
+        if helper in scope.relevant:
+            return True
+        if len(helper.body) <= 2:
+            return True
+        short = 2 * _SHORT if "loss" in helper.name else _SHORT
+        return bool(_loops(path)) and (helper.end_lineno or 0) - helper.lineno <= short
+
+    def _inline(
+        self,
+        call: ast.Call,
+        helper: FunctionNode,
+        env: Env,
+        path: tuple[PathItem, ...],
+        scope: Scope,
+    ) -> bool:
+        if (
+            helper in self._stack
+            or len(self._stack) >= _MAX_INLINE_DEPTH
+            or self._inlines >= _MAX_INLINES
+            or not self._worth(helper, path, scope)
+        ):
+            return False
+        self._inlines += 1
+        self.covered.add(helper)
+        is_method = helper.name in scope.methods
+        inner = Env({k: v for k, v in env.items() if not is_method or "." in k})
+        inner.replace({**inner, **_arguments(call, helper, env, _loops(path))})
+        caller_stmt = self._stmt
+        self._stack.append(helper)
+        self._returns.append([])
+        self.block(helper.body, inner, path, replace(scope, functions=dict(scope.functions)))
+        self.resolver.returns[id(call)] = self._returns.pop()
+        self._stack.pop()
+        self._stmt = caller_stmt
+        # Attributes that a method sets on self (a counter, a flag) are visible to its caller.
+        for name, defs in inner.items():
+            if name.startswith("self.") and env.get(name) is not defs:
+                env.bind(name, defs)
+        return True
+
+
+def _arguments(
+    call: ast.Call, helper: FunctionNode, env: Env, loops: tuple[Loop, ...]
+) -> dict[str, tuple[Def, ...]]:
+    spec = helper.args
+    names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
+    if names and names[0] in {"self", "cls"} and (dotted(call.func) or "").startswith("self."):
+        names = names[1:]
+    bound: dict[str, tuple[Def, ...]] = {}
+    before = env.frozen()
+    defaults = dict(zip(names[::-1], spec.defaults[::-1], strict=False))
+    defaults |= {
+        a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None
+    }
+    for name, default in defaults.items():
+        bound[name] = (Def(default, _EMPTY, ()),)
+    if not any(isinstance(a, ast.Starred) for a in call.args):
+        for name, argument in zip(names, call.args, strict=False):
+            bound[name] = (Def(argument, before, loops),)
+    for given in call.keywords:
+        if given.arg is not None:
+            bound[given.arg] = (Def(given.value, before, loops),)
+    return bound
+
+
+def _load(target: ast.expr) -> ast.expr:
+    made = ast.parse(ast.unparse(target), mode="eval").body
+    for node in walk(made):
+        ast.copy_location(node, target)  # A finding there then points at the statement.
+    return made
+
+
+def _loops(path: Iterable[PathItem]) -> tuple[Loop, ...]:
+    return tuple(item for item in path if isinstance(item, Loop))
+
+
+def _negated(leaving: _Exit, resolver: Resolver) -> tuple[Guard, ...]:
+    """Return the guard of everything after a conditional `continue`, `break` or `return`."""
+    origin = "skip" if leaving.kind == "continue" else "break"
+    if len(leaving.conditions) == 1:
+        expr, env, positive = leaving.conditions[0]
+        return (Guard(expr, env, not positive, origin),)
+    parts: list[ast.expr] = []
+    for expr, env, positive in leaving.conditions:
+        resolved = resolver.resolve(expr, env)
+        parts.append(resolved if positive else ast.UnaryOp(ast.Not(), resolved))
+    return (Guard(ast.BoolOp(ast.And(), parts), _EMPTY, False, origin),)
+
+
+def _merge(env: Env, other: Env) -> None:
+    for name, defs in other.items():
+        mine = env.get(name, ())
+        if mine is not defs:
+            joined = list(mine)
+            joined.extend(d for d in defs if all(d is not m for m in mine))
+            env.bind(name, tuple(joined[:_MAX_ALTERNATIVES]))

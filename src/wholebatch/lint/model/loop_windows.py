@@ -1,0 +1,380 @@
+"""The windows of a file: the loop that accumulates, its micro-batch count, and its boundary."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .counters import peel
+from .events import Context, Event, Guard, Loop
+from .expressions import dotted, is_accumulation_name, keyword, last_part, number, text, walk
+from .file_facts import Facts
+from .function_walk import Walker
+from .loss_origin import Chain, Divisor, trace
+from .name_resolution import Resolver, strip_casts
+from .window_boundary import Boundary, of_guard, says_accumulating
+
+__all__ = ["Window", "find_windows", "steps_after"]
+
+_MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
+_FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
+
+
+@dataclass(eq=False)
+class Window:
+    """One training loop. `shape` says how its windows end.
+
+    The shapes are boundary (a condition on a counter), nested (an inner loop over the
+    micro-batches), accelerate, deepspeed, and plain (an update for every batch: nothing is
+    accumulated).
+    """
+
+    loop: Loop
+    shape: str
+    events: list[Event]
+    before: list[Event]
+    after: list[Event]
+    resolver: Resolver
+    facts: Facts
+    boundary: Boundary | None = None
+    every: ast.expr | None = None
+    _when: dict[Event, str] = field(default_factory=dict)
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the gradients of several micro-batches are meant to add up here."""
+        return self.shape != "plain"
+
+    @cached_property
+    def every_key(self) -> str:
+        """Return the number of micro-batches as comparable text, or "" if unknown."""
+        return "" if self.every is None else text(self.every)
+
+    @property
+    def every_name(self) -> str:
+        """Return the number of micro-batches as written in the source."""
+        return re.sub(r"@\d+", "", self.every_key) or "K"
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Return the events of these kinds inside the loop, in order."""
+        return [e for e in self.events if e.kind in kinds]
+
+    def when(self, event: Event) -> str:
+        """Return how often an event happens: always, boundary, inside, sometimes, outside or never.
+
+        "inside" is every micro-batch but the last; "outside" is after the loop.
+        """
+        if event not in self._when:
+            self._when[event] = self._classify(event)
+        return self._when[event]
+
+    def forget(self) -> None:
+        """Drop conclusions that were made before the boundary was known."""
+        self._when.clear()
+        self.__dict__.pop("every_key", None)
+
+    def _classify(self, event: Event) -> str:
+        if self.loop not in event.path:
+            return "outside"
+        sometimes = False
+        ours: set[str] = set()
+        for item in event.inside(self.loop):
+            if not isinstance(item, Guard):
+                continue
+            found = of_guard(item, self.loop, self.resolver)
+            if found is None and self._without_accumulation(item):
+                return "never"
+            if found is not None and self.is_ours(found):
+                ours.add("inside" if found.inverse else "boundary")
+            elif (item.origin == "if" and self._varies(item)) or item.origin == "except":
+                sometimes = True
+        if ours:
+            return ours.pop() if len(ours) == 1 else "never"
+        return "sometimes" if sometimes else "always"
+
+    def is_ours(self, found: Boundary) -> bool:
+        """True if a condition ends these windows and is not, say, a logging interval."""
+        if self.shape == "accelerate" or self.boundary is None:
+            return found.kind in {"accelerate", "deepspeed", "last"}
+        if found.kind == "accelerate" or self.boundary.kind == found.kind == "last":
+            return True
+        return found.key == self.every_key
+
+    def _without_accumulation(self, guard: Guard) -> bool:
+        """True if this is the branch without accumulation (`if k == 1`)."""
+        said = says_accumulating(self.resolver.resolve(guard.expr, guard.env), self.every_key)
+        return said is not None and said != guard.positive
+
+    def _varies(self, guard: Guard) -> bool:
+        resolved = self.resolver.resolve(guard.expr, guard.env)
+        return self.resolver.varies(resolved, self.loop)
+
+    def counts(self, divisor: Divisor) -> bool:
+        """True if a divisor of the loss is the number of micro-batches of a window."""
+        return divisor.names_accumulation or self.is_count(divisor.key)
+
+    def is_count(self, key: str) -> bool:
+        """True if a text means the number of micro-batches of a window."""
+        return (bool(key) and key == self.every_name) or is_accumulation_name(key)
+
+    @cached_property
+    def backwards(self) -> list[Event]:
+        """Return the backward calls that add to the window."""
+        return [e for e in self.of("backward") if self.when(e) != "never"]
+
+    @cached_property
+    def chains(self) -> list[tuple[Event, Chain]]:
+        """Return every pair of a backward and a derivation of its loss."""
+        return [
+            (event, chain)
+            for event in self.backwards
+            for chain in trace(event.argument, event.env, self.resolver)
+        ]
+
+    @cached_property
+    def text(self) -> str:
+        """Return the source of the loop."""
+        node = self.loop.node
+        lines = self.facts.source.splitlines()[node.lineno - 1 : node.end_lineno]
+        return "\n".join(lines)
+
+    @cached_property
+    def finite(self) -> bool:
+        """True if the loop runs over something that ends every epoch."""
+        iterable = peel(self.loop.iterable, self.loop.entry)
+        if iterable is None:
+            # Lightning calls the step function with an index that restarts every epoch.
+            return self.loop.virtual and "batch_idx" in text(self.loop.node.args)  # type: ignore[union-attr]
+        inner = iterable
+        if isinstance(inner, ast.Call) and last_part(inner.func) == "enumerate" and inner.args:
+            inner = peel(inner.args[0], self.loop.entry) or inner
+        spelled = text(inner)
+        if re.search(r"cycle|infinite|repeat|islice|count\(|forever|yield_|inf_", spelled, re.I):
+            return False
+        if re.search(r"\bt?range\(", spelled):
+            return bool(
+                re.search(
+                    r"len\(|num_batches|batches_per_epoch|(steps|iters|it)_per_epoch", spelled
+                )
+            )
+        name = dotted(inner)
+        for definition in self.loop.entry.get(name or "", ()):
+            made = text(definition.expr)[:400]
+            if re.search(r"cycle|infinite|repeat|islice", made):
+                return False
+            if re.search(r"\brange\(", made) and "len(" not in made:
+                return False
+        return not self._left_by_count()
+
+    def _left_by_count(self) -> bool:
+        """True if a top-level loop is left after a number of updates: its iterable has no end."""
+        if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
+            return False
+        line = self.loop.node.lineno
+        around = [
+            f for f in self.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)
+        ]
+        if any("epoch" in f"{f.name} {text(f.args)}" for f in around):
+            return False  # Called once per epoch.
+        return any(
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Compare)
+            and isinstance(node.test.ops[0], (ast.GtE, ast.Gt, ast.Eq))
+            and re.search(r"step|iter|update", text(node.test.left))
+            and any(isinstance(inner, ast.Break) for inner in node.body)
+            for node in walk(self.loop.node)
+        )
+
+
+def find_windows(walker: Walker, facts: Facts) -> list[Window]:
+    """Return every training loop of the file that is understood."""
+    found: list[Window] = []
+    for loop in walker.loops:
+        # The innermost loop around a backward iterates over micro-batches.
+        inner = [e for e in walker.events if e.kind == "backward" and e.loops[-1:] == (loop,)]
+        if not inner:
+            continue
+        events = [e for e in walker.events if loop in e.path]
+        last = max(e.order for e in events)
+        after = [
+            e
+            for e in walker.events
+            if e.order > last and e.loops[: len(loop.parents)] == loop.parents
+        ]
+        first = min(e.order for e in events)
+        before = [e for e in walker.events if e.order < first and e.loops == loop.parents]
+        window = Window(loop, "plain", events, before, after, walker.resolver, facts)
+        if _decide(window, inner):
+            found.append(window)
+    return found
+
+
+def _decide(window: Window, inner: list[Event]) -> bool:
+    if _accelerate(window, inner) or _deepspeed(window, inner):
+        return True
+    steps = window.of("step")
+    if any(e.detail == "closure" for e in steps):
+        return False
+    if steps:
+        return _boundary(window, steps, inner)
+    return _nested(window)
+
+
+def _accelerate(window: Window, inner: list[Event]) -> bool:
+    def accumulating(event: Event) -> bool:
+        return any(
+            isinstance(item, Context)
+            and isinstance(item.expr, ast.Call)
+            and last_part(item.expr.func) == "accumulate"
+            for item in event.inside(window.loop)
+        )
+
+    if not any(accumulating(e) for e in inner):
+        return False
+    if window.facts.accelerator_divides is False:
+        # `accumulate()` of an Accelerator without a number of steps does nothing.
+        return all(window.when(e) == "always" for e in window.of("step"))
+    window.shape = "accelerate"
+    call = window.facts.accelerator
+    given = keyword(call, "gradient_accumulation_steps") if call is not None else None
+    if given is not None:
+        window.every = strip_casts(given)
+    return True
+
+
+def _deepspeed(window: Window, inner: list[Event]) -> bool:
+    engine_steps = window.of("engine_step")
+    engines = {e.receiver_text for e in inner if e.detail in {"deepspeed", "engine"}}
+    if not engines or not any(e.receiver_text in engines for e in engine_steps):
+        return False
+    if any(e.detail in {"tensor", "accelerate"} for e in inner):
+        return False
+    # The engine's configuration decides whether it accumulates; the file must at least mention it.
+    accumulates = re.search(r"gradient_accumulation|\bgas\b", window.facts.source)
+    window.shape = "deepspeed" if accumulates else "plain"
+    return bool(accumulates)
+
+
+def _boundary(window: Window, steps: list[Event], inner: list[Event]) -> bool:
+    ends: dict[Event, Boundary] = {}
+    for event in steps:
+        for item in event.inside(window.loop):
+            if isinstance(item, Guard):
+                found = of_guard(item, window.loop, window.resolver)
+                if found is not None and not found.inverse and found.kind != "deepspeed":
+                    ends.setdefault(event, found)
+    if not ends:
+        return _stepped_always(window, steps)
+    first = next(iter(ends.values()))
+    if any(b.key != first.key for b in ends.values()):
+        return False
+    window.boundary, window.every, window.shape = first, first.every, "boundary"
+    window.forget()
+    if first.kind == "last" and first.every is None:
+        return False
+    # A backward under the same condition as the step is an alternating update, not a window.
+    if any(window.when(e) == "boundary" for e in inner) and not any(
+        window.when(e) == "inside" for e in inner
+    ):
+        return False
+    if not any(window.when(e) in {"always", "inside", "sometimes"} for e in inner):
+        return False
+    # Another step on every micro-batch: several optimizers, or a loop we do not understand.
+    others = [e for e in steps if e not in ends and window.when(e) in {"always", "inside"}]
+    return not others or _only_without_accumulation(window, others)
+
+
+def _only_without_accumulation(window: Window, others: list[Event]) -> bool:
+    # `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
+    return all(
+        any(
+            isinstance(item, Guard) and window.every_key in text(item.expr)
+            for item in e.inside(window.loop)
+        )
+        for e in others
+    )
+
+
+def _stepped_always(window: Window, steps: list[Event]) -> bool:
+    """Classify a loop whose steps are all unconditional.
+
+    A conditional clearing can still show that accumulation is meant.
+    """
+    for event in window.of("zero"):
+        for item in event.inside(window.loop):
+            if not isinstance(item, Guard):
+                continue
+            found = of_guard(item, window.loop, window.resolver)
+            if (
+                found is not None
+                and not found.inverse
+                and found.kind in {"modulo", "reset"}
+                and is_accumulation_name(found.key)
+            ):
+                window.boundary, window.every, window.shape = found, found.every, "boundary"
+                window.forget()
+                return True
+    window.shape = "plain"
+    return all(window.when(e) == "always" for e in steps)
+
+
+def _nested(window: Window) -> bool:
+    loop = window.loop
+    if loop.virtual:
+        return False
+    if not steps_after(window):
+        return False
+    iterable = peel(loop.iterable, loop.entry)
+    if isinstance(iterable, ast.Call) and last_part(iterable.func) == "enumerate" and iterable.args:
+        iterable = peel(iterable.args[0], loop.entry)
+    if iterable is None:
+        return False
+    window.shape = "nested"
+    if isinstance(iterable, ast.Call) and last_part(iterable.func) in {"range", "trange"}:
+        times = _times(iterable.args)
+        if times is None:
+            return False
+        count = strip_casts(window.resolver.resolve(times, loop.entry))
+        window.every = count
+        window.forget()
+        if number(count) is not None and (number(count) or 0) <= 1:
+            return False
+        spelled = f"{text(count)} {text(times)}"
+        fetches = any(last_part(c.func) in _FETCH for c in _loop_calls(window))
+        return is_accumulation_name(spelled) or (bool(loop.parents) and fetches)
+    return bool(_MICRO_NAME.search(text(iterable)))
+
+
+def steps_after(window: Window) -> list[Event]:
+    """Return the optimizer steps after an inner loop, also in a loop over several optimizers."""
+    parents = window.loop.parents
+    return [
+        e
+        for e in window.after
+        if e.kind == "step"
+        and (e.loops == parents or (e.loops[:-1] == parents and _over_optimizers(e.loops[-1])))
+    ]
+
+
+def _over_optimizers(loop: Loop) -> bool:
+    return loop.iterable is not None and bool(re.search(r"opt", text(loop.iterable), re.I))
+
+
+def _times(args: list[ast.expr]) -> ast.expr | None:
+    """Return the number of iterations of `range(n)`, `range(0, n)` and `range(1, n + 1)`."""
+    if len(args) == 1:
+        return args[0]
+    if len(args) != 2 or number(args[0]) not in {0, 1}:
+        return None
+    stop = args[1]
+    if number(args[0]) == 0:
+        return stop
+    if isinstance(stop, ast.BinOp) and isinstance(stop.op, ast.Add) and number(stop.right) == 1:
+        return stop.left
+    return None
+
+
+def _loop_calls(window: Window) -> list[ast.Call]:
+    return [e.node for e in window.events if isinstance(e.node, ast.Call)]

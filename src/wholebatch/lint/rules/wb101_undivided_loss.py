@@ -1,0 +1,186 @@
+"""The loss is added up over the micro-batches of a window but never divided.
+
+## What it does
+Finds loops that call `backward` for several micro-batches before one `optimizer.step()` and divide
+neither the loss nor the gradients by their number.
+
+## Why is this bad?
+`backward` adds gradients. K micro-batches, each with a mean loss, give K times the gradient of the
+whole batch. With SGD the learning rate is silently K times larger. Clipping by norm cuts K times
+too early. Adam hides it almost entirely until weight decay or epsilon matter.
+
+## Known problems
+Not reported if the loss comes from a function that is given the number of steps, if the loss is a
+sum, or if gradients are rescaled by hand: the division may be there.
+
+## Example
+```python
+for i, (x, y) in enumerate(loader):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    if (i + 1) % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+```
+
+## Use instead
+```python
+acc = wb.Accumulator(model, optimizer, steps=accum)
+for x, y in acc.over(loader):
+    total = F.cross_entropy(model(x), y, reduction="sum")
+    acc.backward(total, units=y.numel())
+```
+or, where every micro-batch has the same number of samples, `(loss / accum).backward()`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import Event, File, Window
+from ..model.expressions import is_accumulation_name, last_part, text, walk
+from ..model.loss_origin import Chain
+from .rule_base import Rule
+from .window_questions import gradients_rescaled, root_name, scaled_by_count
+
+__all__ = ["RULE"]
+
+_SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
+_SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
+_KNOWN_MEANS = re.compile(
+    r"^(torch\.nn\.functional|nn\.functional|F)\.(cross_entropy|mse_loss|nll_loss|l1_loss"
+    r"|binary_cross_entropy\w*|smooth_l1_loss|huber_loss)$"
+)
+# Losses that are normalised over the whole window elsewhere.
+_ELSEWHERE = re.compile(r"accum_\w*features|grad_?cache|num_items_in_batch", re.I)
+_MODELISH = re.compile(
+    r"model|net\b|network|criterion|loss|cross_entropy|nll|mse|l1|bce|ce\b|engine", re.I
+)
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield one report per window whose loss is never divided."""
+    if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
+        return
+    for window in file.accumulating:
+        if window.shape not in {"boundary", "nested"} or not window.backwards:
+            continue
+        if window.boundary is not None and window.boundary.kind in {"dynamic", "accelerate"}:
+            continue
+        # A window whose size changes during training normalises by something else.
+        if window.every is not None and window.resolver.varies(window.every, window.loop):
+            continue
+        if scaled_by_count(window) or not all(_plain(e, file) for e in window.backwards):
+            continue
+        if _divides_by_count(window):
+            continue
+        if all(_undivided(chain, window) for _, chain in window.chains):
+            event = window.backwards[0]
+            yield Report(
+                event.node,
+                f"loss is not divided by `{window.every_name}`: gradients of the micro-batches add "
+                f"up to `{window.every_name}` times the mean",
+                _fix(window, event),
+            )
+
+
+def _divides_by_count(window: Window) -> bool:
+    """True if something in the loop is divided by the count: it may scale the loss."""
+    done = max(e.line for e in window.backwards)
+    return any(
+        isinstance(node, (ast.BinOp, ast.AugAssign))
+        and isinstance(node.op, ast.Div)
+        and is_accumulation_name(text(node.right if isinstance(node, ast.BinOp) else node.value))
+        # A loss that is divided after the last backward is only logged.
+        and not (
+            isinstance(node, ast.BinOp) and node.lineno > done and "loss" in text(node.left).lower()
+        )
+        for node in walk(window.loop.node)
+    )
+
+
+def _plain(event: Event, file: File) -> bool:
+    if event.detail == "accelerate":
+        return file.facts.accelerator_divides is False
+    return event.detail in {"tensor", "native", "fabric", "lightning"}
+
+
+def _undivided(chain: Chain, window: Window) -> bool:
+    if any(not d.unrelated and not d.own_size for d in chain.divisors):
+        return False
+    if any(_SCALING_FACTOR.search(f) for f in chain.factors):
+        return False
+    is_mean = any(d.own_size for d in chain.divisors)
+    if chain.base is None or ("sum" in chain.reducers and not is_mean):
+        return False
+    base = chain.base
+    spelled = text(base)
+    while isinstance(base, (ast.Subscript, ast.Attribute)):
+        base = base.value
+    if isinstance(base, ast.Name) and base.id in chain.base_env:
+        made = [d.expr for d in chain.base_env[base.id]]
+        calls = [m for m in made if isinstance(m, ast.Call)]
+        if not calls:
+            return False
+        base = calls[0]
+        spelled += " " + text(base)
+    if not isinstance(base, ast.Call):
+        return False
+    if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(base, chain, window):
+        return False
+    # The number of steps may be passed inside the settings object and used out of sight.
+    if window.every is not None and not _MODELISH.search(last_part(base.func)):
+        root = root_name(window.every)
+        if root and any(text(a) == root for a in base.args):
+            return False
+    return bool(_MODELISH.search(text(base.func)))
+
+
+def _is_sum(base: ast.Call, chain: Chain, window: Window) -> bool:
+    for definition in chain.base_env.get(text(base.func), ()):
+        if _SUMS.search(text(definition.expr)):
+            return True
+        if isinstance(definition.expr, ast.Call):
+            made = last_part(definition.expr.func)
+            owners = [c.node for c in window.facts.classes if c.node.name == made]
+            if any(_SUMS.search(text(owner)) for owner in owners):
+                return True
+    return False
+
+
+def _fix(window: Window, event: Event) -> tuple[Edit, ...]:
+    # Certain only for one plain `loss.backward()` of a loss that is a mean by definition.
+    if window.shape != "boundary" or len(window.backwards) != 1 or window.boundary is None:
+        return ()
+    if window.boundary.kind != "modulo" or event.detail != "tensor":
+        return ()
+    argument = event.argument
+    count = _written_count(window)
+    if not isinstance(argument, ast.Name) or count is None or len(window.chains) != 1:
+        return ()
+    base = window.chains[0][1].base
+    if not isinstance(base, ast.Call) or not _KNOWN_MEANS.match(text(base.func)):
+        return ()
+    return (Edit.at("replace", argument, f"({argument.id} / {count})"),)
+
+
+def _written_count(window: Window) -> str | None:
+    """Return the count as the condition spells it, so that the name is in scope."""
+    if window.boundary is None:
+        return None
+    for node in walk(window.boundary.expr):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return text(node.right)
+    return None
+
+
+RULE = Rule(
+    code="WB101",
+    name="loss not divided",
+    summary="The loss of each micro-batch is added up without division by their number.",
+    check=check,
+    fixable=True,
+)

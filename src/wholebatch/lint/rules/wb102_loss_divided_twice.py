@@ -1,0 +1,142 @@
+"""The loss is divided by the number of micro-batches twice.
+
+## What it does
+Finds a division by the accumulation steps where Accelerate, DeepSpeed, Lightning or the HF Trainer
+already divides, and loops that divide the same loss (or the loss and the gradients) twice.
+
+## Why is this bad?
+The gradient is K times too small. The run looks healthy and learns slowly: with SGD the learning
+rate is K times smaller than written.
+
+## Known problems
+An `Accelerator` created in another file, without `accumulate()` here, is not judged: this file does
+not show whether it divides.
+
+## Example
+```python
+accelerator = Accelerator(gradient_accumulation_steps=accum)
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = model(**batch).loss / accum
+        accelerator.backward(loss)      # divides by accum again
+```
+
+## Use instead
+```python
+with accelerator.accumulate(model):
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+```
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import File, Window
+from ..model.expressions import is_accumulation_name, text, walk
+from ..model.loss_origin import Divisor
+from .rule_base import Rule
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield loops that divide where a framework does, and classes that do so inside one."""
+    for window in file.accumulating:
+        framework = _framework(window, file)
+        yield from _by_hand(window, framework)
+    yield from _in_classes(file)
+
+
+def _framework(window: Window, file: File) -> str:
+    if window.shape == "accelerate":
+        return "Accelerate"
+    details = {e.detail for e in window.backwards}
+    if window.shape == "deepspeed":
+        known = "deepspeed" in details or any("deepspeed" in i for i in file.facts.imports)
+        return "DeepSpeed" if known else ""
+    if details == {"accelerate"} and file.facts.accelerator_divides:
+        return "Accelerate"
+    return ""
+
+
+def _by_hand(window: Window, framework: str) -> Iterator[Report]:
+    seen: set[ast.AST] = set()
+    for event, chain in window.chains:
+        counts = [d for d in chain.divisors if window.counts(d)]
+        if framework and event.detail != "tensor" and counts and counts[0].node not in seen:
+            seen.add(counts[0].node)
+            yield Report(
+                counts[0].node,
+                f"loss is divided by `{counts[0].key}`, and {framework} divides it again",
+                _fix(counts[0]) if framework == "Accelerate" else (),
+            )
+        elif len(counts) > 1 and counts[0].key == counts[1].key and counts[0].node not in seen:
+            seen.add(counts[0].node)
+            yield Report(counts[0].node, f"loss is divided by `{counts[0].key}` twice")
+        elif counts and not framework:
+            yield from _gradients_too(window, counts[0], seen)
+
+
+def _gradients_too(window: Window, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
+    for event in (*window.of("augment"), *window.after):
+        if event.kind != "augment" or event.receiver is None or event.argument is None:
+            continue
+        if not isinstance(event.stmt, ast.AugAssign) or not isinstance(event.stmt.op, ast.Div):
+            continue
+        by = window.resolver.key(event.argument, event.env)
+        if ".grad" in text(event.receiver) and by == divisor.key and event.node not in seen:
+            seen.add(event.node)
+            yield Report(
+                event.node,
+                f"gradients are divided by `{by}` although the loss was divided by it already",
+            )
+
+
+def _in_classes(file: File) -> Iterator[Report]:
+    for owner in file.facts.classes:
+        if any(base.endswith("Trainer") for base in owner.bases):
+            method = owner.methods.get("compute_loss")
+            if method is not None and "training_step" not in owner.methods:
+                yield from _divisions(method, "the Trainer", "gradient_accumulation_steps")
+        elif any(base.endswith("LightningModule") for base in owner.bases):
+            method = owner.methods.get("training_step")
+            body = text(owner.node)
+            if method is not None and "automatic_optimization = False" not in body:
+                yield from _divisions(method, "Lightning", "accumulate_grad_batches")
+
+
+def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
+    for node in walk(method):
+        by: ast.expr | None = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            by = node.right
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+            by = node.value
+        if by is not None and (name in text(by) or is_accumulation_name(text(by))):
+            yield Report(node, f"loss is divided by `{text(by)}`, and {framework} divides it again")
+            return
+
+
+def _fix(divisor: Divisor) -> tuple[Edit, ...]:
+    node = divisor.node
+    if getattr(node, "augmented", False):
+        return ()
+    # `accelerator.backward(loss / k)` or `loss = model(...).loss / k`: keep the left side.
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return ()
+    if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
+        return ()
+    return (Edit.at("replace", node, text(node.left)),)
+
+
+RULE = Rule(
+    code="WB102",
+    name="loss divided twice",
+    summary="The loss is divided by the accumulation steps, and the framework divides it again.",
+    check=check,
+    fixable=True,
+)

@@ -1,0 +1,271 @@
+"""A mean over masked or padded tokens is averaged again over micro-batches.
+
+## What it does
+Finds windows in which each micro-batch's loss is a mean over its own valid tokens (`ignore_index`,
+a mask, labels of -100) and these means are then averaged with equal weight.
+
+## Why is this bad?
+Micro-batches hold different numbers of valid tokens, so a token in a short micro-batch weighs more
+than one in a long micro-batch. The result is not the loss of the whole batch. The difference grows
+with the spread of lengths and does not average out.
+
+## Known problems
+Padded labels are recognised only if the file shows them (a collator, -100, a mask). Files that
+build their data elsewhere are not reported.
+
+## Example
+```python
+loss = F.cross_entropy(logits, labels, ignore_index=-100)
+(loss / accum).backward()
+```
+
+## Use instead
+```python
+total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+acc.backward(total, units=(labels != -100).sum())
+```
+Sum over the tokens of the window and divide once by their number.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import File, Window
+from ..model.expressions import keyword, last_part, number, text, walk
+from ..model.loss_origin import Chain
+from .rule_base import Rule
+from .window_questions import framework_accumulates, gradients_rescaled
+
+__all__ = ["RULE"]
+
+_LANGUAGE_MODEL = re.compile(
+    r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
+    r"|Seq2SeqLM|LMWithValueHead|ForPreTraining|MaskedLM)\b"
+)
+_MASKED_DATA = re.compile(
+    r"(?<![\w.])-100(?![\w.])|ignore_index|label_pad_token_id"
+    r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
+)
+_MASKED_LABELS = re.compile(r"label\w*\W[^\n]*(?<![\w.])-100(?![\w.])")
+_MASK_COUNT = re.compile(
+    r"mask\w*(\.\w+\(\))*\.sum\(\)|torch\.sum\(\w*mask\w*\)|n_?valid|num_valid|\.ne\(.*sum\(\)"
+    r"|\bmask_?(sum|count|total)|\w_mask_?(sum|count|total)"
+)
+_MESSAGE = (
+    "mean over the valid tokens of each micro-batch is averaged over micro-batches with equal "
+    "weight: add up sums and divide once by the window's tokens"
+)
+_EXACT = re.compile(
+    r"num_items|total_tokens|global_tokens|token_count|n_?tokens|num_tokens|tgt_size"
+)
+_CRITERION = re.compile(r"criterion|loss|entropy|(?<![a-z])ce(?![a-z])", re.I)
+_OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss$", re.I)
+_CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
+    yield from _in_trainers(file)
+    yield from _in_lightning(file)
+    if (
+        not file.accumulating
+        or gradients_rescaled(file)
+        or "num_items_in_batch" in file.facts.source
+    ):
+        return
+    for window in file.accumulating:
+        for event, chain in window.chains:
+            place = _masked_mean(chain, window, file)
+            if place is not None:
+                node = place if hasattr(place, "lineno") else event.node
+                yield Report(node, _MESSAGE)
+                break
+
+
+def _in_trainers(file: File) -> Iterator[Report]:
+    """Check `compute_loss`: a plain mean ignores the window's tokens, which transformers passes."""
+    if "gradient_accumulation_steps" not in file.facts.source:
+        return
+    for owner in file.facts.classes:
+        method = owner.methods.get("compute_loss")
+        if method is None or not any(base.endswith("Trainer") for base in owner.bases):
+            continue
+        if "num_items_in_batch" in text(method):
+            continue
+        for node in walk(method):
+            if isinstance(node, ast.Call) and _masks_mean(node):
+                yield Report(node, _MESSAGE)
+                break
+
+
+def _in_lightning(file: File) -> Iterator[Report]:
+    """Check `training_step`: Lightning's Trainer averages its results with equal weight."""
+    if not framework_accumulates(file):
+        return
+    for owner in file.facts.classes:
+        method = owner.methods.get("training_step")
+        if method is None or "automatic_optimization = False" in text(owner.node):
+            continue
+        for node in walk(method):
+            if isinstance(node, ast.Call) and _masks_mean(node):
+                yield Report(node, _MESSAGE)
+                break
+            if isinstance(node, ast.Return) and _returns_masked_loss(node, method, file):
+                yield Report(node, _MESSAGE)
+                break
+
+
+def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
+    """True for `return self.model(**batch).loss`, also through a name, with masked labels."""
+    value = node.value
+    if not (isinstance(value, ast.Attribute) and value.attr == "loss"):
+        return False
+    made = [value.value] + [
+        n.value
+        for n in walk(method)
+        if isinstance(n, ast.Assign) and text(n.targets[0]) == text(value.value)
+    ]
+    return any(isinstance(m, ast.Call) and _is_language_model(m, file) for m in made)
+
+
+def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
+    masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
+    others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
+    if any(_EXACT.search(d.key) or not d.unrelated for d in others):
+        return None
+    if any(_EXACT.search(f) for f in chain.factors):
+        return None
+    if masks:
+        return masks[0].node
+    base = chain.base
+    if base is None:
+        return None
+    call = _call(base, chain)
+    if call is not None and (_ignores(call, chain, file) or _selects(call, chain)):
+        return base
+    if call is not None and _is_language_model(call, file):
+        return base
+    return None
+
+
+def _call(base: ast.expr, chain: Chain) -> ast.Call | None:
+    inner: ast.expr = base
+    while isinstance(inner, (ast.Subscript, ast.Attribute)):
+        inner = inner.value
+    if isinstance(inner, ast.Name):
+        made = [d.expr for d in chain.base_env.get(inner.id, ()) if isinstance(d.expr, ast.Call)]
+        return made[0] if made else None
+    return inner if isinstance(inner, ast.Call) else None
+
+
+def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:
+    """True for a cross-entropy with an ignored label and reduction "mean"."""
+    if _masks_mean(call):
+        return True
+    made = [d.expr for d in chain.base_env.get(text(call.func), ())]
+    made += [
+        owner.attributes[text(call.func)]
+        for owner in file.facts.classes
+        if text(call.func) in owner.attributes
+    ]
+    if not made or all(isinstance(m, ast.Name) for m in made):
+        made += _made_elsewhere(text(call.func), file)
+    return any(isinstance(m, ast.Call) and (_masks_mean(m) or _is_masking(m, file)) for m in made)
+
+
+def _made_elsewhere(name: str, file: File) -> list[ast.expr]:
+    """Return the calls that assign this name elsewhere, for a criterion passed as an argument."""
+    if not _CRITERION.search(name):
+        return []
+    made = [
+        node.value
+        for node in walk(file.tree)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and text(node.targets[0]) == name
+    ]
+    calls = [m for m in made if isinstance(m, ast.Call)]
+    return list(calls) if len({text(c.func) for c in calls}) == 1 else []
+
+
+def _is_masking(made: ast.Call, file: File) -> bool:
+    """True if a loss class of the file computes a cross-entropy that ignores labels."""
+    owners = [c.node for c in file.facts.classes if c.node.name == last_part(made.func)]
+    return any(
+        isinstance(node, ast.Call) and _masks_mean(node, _defaults(owner))
+        for owner in owners
+        for node in walk(owner)
+    )
+
+
+def _defaults(owner: ast.AST) -> dict[str, ast.expr]:
+    """Return the default values of the parameters of a class's methods."""
+    found: dict[str, ast.expr] = {}
+    for node in walk(owner):
+        if isinstance(node, ast.arguments):
+            plain = [*node.posonlyargs, *node.args]
+            pairs = [
+                *zip(plain[len(plain) - len(node.defaults) :], node.defaults, strict=True),
+                *zip(node.kwonlyargs, node.kw_defaults, strict=True),
+            ]
+            found.update({a.arg: d for a, d in pairs if d is not None})
+    return found
+
+
+def _selects(call: ast.Call, chain: Chain) -> bool:
+    """True for a mean loss over a masked selection: `criterion(logits[mask], labels[mask])`."""
+    if not _CRITERION.search(text(call.func)) or keyword(call, "reduction") is not None:
+        return False
+    return len(call.args) > 1 and all(_is_selection(a, chain) for a in call.args[:2])
+
+
+def _is_selection(expr: ast.expr, chain: Chain) -> bool:
+    for _ in range(6):
+        if isinstance(expr, ast.Call) and isinstance(expr.func, ast.Attribute):
+            expr = expr.func.value  # For example `.view(-1)` or `.float()`.
+        elif isinstance(expr, ast.Name):
+            made = chain.base_env.get(expr.id, ())
+            if len(made) != 1:
+                return False
+            expr = made[0].expr
+        else:
+            break
+    if not isinstance(expr, ast.Subscript):
+        return False
+    if isinstance(expr.slice, ast.Compare):
+        return True
+    return isinstance(expr.slice, ast.Name) and any(
+        isinstance(d.expr, ast.Compare) for d in chain.base_env.get(expr.slice.id, ())
+    )
+
+
+def _masks_mean(call: ast.Call, defaults: dict[str, ast.expr] | None = None) -> bool:
+    ignored = keyword(call, "ignore_index")
+    name = last_part(call.func)
+    if ignored is None or not (name in _CROSS_ENTROPY or _OWN_CROSS_ENTROPY.search(name)):
+        return False
+    if isinstance(ignored, ast.Name) and defaults:
+        ignored = defaults.get(ignored.id, ignored)
+    if number(ignored) is None and not re.search(r"(?i:pad)|IGNORE|-100", text(ignored)):
+        return False
+    reduction = keyword(call, "reduction")
+    return reduction is None or (isinstance(reduction, ast.Constant) and reduction.value == "mean")
+
+
+def _is_language_model(call: ast.Call, file: File) -> bool:
+    if not re.search(r"model|net", text(call.func), re.I):
+        return False
+    source = file.facts.source
+    if _MASKED_LABELS.search(source):  # Whatever the model is, its labels are masked here.
+        return True
+    return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
+
+
+RULE = Rule(
+    code="WB103",
+    name="mean of means",
+    summary="Means over different numbers of valid tokens are averaged with equal weight.",
+    check=check,
+)

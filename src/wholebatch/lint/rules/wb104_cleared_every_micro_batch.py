@@ -1,0 +1,100 @@
+"""Gradients are cleared on every micro-batch.
+
+## What it does
+Finds `zero_grad()` (or `p.grad = None`) that runs for every micro-batch in a loop whose
+`optimizer.step()` runs only at the end of a window.
+
+## Why is this bad?
+Nothing is accumulated: the update is made from the last micro-batch alone, and the work on all the
+others is lost. If the loss is divided by K, the gradient is K times too small as well.
+
+## Known problems
+None known. Under `accelerator.accumulate()` the call is correct, because Accelerate skips it inside
+a window.
+
+## Example
+```python
+for i, (x, y) in enumerate(loader):
+    optimizer.zero_grad()
+    (criterion(model(x), y) / accum).backward()
+    if (i + 1) % accum == 0:
+        optimizer.step()
+```
+
+## Use instead
+```python
+    if (i + 1) % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+```
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import Event, File, Guard, Window
+from ..model.expressions import text
+from .rule_base import Rule
+from .window_questions import is_optimizer_of, same_receiver, stepped
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield every clearing call that is not at the boundary."""
+    for window in file.accumulating:
+        if window.shape not in {"boundary", "nested"}:
+            continue
+        steps = stepped(window)
+        zeros = window.of("zero")
+        for zero in zeros:
+            if not is_optimizer_of(zero, steps) or not _every_micro_batch(zero, window, steps):
+                continue
+            yield Report(
+                zero.node,
+                f"gradients are cleared on every micro-batch but used every "
+                f"`{window.every_name}`: only the last micro-batch counts",
+                _fix(window, zero, zeros, steps),
+            )
+
+
+def _every_micro_batch(zero: Event, window: Window, steps: list[Event]) -> bool:
+    """True if it runs on every micro-batch: unconditionally, or under conditions of its step."""
+    if window.when(zero) == "always":
+        return True
+    if window.when(zero) != "sometimes":
+        return False
+    mine = _conditions(zero, window)
+    return any(same_receiver(zero, s) and mine <= _conditions(s, window) for s in steps)
+
+
+def _conditions(event: Event, window: Window) -> set[tuple[str, bool]]:
+    return {(text(g.expr), g.positive) for g in event.inside(window.loop) if isinstance(g, Guard)}
+
+
+def _fix(window: Window, zero: Event, zeros: list[Event], steps: list[Event]) -> tuple[Edit, ...]:
+    if window.shape != "boundary" or len(steps) != 1 or not isinstance(zero.stmt, ast.Expr):
+        return ()
+    if zero.loops != steps[0].loops or zero.stmt.value is not zero.node:
+        return ()
+    cleared = any(window.when(z) == "boundary" and z.order > steps[0].order for z in zeros)
+    edits = [Edit.at("delete", zero.stmt)]
+    if not cleared:
+        last = steps[0].stmt
+        for update in window.of("scaler_update"):
+            if window.when(update) == "boundary" and update.order > steps[0].order:
+                last = update.stmt
+        edits.append(Edit.at("after", last, text(zero.stmt)))
+    return tuple(edits)
+
+
+RULE = Rule(
+    code="WB104",
+    name="gradients cleared every micro-batch",
+    summary="zero_grad runs for every micro-batch, so only the last one of a window counts.",
+    check=check,
+    fixable=True,
+)

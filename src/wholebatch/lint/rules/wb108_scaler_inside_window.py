@@ -1,0 +1,94 @@
+"""The gradient scaler steps or updates inside a window.
+
+## What it does
+Finds `scaler.update()` or `scaler.step(optimizer)` that runs for every micro-batch while the rest
+of the update waits for the end of the window.
+
+## Why is this bad?
+`update()` may change the loss scale in the middle of a window: gradients with different scales are
+then added together and unscaled with only one of them. `step()` on every micro-batch is no
+accumulation at all: each update re-uses the gradients of the earlier micro-batches.
+
+## Known problems
+None known.
+
+## Example
+```python
+scaler.scale(loss / accum).backward()
+if (i + 1) % accum == 0:
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+scaler.update()
+```
+
+## Use instead
+```python
+if (i + 1) % accum == 0:
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+```
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import Event, File, Window
+from ..model.expressions import text
+from .rule_base import Rule
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield scaler calls, and steps beside a conditional clearing, that are not at the boundary."""
+    for window in file.accumulating:
+        if window.shape not in {"boundary", "nested"}:
+            continue
+        for update in window.of("scaler_update"):
+            if window.when(update) == "always":
+                yield Report(
+                    update.node,
+                    "loss scale is updated on every micro-batch: gradients of one window get "
+                    "different scales",
+                    _fix(window, update),
+                )
+        for step in window.of("step"):
+            if window.when(step) == "always" and _clears_at_boundary(window):
+                yield Report(
+                    step.node,
+                    f"`{text(step.node)}` runs on every micro-batch but gradients are cleared "
+                    f"every `{window.every_name}`: each step re-uses the earlier ones",
+                )
+
+
+def _clears_at_boundary(window: Window) -> bool:
+    zeros = window.of("zero")
+    return bool(zeros) and all(window.when(z) == "boundary" for z in zeros)
+
+
+def _fix(window: Window, update: Event) -> tuple[Edit, ...]:
+    steps = [e for e in window.of("step") if e.detail == "scaler"]
+    others = window.of("scaler_update")
+    if len(steps) != 1 or window.when(steps[0]) != "boundary" or len(others) != 1:
+        return ()
+    if update.path != (*window.loop.parents, window.loop) or not isinstance(update.stmt, ast.Expr):
+        return ()
+    if steps[0].loops != update.loops:
+        return ()
+    return (
+        Edit.at("delete", update.stmt),
+        Edit.at("after", steps[0].stmt, text(update.stmt)),
+    )
+
+
+RULE = Rule(
+    code="WB108",
+    name="scaler off the boundary",
+    summary="The gradient scaler steps or updates inside a window.",
+    check=check,
+    fixable=True,
+)

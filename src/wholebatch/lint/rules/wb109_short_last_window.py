@@ -1,0 +1,111 @@
+"""The last, short window of an epoch is dropped, leaks, or is divided by the wrong number.
+
+## What it does
+Finds loops over a finite loader whose windows end only at multiples of K and ignore the remaining
+micro-batches, and loops that handle them but still divide by K.
+
+## Why is this bad?
+Up to K-1 micro-batches of every epoch are lost if gradients are cleared before the next epoch.
+Otherwise they leak into the first window of the next epoch; those of the last epoch are never used.
+A short window divided by the nominal K gives an update that is too small: 8 times with one
+micro-batch of 8 left.
+
+## Known problems
+Counters that continue over epochs are not reported: their windows span epochs and only the very
+last one is lost. They are reported if gradients are cleared at the start of every epoch. A loader
+whose length is a multiple of K is recognised only if the file enforces it.
+
+## Example
+```python
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / accum).backward()
+    if (i + 1) % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+```
+
+## Use instead
+```python
+acc = wb.Accumulator(model, optimizer, steps=accum)
+for x, y in acc.over(loader):               # knows the tail and divides by what was there
+    acc.backward(criterion_sum(model(x), y), units=len(y))
+```
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import File, Window
+from .rule_base import Rule
+from .window_questions import steps_every_micro_batch
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield at most one report per window."""
+    for window in file.accumulating:
+        boundary = window.boundary
+        if window.shape != "boundary" or boundary is None or not boundary.pure:
+            continue
+        if boundary.kind not in {"modulo", "reset"} or not window.finite:
+            continue
+        if boundary.spanning and not _cleared_before(window):
+            continue
+        if steps_every_micro_batch(window):
+            continue
+        handled = boundary.tail or _flushed(window)
+        if not handled and _is_multiple(window):
+            continue
+        if handled:
+            if _nominal(window):
+                yield Report(
+                    boundary.expr,
+                    f"the short last window is divided by the nominal `{window.every_name}`, not "
+                    "by the micro-batches that it has",
+                )
+        else:
+            fate = "dropped" if _cleared_before(window) else "left over for the next window"
+            yield Report(
+                boundary.expr,
+                f"micro-batches after the last multiple of `{window.every_name}` never reach an "
+                f"update of their own: they are {fate} at the end of the loader",
+            )
+
+
+def _is_multiple(window: Window) -> bool:
+    """True if the file itself makes the loader's length a multiple of the window."""
+    name = re.escape(window.every_name.rpartition(".")[2])
+    pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
+    return bool(re.search(pattern, window.facts.source))
+
+
+def _flushed(window: Window) -> bool:
+    return any(e.kind == "step" and e.loops == window.loop.parents for e in window.after)
+
+
+def _nominal(window: Window) -> bool:
+    return any(
+        d.key == window.every_name and not window.resolver.varies(d.expr, window.loop)
+        for _, chain in window.chains
+        for d in chain.divisors
+    )
+
+
+def _cleared_before(window: Window) -> bool:
+    start = min((e.order for e in window.events), default=0)
+    parents = window.loop.parents
+    if not parents:
+        return False
+    return any(e.kind == "zero" and e.order < start and e.loops == parents for e in window.before)
+
+
+RULE = Rule(
+    code="WB109",
+    name="tail of the epoch",
+    summary="The short last window is dropped, leaks, or is divided by the nominal count.",
+    check=check,
+)

@@ -1,0 +1,105 @@
+"""The boundary is off by one: the first window has the wrong number of micro-batches.
+
+## What it does
+Follows the counter of the boundary condition from its first value. It finds conditions such as
+`i % K == 0` with a counter that starts at 0: they are true after one micro-batch.
+
+## Why is this bad?
+The first update of every epoch (or of the run) is made from one micro-batch, or from K-1 or K+1,
+while the loss was divided by K. All later windows are shifted, and the tail has another length than
+planned.
+
+## Known problems
+Counters with an unknown start (a resumed step, a framework's counter) are not judged.
+
+## Example
+```python
+for i, batch in enumerate(loader):
+    (loss_fn(batch) / accum).backward()
+    if i % accum == 0:                  # true at i = 0
+        optimizer.step()
+        optimizer.zero_grad()
+```
+
+## Use instead
+```python
+    if (i + 1) % accum == 0:
+```
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import File, Window
+from ..model.expressions import number, text
+from .rule_base import Rule
+from .window_questions import stepped
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield boundaries whose first window does not have K micro-batches."""
+    for window in file.accumulating:
+        boundary = window.boundary
+        if window.shape != "boundary" or boundary is None or boundary.shift is None:
+            continue
+        if boundary.kind not in {"modulo", "reset"}:
+            continue
+        size = first_window(window)
+        if not size:
+            continue
+        name = window.every_name
+        words = "one micro-batch" if size == "one" else f"`{name}` {size} micro-batches"
+        yield Report(
+            boundary.expr,
+            f"boundary is off by one: the first window has {words} instead of `{name}`",
+            _fix(window) if size == "one" else (),
+        )
+
+
+def first_window(window: Window) -> str:
+    """Return the error in the first window's size: "" if none, "one", "+ 1", "- 1" and so on."""
+    boundary = window.boundary
+    assert boundary is not None
+    assert boundary.shift is not None
+    shift = boundary.shift
+    steps = stepped(window)
+    # A step at the top of the body closes the window of the iterations before.
+    if steps and window.backwards and steps[0].order < window.backwards[0].order:
+        shift -= 1
+        if boundary.after_first:
+            return ""
+    elif shift == 1 and boundary.kind == "modulo" and not boundary.after_first:
+        return "one"
+    if shift == 0:
+        return ""
+    return f"{'+' if shift > 0 else '-'} {abs(shift)}"
+
+
+def _fix(window: Window) -> tuple[Edit, ...]:
+    boundary = window.boundary
+    if boundary is None or boundary.tail or boundary.after_first:
+        return ()
+    # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
+    expr = boundary.expr
+    if not isinstance(expr, ast.Compare) or not isinstance(expr.left, ast.BinOp):
+        return ()
+    left = expr.left
+    if not isinstance(left.op, ast.Mod) or not isinstance(left.left, ast.Name):
+        return ()
+    if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):
+        return ()
+    return (Edit.at("replace", left.left, f"({text(left.left)} + 1)"),)
+
+
+RULE = Rule(
+    code="WB110",
+    name="boundary off by one",
+    summary="The condition that ends a window is true one micro-batch too early or too late.",
+    check=check,
+    fixable=True,
+)

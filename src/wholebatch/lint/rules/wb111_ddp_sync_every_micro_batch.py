@@ -1,0 +1,161 @@
+"""DistributedDataParallel synchronises on every micro-batch.
+
+## What it does
+Finds accumulating loops over a model that the same file wraps in `DistributedDataParallel`, without
+`no_sync()` and `require_backward_grad_sync`. It also finds loops that disable the synchronisation
+too late: the flag or the context comes after the forward that reads it.
+
+## Why is this bad?
+All gradients are all-reduced K times per update instead of once. DDP decides in the *forward*
+whether the next backward will synchronise. So a flag set between forward and backward, or a
+`no_sync()` around the backward alone, has no effect or the wrong one.
+
+## Known problems
+A model that is wrapped in another file is not seen. For very small models the cost may not matter.
+
+## Example
+```python
+model = DistributedDataParallel(model)
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / accum).backward()
+    if (i + 1) % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+```
+
+## Use instead
+```python
+    hold = nullcontext() if (i + 1) % accum == 0 else model.no_sync()
+    with hold:
+        (criterion(model(x), y) / accum).backward()
+```
+`wb.Accumulator` does this by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import Event, File, Window
+from ..model.events import Context
+from ..model.expressions import dotted, is_accumulation_name, text, walk
+from .rule_base import Rule
+from .window_questions import steps_every_micro_batch
+
+__all__ = ["RULE", "holds_sync"]
+
+_HELD = re.compile(
+    r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync"
+)
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield windows under DDP that never disable the synchronisation, or do so too late."""
+    for window in file.accumulating:
+        if window.shape not in {"boundary", "nested"}:
+            continue
+        if not _HELD.search(file.facts.source):
+            if _wrapped(file) and _local_backward(window) and not steps_every_micro_batch(window):
+                yield Report(
+                    window.backwards[0].node,
+                    "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
+                    "with `no_sync()` for all but the last of a window",
+                )
+            continue
+        late = _late_flag(window) or _late_context(window)
+        if late is not None:
+            yield Report(
+                late.node,
+                "synchronisation is held after the forward that reads it: DDP decides in the "
+                "forward, so it must be inside `no_sync()` or after the flag is set",
+            )
+
+
+def _wrapped(file: File) -> bool:
+    """True if a model is wrapped here, and not only where nothing is accumulated (as with apex)."""
+    if not file.facts.wraps_ddp:
+        return False
+    otherwise = {
+        id(call)
+        for node in walk(file.tree)
+        if isinstance(node, ast.If) and _declines_accumulation(node.test)
+        for stmt in node.body
+        for call in walk(stmt)
+    }
+    return any(id(call) not in otherwise for call in file.facts.ddp_calls)
+
+
+def _declines_accumulation(test: ast.expr) -> bool:
+    return (
+        isinstance(test, ast.UnaryOp)
+        and isinstance(test.op, ast.Not)
+        and is_accumulation_name(text(test.operand))
+    )
+
+
+def _local_backward(window: Window) -> bool:
+    return all(e.detail in {"tensor", "native", "wrapper", "lightning"} for e in window.backwards)
+
+
+def _late_flag(window: Window) -> Event | None:
+    for flag in window.of("ddp_flag"):
+        name = (flag.receiver_text or "").rpartition(".")[0]
+        before = [f for f in window.of("forward") if f.order < flag.order]
+        after = [f for f in window.of("forward") if f.order > flag.order]
+        backward = [b for b in window.backwards if b.order > flag.order]
+        # Only forwards of the same model count, and none may follow the flag.
+        if (
+            any(_root(f) == _first(name) for f in before)
+            and backward
+            and not any(_root(f) == _first(name) for f in after)
+        ):
+            return flag
+    return None
+
+
+def _late_context(window: Window) -> Event | None:
+    for backward in window.backwards:
+        held = [c for c in backward.inside(window.loop) if isinstance(c, Context) and holds_sync(c)]
+        if not held:
+            continue
+        owner = held[-1]
+        forwards = window.of("forward")
+        inside = [f for f in forwards if owner in f.path]
+        before = [f for f in forwards if owner not in f.path and f.order < backward.order]
+        if not inside and before and all(_in_no_hold(f) for f in before):
+            return backward
+    return None
+
+
+def _in_no_hold(event: Event) -> bool:
+    return not any(isinstance(c, Context) and holds_sync(c) for c in event.path)
+
+
+def holds_sync(context: Context) -> bool:
+    """True if a `with` item is (or was assigned from) a `no_sync()`."""
+    spelled = text(context.expr)
+    if re.search(r"\bno_sync\b", spelled):
+        return True
+    name = dotted(context.expr)
+    if name is None and hasattr(context.expr, "func"):
+        name = dotted(context.expr.func)
+    return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))
+
+
+def _first(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _root(event: Event) -> str:
+    return _first(event.receiver_text)
+
+
+RULE = Rule(
+    code="WB111",
+    name="DDP synchronises every micro-batch",
+    summary="Gradients are reduced over the network for every micro-batch, or held too late.",
+    check=check,
+)

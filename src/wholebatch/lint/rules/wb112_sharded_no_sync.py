@@ -1,0 +1,71 @@
+"""A sharded model delays its gradient reduction, which costs a whole unsharded gradient.
+
+## What it does
+Notes `no_sync()` or `set_requires_gradient_sync(False)` in an accumulating loop of a file that
+shards its model with FSDP.
+
+## Why is this bad?
+FSDP keeps gradients sharded by reducing them after every backward. Delaying the reduction keeps the
+full, unsharded gradient on every rank until the end of the window. The memory that sharding saved
+is used again, and large models run out of it. Under FSDP2 the parameters stay unsharded as well.
+
+## Known problems
+This is a note: on few ranks, or with memory to spare, delaying the reduction is faster.
+
+## Example
+```python
+model = FSDP(model)
+with model.no_sync():
+    (loss_fn(model(x)) / accum).backward()
+```
+
+## Use instead
+Reduce on every micro-batch, or delay the reduction only if the unsharded gradient fits.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import File
+from ..model.events import Context
+from ..model.expressions import text
+from .rule_base import Rule
+from .wb111_ddp_sync_every_micro_batch import holds_sync
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield at most one note per window."""
+    if not file.facts.wraps_fsdp:
+        return
+    for window in file.accumulating:
+        held: list[ast.AST] = [
+            item.node
+            for backward in window.backwards
+            for item in backward.inside(window.loop)
+            if isinstance(item, Context) and holds_sync(item)
+        ]
+        held += [
+            e.node
+            for e in window.of("fsdp_sync")
+            if e.argument is not None and text(e.argument) != "True"
+        ]
+        for node in held[:1]:
+            yield Report(
+                node,
+                "FSDP holds its reduction: the full unsharded gradient stays in memory until the "
+                "end of the window",
+            )
+
+
+RULE = Rule(
+    code="WB112",
+    name="FSDP held",
+    summary="Holding FSDP's reduction keeps a whole unsharded gradient in memory.",
+    check=check,
+    level="note",
+)

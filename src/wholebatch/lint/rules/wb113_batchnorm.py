@@ -1,0 +1,112 @@
+"""A model with BatchNorm is trained with accumulated micro-batches.
+
+## What it does
+Finds accumulating loops in a file that builds BatchNorm layers, or a model known to have them
+(torchvision's and timm's ResNets, EfficientNets and the like).
+
+## Why is this bad?
+BatchNorm normalises by the statistics of the batch it sees, which is the micro-batch. So neither
+the forward nor the gradient is that of the whole batch, however the loss is divided. Training
+visibly suffers with micro-batches of 2 or 4, and the running statistics are updated K times per
+update.
+
+## Known problems
+A model that is built in another file is not recognised. Layers that are frozen by an unknown helper
+may be reported.
+
+## Example
+```python
+model = torchvision.models.resnet50()
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / accum).backward()
+    if (i + 1) % accum == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+```
+
+## Use instead
+`wb.WholeBatch(..., batchnorm="exact")`, which normalises over the whole batch; or GroupNorm, or
+frozen BatchNorm.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import File
+from ..model.expressions import dotted, last_part
+from .rule_base import Rule
+from .window_questions import framework_accumulates
+
+__all__ = ["RULE"]
+
+_FAMILIES = (
+    r"resnet\d+\w*|resnext\d+\w*|wide_resnet\w+|densenet\d+|mobilenet_?v\d\w*|efficientnet_\w+"
+    r"|googlenet|inception_v3|regnet_\w+|shufflenet_\w+|mnasnet\w+|vgg\d+_bn|seresnet\w*"
+    r"|tf_efficientnet\w*|resnest\w*|mobilenetv\d\w*|deeplabv3_resnet\w+|fcn_resnet\w+"
+)
+_KNOWN_MODEL = re.compile(rf"^({_FAMILIES})$")
+_SEGMENTERS = {"Unet", "UnetPlusPlus", "FPN", "DeepLabV3", "DeepLabV3Plus", "Linknet"}
+_SPEAKS = re.compile(r"BatchNorm|models|timm|smp|segmentation_models|hub\.load|EfficientNet")
+_FROZEN = re.compile(
+    r"FrozenBatchNorm|freeze_?bn|freeze_batch_?norm|bn_?eval|BatchNorm\w*\)?:?\s*\n?\s*\w+\.eval\(\)"
+    r"|set_bn_eval|fix_bn|frozen_bn",
+    re.I,
+)
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield one report per file, where the layers are created."""
+    if not _SPEAKS.search(file.facts.source) or _FROZEN.search(file.facts.source):
+        return
+    if not any(w.shape != "deepspeed" for w in file.accumulating) and not framework_accumulates(
+        file
+    ):
+        return
+    for call in file.facts.calls:
+        what = _batchnorm(call, file)
+        if what:
+            yield Report(
+                call,
+                f"{what} normalises over each micro-batch, not over the window: the update is not "
+                "that of the whole batch",
+            )
+            return
+
+
+def _batchnorm(call: ast.Call, file: File) -> str:
+    name = last_part(call.func)
+    if name in {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}:
+        return f"`{name}`"
+    full = dotted(call.func) or ""
+    if _KNOWN_MODEL.match(name):
+        from_zoo = "models." in full or any(
+            i in {f"torchvision.models.{name}", f"torchvision.models.segmentation.{name}"}
+            for i in file.facts.imports
+        )
+        return f"`{name}` has BatchNorm, which" if from_zoo else ""
+    if name == "create_model" and "timm" in full and call.args:
+        first = call.args[0]
+        known = first.value if isinstance(first, ast.Constant) else None
+        if isinstance(known, str) and _KNOWN_MODEL.match(known):
+            return f"`{known}` has BatchNorm, which"
+    if full.endswith("hub.load") and len(call.args) > 1:
+        known = getattr(call.args[1], "value", None)
+        if isinstance(known, str) and _KNOWN_MODEL.match(known):
+            return f"`{known}` has BatchNorm, which"
+    if full in {"EfficientNet.from_pretrained", "EfficientNet.from_name"}:
+        return "`EfficientNet` has BatchNorm, which"
+    if full.startswith(("smp.", "segmentation_models_pytorch.")) and name in _SEGMENTERS:
+        return f"`{name}` has BatchNorm, which"
+    return ""
+
+
+RULE = Rule(
+    code="WB113",
+    name="BatchNorm under accumulation",
+    summary="BatchNorm sees micro-batches, so the update is not that of the whole batch.",
+    check=check,
+)

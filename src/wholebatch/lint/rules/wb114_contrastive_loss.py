@@ -1,0 +1,158 @@
+"""A contrastive loss with in-batch negatives is accumulated over micro-batches.
+
+## What it does
+Finds accumulating loops whose loss compares every sample with every other sample of the same
+micro-batch: CLIP-like losses, InfoNCE, NT-Xent, multiple-negatives ranking.
+
+## Why is this bad?
+The other samples of the batch are the negatives. A micro-batch of 8 has 7 of them, whatever K is.
+Eight accumulated micro-batches of 8 are eight easy problems, not one hard problem of 64. Dividing
+by K does not help: the loss does not decompose.
+
+## Known problems
+A loss that is built in another file under an unknown name is not recognised.
+
+## Example
+```python
+logits = image_features @ text_features.T * scale
+loss = F.cross_entropy(logits, torch.arange(len(logits))) / accum
+loss.backward()
+```
+
+## Use instead
+Two passes with cached representations (GradCache): `wb.WholeBatch` with
+`loss=wb.Coupled(encode, loss)`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import Event, File, Window
+from ..model.expressions import keyword, last_part, text, walk
+from .rule_base import Rule
+from .window_questions import framework_accumulates
+
+__all__ = ["RULE"]
+
+_COUPLED_NAME = re.compile(
+    r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
+    r"|SupConLoss|SigLipLoss|BiEncoderNllLoss|in_batch_neg|SimCLRLoss|ContrastiveLossWithInBatch"
+)
+_MESSAGE = (
+    "loss uses the other samples of the micro-batch as negatives: accumulation does not give the "
+    "negatives of the whole batch"
+)
+_SPEAKS = re.compile(rf"arange\(|return_loss|{_COUPLED_NAME.pattern}")
+_CACHED = re.compile(
+    r"grad_?cache|accum_\w*features|cached_(multiple|rep|emb)|accum_features", re.I
+)
+_SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield at most one report per window."""
+    if not _SPEAKS.search(file.facts.source) or _CACHED.search(file.facts.source):
+        return
+    yield from _in_training_steps(file)
+    for window in file.accumulating:
+        node = _named(window) or _by_arange(window)
+        if node is not None:
+            yield Report(node, _MESSAGE)
+
+
+def _in_training_steps(file: File) -> Iterator[Report]:
+    """Check Lightning's own accumulation: the loss is in `training_step`, the loop is elsewhere."""
+    if not framework_accumulates(file):
+        return
+    for owner in file.facts.classes:
+        method = owner.methods.get("training_step")
+        if method is None:
+            continue
+        for node in walk(method):
+            if isinstance(node, ast.Call):
+                made = owner.attributes.get(text(node.func))
+                name = last_part(made.func) if isinstance(made, ast.Call) else ""
+                if _COUPLED_NAME.search(last_part(node.func)) or _COUPLED_NAME.search(name):
+                    yield Report(node, _MESSAGE)
+                    break
+
+
+def _calls(window: Window) -> Iterator[tuple[Event, ast.Call]]:
+    for event in window.events:
+        if event.kind in {"call", "forward"} and isinstance(event.node, ast.Call):
+            yield event, event.node
+
+
+def _named(window: Window) -> ast.AST | None:
+    for event, call in _calls(window):
+        name = last_part(call.func)
+        if _COUPLED_NAME.search(name):
+            return call
+        asked = event.kind == "forward" and _true(keyword(call, "return_loss"))
+        if asked and re.search(r"CLIP|SigLip|Clap", window.facts.source):
+            return call
+        for definition in event.env.get(text(call.func), ()):
+            if isinstance(definition.expr, ast.Call):
+                made = last_part(definition.expr.func)
+                if _COUPLED_NAME.search(made) or _is_coupled_class(made, window):
+                    return call
+    return None
+
+
+def _is_coupled_class(name: str, window: Window) -> bool:
+    """True if a loss class of this file compares all samples of its batch with each other."""
+    for owner in window.facts.classes:
+        if owner.node.name == name and "Loss" in name:
+            body = text(owner.node)
+            has_labels = "arange(" in body and re.search(r"cross_entropy|CrossEntropy", body)
+            return bool(has_labels and _SIMILARITY.search(body))
+    return False
+
+
+def _true(expr: ast.expr | None) -> bool:
+    return isinstance(expr, ast.Constant) and expr.value is True
+
+
+def _by_arange(window: Window) -> ast.AST | None:
+    """Return a `cross_entropy(a @ b.T, arange(n))`, whose labels are the diagonal."""
+    for event, call in _calls(window):
+        if not re.search(r"cross_entropy|CrossEntropy|criterion|loss|ce$", text(call.func), re.I):
+            continue
+        if len(call.args) < 2:
+            continue
+        labels = window.resolver.resolve(call.args[1], event.env)
+        spelled = " ".join(
+            [text(call.args[1]), text(labels)]
+            + [text(d.expr) for d in event.env.get(text(call.args[1]), ())]
+        )
+        if "arange(" not in spelled:
+            continue
+        logits = " ".join(
+            [text(call.args[0])] + [text(d.expr) for d in event.env.get(_base(call.args[0]), ())]
+        )
+        if _SIMILARITY.search(logits) or re.search(r"sim|logits_per|scores", logits):
+            return call
+    return None
+
+
+def _base(expr: ast.expr) -> str:
+    while isinstance(expr, (ast.Attribute, ast.Call, ast.Subscript)):
+        if isinstance(expr, ast.Call):
+            expr = expr.func
+        else:
+            expr = expr.value
+    if isinstance(expr, ast.BinOp):
+        return _base(expr.left)
+    return text(expr)
+
+
+RULE = Rule(
+    code="WB114",
+    name="in-batch negatives accumulated",
+    summary="A loss that compares samples of a batch with each other does not accumulate.",
+    check=check,
+)

@@ -1,0 +1,288 @@
+"""The reported loss is the divided one, or only that of the last micro-batch.
+
+## What it does
+Finds a `loss.item()` in a log, a progress bar or an average after the loss was divided by K. It
+also finds logs at the end of a window that show the loss of the last micro-batch as the window's.
+
+## Why is this bad?
+The first kind of curve is K times too low, so runs with different K cannot be compared. The second
+shows one K-th of the data, with the noise of a micro-batch.
+
+## Known problems
+Sums that are later divided by the number of *updates* are correct and not reported. The undivided
+loss of each micro-batch is not reported either.
+
+## Example
+```python
+loss = criterion(model(x), y) / accum
+loss.backward()
+if (i + 1) % accum == 0:
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss.item():.3f}")
+```
+
+## Use instead
+```python
+window_loss += loss.item()              # already divided: the sum is the window's mean
+if (i + 1) % accum == 0:
+    ...
+    print(f"loss {window_loss:.3f}")
+    window_loss = 0.0
+```
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import Event, File, Window
+from ..model.events import Env
+from ..model.expressions import dotted, is_accumulation_name, last_part, text, walk
+from ..model.loss_origin import Chain, trace
+from .rule_base import Rule
+
+__all__ = ["RULE"]
+
+_SINKS = {
+    "print", "info", "debug", "log", "log_metrics", "add_scalar", "set_postfix", "warning",
+    "set_description", "set_postfix_str", "log_dict", "Logger", "log_scalar", "write", "report",
+    "set_description_str",
+}  # fmt: skip
+_KEEPERS = re.compile(r"loss|meter|metric|avg|average|tracker|history|record|stat", re.I)
+_MATH = {"log", "log2", "log10"}
+_BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
+_LAST = "reported loss is that of the last micro-batch, not of the window"
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield at most one report of each kind per window."""
+    shown: set[int] = set()
+    for window in file.accumulating:
+        bases = _bases(window)
+        if not bases:
+            continue
+        # One of two loops (`if amp: ... else: ...`) computed the loss that is logged after both.
+        for other in file.accumulating:
+            if other.shape == window.shape and other.loop.parents == window.loop.parents:
+                bases |= _bases(other)
+        found = [*_logged(window, bases, file), *_averaged(window, bases, file)]
+        for report in found or _kept_at_boundary(window, bases):
+            if id(report.node) not in shown:
+                shown.add(id(report.node))
+                yield report
+
+
+def _bases(window: Window) -> set[int]:
+    return {
+        id(chain.base)
+        for event in window.of("backward")
+        for chain in trace(event.argument, event.env, window.resolver)
+        if chain.base is not None
+    }
+
+
+def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
+    said: set[str] = set()
+    events = list(window.events)
+    if window.shape == "nested":
+        events += [e for e in window.after if e.loops == window.loop.parents]
+    for event in events:
+        if event.kind != "call" or not isinstance(event.node, ast.Call) or not _is_sink(event.node):
+            continue
+        # An inner loop (an evaluation, say) has losses of its own.
+        if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
+            continue
+        for value, env in _values(event.node, event.env):
+            chains = trace(value, env, window.resolver)
+            if not chains or not all(id(c.base) in bases for c in chains):
+                continue
+            divided = any(_is_divided(c, window) for c in chains)
+            if divided and "divided" not in said:
+                said.add("divided")
+                yield Report(
+                    _where(event, value, env, window, file),
+                    f"reported loss was divided by `{window.every_name}`: it is that many times "
+                    "too small",
+                )
+                break
+            if not divided and "last" not in said and _is_last(event, window):
+                said.add("last")
+                yield Report(_where(event, value, env, window, file), _LAST)
+                break
+
+
+def _where(event: Event, value: ast.expr, env: Env, window: Window, file: File) -> ast.AST:
+    """Return the call, or the statement that computed its value if a helper makes the call."""
+    function = _function_of(window, file)
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return event.node
+    first, last = function.lineno, function.end_lineno or function.lineno
+    if first <= event.line <= last:
+        return event.node
+    made = [d.node for d in env.get(text(value), ()) if d.node is not None]
+    places = [n for n in (value, *made) if first <= int(getattr(n, "lineno", 0)) <= last]
+    return places[0] if places else event.node
+
+
+def _is_sink(call: ast.Call) -> bool:
+    name = last_part(call.func)
+    if isinstance(call.func, ast.Name) and _BAR.fullmatch(name):
+        return len(call.args) > 1  # A callable progress bar: `pbar(step, {"loss": ...})`.
+    owner = text(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    if name in _SINKS:
+        return not (name in _MATH and owner in {"math", "torch", "np", "numpy"})
+    if name in {"append", "update", "add"} and owner:
+        return bool(_KEEPERS.search(owner)) and bool(call.args)
+    return False
+
+
+def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
+    """Yield the values that a log call shows: through f-strings, dictionaries and `%`."""
+    todo = [(a, env, 0) for a in (*call.args, *(k.value for k in call.keywords))]
+    while todo:
+        expr, where, depth = todo.pop(0)
+        if depth > 5:
+            continue
+        inner: list[ast.expr] = []
+        if isinstance(expr, ast.JoinedStr):
+            inner = [v.value for v in expr.values if isinstance(v, ast.FormattedValue)]
+        elif isinstance(expr, ast.Dict):
+            inner = list(expr.values)
+        elif isinstance(expr, (ast.Tuple, ast.List)):
+            inner = list(expr.elts)
+        elif isinstance(expr, ast.Starred):
+            inner = [expr.value]
+        elif isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Mod):
+            inner = [expr.right]
+        elif isinstance(expr, ast.Call) and last_part(expr.func) in {"format", "dict"}:
+            inner = [*expr.args, *(k.value for k in expr.keywords)]
+        elif isinstance(expr, ast.Call) and last_part(expr.func) in {"float", "round", "str"}:
+            inner = expr.args[:1]
+        elif isinstance(expr, ast.Name) and len(where.get(expr.id, ())) == 1:
+            made = where[expr.id][0]
+            if isinstance(made.expr, (ast.Dict, ast.JoinedStr)) or (
+                isinstance(made.expr, ast.Call) and last_part(made.expr.func) == "dict"
+            ):
+                todo.append((made.expr, made.env, depth + 1))
+                continue
+        if inner:
+            todo += [(i, where, depth + 1) for i in inner]
+        else:
+            yield expr, where
+
+
+def _is_divided(chain: Chain, window: Window) -> bool:
+    """True if it is divided by K and not multiplied by it again."""
+    if any(window.is_count(f) for f in chain.factors):
+        return False
+    return any(window.counts(d) for d in chain.divisors)
+
+
+def _is_last(event: Event, window: Window) -> bool:
+    if window.shape == "nested":
+        return window.loop not in event.path
+    return window.when(event) == "boundary"
+
+
+def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
+    """Yield `running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
+    if window.shape != "boundary":
+        return
+    for event in window.of("augment"):
+        name = dotted(event.receiver) if event.receiver is not None else None
+        if name is None or "loss" not in name.lower() or window.when(event) != "boundary":
+            continue
+        if event.loops[-1] is not window.loop:
+            continue  # An evaluation has losses of its own.
+        if any(window.when(e) != "boundary" for e in window.of("augment") if _same(e, name)):
+            continue  # The other micro-batches are added on another branch.
+        chains = trace(event.argument, event.env, window.resolver)
+        if chains and all(id(c.base) in bases for c in chains):
+            yield Report(event.node, _LAST)
+            return
+
+
+def _same(event: Event, name: str) -> bool:
+    return event.receiver is not None and dotted(event.receiver) == name
+
+
+def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
+    """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
+    if window.shape == "nested":
+        return
+    counters = _micro_counters(window)
+    for event in window.of("augment"):
+        name = dotted(event.receiver) if event.receiver is not None else None
+        if name is None or event.argument is None or window.when(event) != "always":
+            continue
+        chains = trace(event.argument, event.env, window.resolver)
+        if not chains or not all(id(c.base) in bases for c in chains):
+            continue
+        if not any(_is_divided(c, window) for c in chains):
+            continue
+        function = _function_of(window, file)
+        restored = {
+            id(node.left)
+            for node in walk(function)
+            if isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Mult)
+            and window.is_count(text(node.right))
+        }
+        means = [
+            node
+            for node in walk(function)
+            if _divides_by_micro_batches(node, name, counters) and id(node) not in restored
+        ]
+        if means:
+            yield Report(
+                min(means, key=lambda node: int(getattr(node, "lineno", 0))),
+                f"`{name}` adds up losses that were divided by `{window.every_name}`, and is "
+                "divided by the number of micro-batches: it is that many times too small",
+            )
+            return
+
+
+def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return False
+    left, right = text(node.left), text(node.right)
+    # Only the name itself: `(total - before) / steps` uses another count.
+    if left not in {name, f"{name}.item()"} or is_accumulation_name(right):
+        return False
+    if re.fullmatch(r"len\([\w.]*(loader|dataloader|iterator|batches|dl)\)", right):
+        return True
+    return right in counters or any(right == f"{c} + 1" for c in counters)
+
+
+def _micro_counters(window: Window) -> set[str]:
+    names: set[str] = set()
+    target = window.loop.target
+    counted = "enumerate" in text(window.loop.iterable or ast.Constant(value=""))
+    if counted and isinstance(target, ast.Tuple) and isinstance(target.elts[0], ast.Name):
+        names.add(target.elts[0].id)
+    for event in window.of("augment"):
+        if not isinstance(event.stmt, ast.AugAssign) or window.when(event) != "always":
+            continue
+        if text(event.stmt.value) == "1":
+            names.add(text(event.stmt.target))
+    return names
+
+
+def _function_of(window: Window, file: File) -> ast.AST:
+    line = window.loop.node.lineno
+    around = [
+        f for f in file.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)
+    ]
+    return max(around, key=lambda f: f.lineno, default=file.tree)
+
+
+RULE = Rule(
+    code="WB115",
+    name="reported loss",
+    summary="The loss that is logged is the divided one, or that of the last micro-batch.",
+    check=check,
+)

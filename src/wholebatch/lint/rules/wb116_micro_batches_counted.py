@@ -1,0 +1,205 @@
+"""Micro-batches are counted where updates are meant.
+
+## What it does
+Finds schedules whose length is the number of micro-batches although they step once per update, and
+counters with an update's name (`global_step`, `num_updates`, `completed_steps`) that go up on every
+micro-batch and are then compared with a number of updates.
+
+## Why is this bad?
+A schedule of `len(loader) * epochs` steps that advances once every K batches gets only 1/K of the
+way: warm-up lasts K times too long and the decay never comes. A counter that runs K times too fast
+stops the training at 1/K of its updates.
+
+## Known problems
+Only counters that are compared with a limit by name are judged. A counter that is used for
+micro-batches is fine, whatever its name.
+
+## Example
+```python
+scheduler = get_linear_schedule_with_warmup(optimizer, 100, len(loader) * epochs)
+...
+if (step + 1) % accum == 0:
+    optimizer.step()
+    scheduler.step()
+```
+
+## Use instead
+```python
+updates = math.ceil(len(loader) / accum) * epochs
+scheduler = get_linear_schedule_with_warmup(optimizer, 100, updates)
+```
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import File, Window
+from ..model.counters import peel
+from ..model.events import Env
+from ..model.expressions import (
+    is_accumulation_name,
+    keyword,
+    last_part,
+    number,
+    positional,
+    text,
+    walk,
+)
+from .rule_base import Rule
+
+__all__ = ["RULE"]
+
+_UPDATES = re.compile(
+    r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
+    r"|opt_steps?|total_updates|completed_steps)$",
+    re.I,
+)
+_LIMIT = re.compile(
+    r"max_(train_)?steps|t_total|total_steps|num_train(ing)?_(optimization_)?steps|max_updates"
+    r"|num_updates|train_steps|total_updates|max_train_steps",
+    re.I,
+)
+_POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
+_LENGTH = re.compile(
+    r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|batches|iterator|dataset)\w*\)", re.I
+)
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield the schedules and counters of each window that count micro-batches."""
+    for window in file.accumulating:
+        yield from _schedules(window)
+        yield from _counters(window)
+
+
+def _schedules(window: Window) -> Iterator[Report]:
+    if window.shape not in {"boundary", "nested"}:
+        return
+    events = window.of("sched")
+    if window.shape == "nested":
+        events = [e for e in window.after if e.kind == "sched" and e.loops == window.loop.parents]
+    seen: set[int] = set()
+    for event in events:
+        if window.when(event) not in {"boundary", "outside"} or event.receiver is None:
+            continue
+        for made in event.env.get(text(event.receiver), ()):
+            call = made.expr
+            if not isinstance(call, ast.Call) or id(call) in seen or window.shape == "nested":
+                continue
+            seen.add(id(call))
+            length = _length(call)
+            if length is not None and _counts_micro_batches(length, made.env, window):
+                yield Report(
+                    call,
+                    f"schedule is as long as the micro-batches but steps once every "
+                    f"`{window.every_name}`: divide its length by it",
+                )
+
+
+def _length(call: ast.Call) -> ast.expr | None:
+    for name in (
+        "num_training_steps",
+        "t_total",
+        "total_steps",
+        "T_max",
+        "total_iters",
+        "num_steps",
+    ):
+        given = keyword(call, name)
+        if given is not None:
+            return given
+    if keyword(call, "steps_per_epoch") is not None:
+        return keyword(call, "steps_per_epoch")
+    if re.match(r"get_\w*schedule", last_part(call.func)):
+        return positional(call, 2)
+    at = _POSITIONS.get(last_part(call.func))
+    if at is None and re.match(r"\w*Warmup\w*(Scheduler|Schedule|LR)$", last_part(call.func)):
+        at = 2  # The usual signature: (optimizer, warm-up, length).
+    return None if at is None else positional(call, at)
+
+
+def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
+    """True if the length counts batches of a loader and is nowhere divided by the window."""
+    spelled = _spellings(expr, env)
+    if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
+        return False
+    if text(expr) in _times(window):
+        return True
+    # A loader that is cut to whole windows already counts updates.
+    return any(_LENGTH.search(s) and "//" not in s for s in spelled)
+
+
+def _times(window: Window) -> set[str]:
+    """Return the loop's number of iterations as text, if it is written: `range(total)`."""
+    iterable = peel(window.loop.iterable, window.loop.entry)
+    if not isinstance(iterable, ast.Call) or last_part(iterable.func) not in {"range", "trange"}:
+        return set()
+    return {text(a) for a in iterable.args[-1:] if number(a) is None}
+
+
+def _has_count(spelled: str, window: Window) -> bool:
+    name = window.every_name
+    if not window.every_key:
+        return False
+    if window.every is not None and number(window.every) is not None:
+        # With a literal count, only a division by it is evidence, not any 4 in the text.
+        return bool(re.search(rf"/ *{re.escape(name)}(?![\w.])", spelled))
+    return bool(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", spelled))
+
+
+def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
+    found = [text(expr)]
+    if depth > 4:
+        return found
+    for node in walk(expr):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            for definition in env.get(text(node), ()):
+                if text(definition.expr) != text(node):
+                    found += _spellings(definition.expr, definition.env, depth + 1)
+    return found
+
+
+def _counters(window: Window) -> Iterator[Report]:
+    for event in window.of("augment"):
+        if not isinstance(event.stmt, ast.AugAssign) or window.when(event) != "always":
+            continue
+        name = text(event.stmt.target)
+        if not _UPDATES.search(name) or text(event.stmt.value) != "1":
+            continue
+        if _is_the_clock(name, window) or not _is_compared(name, window):
+            continue
+        yield Report(
+            event.node,
+            f"`{name}` goes up on every micro-batch but is compared with a number of updates: "
+            f"it runs `{window.every_name}` times too fast",
+        )
+
+
+def _is_the_clock(name: str, window: Window) -> bool:
+    """True if the boundary uses this counter, so that it counts micro-batches on purpose."""
+    return window.boundary is not None and bool(
+        re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", text(window.boundary.expr))
+    )
+
+
+def _is_compared(name: str, window: Window) -> bool:
+    outer = window.loop.parents[0].node if window.loop.parents else window.loop.node
+    for node in walk(outer):
+        if not isinstance(node, ast.Compare) or len(node.comparators) != 1:
+            continue
+        sides = {text(node.left), text(node.comparators[0])}
+        if name in sides and any(_LIMIT.search(s) for s in sides - {name}):
+            return True
+    return False
+
+
+RULE = Rule(
+    code="WB116",
+    name="micro-batches counted as updates",
+    summary="A schedule or a counter counts micro-batches where updates are meant.",
+    check=check,
+)

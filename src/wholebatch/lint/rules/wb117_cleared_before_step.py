@@ -1,0 +1,147 @@
+"""Gradients are cleared between `backward` and `step`.
+
+## What it does
+Finds `zero_grad()` after the backward and before the `step()` that should use its gradients. It
+also finds clearing at the end of a window just before its last backward.
+
+## Why is this bad?
+In the first case the optimizer sees zeros (or None), and only weight decay and momentum move the
+model. In the second case the update is made from the last micro-batch alone.
+
+## Known problems
+Loops with several optimizers are judged only if `zero_grad` and `step` have the same receiver.
+
+## Example
+```python
+loss.backward()
+if (i + 1) % accum == 0:
+    optimizer.zero_grad()
+    optimizer.step()
+```
+
+## Use instead
+```python
+loss.backward()
+if (i + 1) % accum == 0:
+    optimizer.step()
+    optimizer.zero_grad()
+```
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Edit, Report
+from ..model import Event, File, Guard, Window
+from ..model.expressions import text
+from ..model.window_boundary import Boundary, of_guard
+from .rule_base import Rule
+from .window_questions import exclusive, is_optimizer_of, stepped
+
+__all__ = ["RULE"]
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield clearing calls between a backward and its step."""
+    for window in file.windows:
+        if window.shape in {"deepspeed"} or (window.loop.virtual and window.shape == "plain"):
+            continue
+        steps = stepped(window)
+        for zero in _zeros(window):
+            step = _cleared_before(zero, steps, window)
+            if step is not None:
+                yield Report(
+                    zero.node,
+                    f"gradients are cleared before `{text(step.node)}` uses them",
+                    _swap(zero, step),
+                )
+            elif _before_last_backward(zero, steps, window):
+                yield Report(
+                    zero.node,
+                    "gradients are cleared just before the last backward of the window: only that "
+                    "micro-batch counts",
+                )
+
+
+def _zeros(window: Window) -> list[Event]:
+    if window.shape == "nested":
+        return [e for e in window.after if e.kind == "zero" and e.loops == window.loop.parents]
+    return window.of("zero")
+
+
+def _cleared_before(zero: Event, steps: list[Event], window: Window) -> Event | None:
+    if not is_optimizer_of(zero, steps):
+        return None
+    for step in steps:
+        if _holds_others(zero, step):
+            continue
+        if step.order < zero.order or exclusive(zero, step) or step.loops != zero.loops:
+            continue
+        if window.when(zero) != window.when(step):
+            continue
+        between = [b for b in window.of("backward") if zero.order < b.order < step.order]
+        before = [
+            b
+            for b in window.backwards
+            if b.order < zero.order and not exclusive(b, zero) and not exclusive(b, step)
+        ]
+        # An earlier step of the same optimizer has used the gradients cleared here.
+        used = [s for s in steps if s.order < zero.order and not exclusive(s, zero)]
+        if before and not between and not used:
+            return step
+    return None
+
+
+def _holds_others(zero: Event, step: Event) -> bool:
+    """True if the optimizer holds the parameters of another model than the cleared one."""
+    made = [d.expr for d in step.env.get(step.receiver_text, ())]
+    names = {n for m in made for n in re.findall(r"([\w.]+)\.(?:named_)?parameters\(", text(m))}
+    return (
+        bool(names)
+        and zero.receiver_text != step.receiver_text
+        and not names & {zero.receiver_text}
+    )
+
+
+def _before_last_backward(zero: Event, steps: list[Event], window: Window) -> bool:
+    if window.shape != "boundary" or window.when(zero) != "boundary" or window.boundary is None:
+        return False
+    if not is_optimizer_of(zero, steps) or not steps:
+        return False
+    backward = window.backwards[0]
+    if not zero.order < backward.order < steps[0].order or window.boundary.shift is None:
+        return False
+    mine = _boundary(zero, window)
+    if mine is None or mine.shift != window.boundary.shift:
+        return False
+    # A second clear after the step does not make this one right.
+    return not mine.after_first and window.boundary.kind == "modulo"
+
+
+def _boundary(event: Event, window: Window) -> Boundary | None:
+    for item in event.inside(window.loop):
+        if isinstance(item, Guard):
+            found = of_guard(item, window.loop, window.resolver)
+            if found is not None and window.is_ours(found):
+                return found
+    return None
+
+
+def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:
+    if not isinstance(zero.stmt, ast.Expr) or not isinstance(step.stmt, ast.Expr):
+        return ()
+    if zero.path != step.path or zero.stmt.value is not zero.node:
+        return ()
+    return (Edit.at("delete", zero.stmt), Edit.at("after", step.stmt, text(zero.stmt)))
+
+
+RULE = Rule(
+    code="WB117",
+    name="cleared before the step",
+    summary="Gradients are cleared between the backward that made them and the step.",
+    check=check,
+    fixable=True,
+)

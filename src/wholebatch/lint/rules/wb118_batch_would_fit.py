@@ -1,0 +1,111 @@
+"""Gradients are accumulated although the whole batch would fit.
+
+## What it does
+Notes accumulation with a literal number of steps and a literal batch size, over a model of a few
+small linear layers whose sizes are all literals in the same file.
+
+## Why is this bad?
+Accumulation trades time for memory. If the whole batch needs a few megabytes, it only costs time: K
+small launches instead of one, and a loop that is easier to get wrong.
+
+## Known problems
+This is a note. Only models whose size can be computed from literals are judged.
+
+## Example
+```python
+model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+loader = DataLoader(data, batch_size=8)
+accum = 4
+```
+
+## Use instead
+```python
+loader = DataLoader(data, batch_size=32)
+```
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..findings import Report
+from ..model import File, Window
+from ..model.expressions import keyword, last_part, number, positional, walk
+from ..model.name_resolution import Resolver
+from .rule_base import Rule
+
+__all__ = ["RULE"]
+
+_SMALL_PARAMETERS = 2_000_000
+_SMALL_BATCH = 1024
+_LARGE_PARTS = re.compile(
+    r"Conv|LSTM|GRU|RNN|Transformer|Attention|Embedding|from_pretrained|create_model|models\."
+    r"|load_model|timm|Encoder|Decoder"
+)
+
+
+def check(file: File) -> Iterator[Report]:
+    """Yield at most one note per file."""
+    windows = [w for w in file.accumulating if w.shape in {"boundary", "nested"}]
+    if not windows or _LARGE_PARTS.search(file.facts.source):
+        return
+    parameters = _parameters(file)
+    batch = _batch_size(file, windows[0])
+    for window in windows:
+        steps = number(window.every) if window.every is not None else None
+        if parameters is None or batch is None or steps is None:
+            continue
+        if parameters <= _SMALL_PARAMETERS and batch * steps <= _SMALL_BATCH:
+            yield Report(
+                window.backwards[0].node,
+                f"a batch of {int(batch * steps)} fits this model of about {int(parameters):,} "
+                "parameters at once: accumulation only costs time here",
+            )
+            return
+
+
+def _parameters(file: File) -> float | None:
+    total = 0.0
+    layers = file.facts.made("Linear")
+    for call in layers:
+        width = number(positional(call, 0) or keyword(call, "in_features"))
+        height = number(positional(call, 1) or keyword(call, "out_features"))
+        if width is None or height is None:
+            return None
+        total += width * height + height
+    return total if layers else None
+
+
+def _batch_size(file: File, window: Window) -> float | None:
+    sizes: set[float | None] = set()
+    for call in file.facts.calls:
+        if last_part(call.func) == "DataLoader":
+            given = keyword(call, "batch_size") or positional(call, 1)
+            sizes.add(_value(given, file, window.resolver))
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _value(expr: ast.expr | None, file: File, resolver: Resolver) -> float | None:
+    if expr is None:
+        return None
+    direct = number(expr)
+    if direct is not None or not isinstance(expr, ast.Name):
+        return direct
+    values = {
+        number(node.value)
+        for node in walk(file.tree)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id == expr.id for t in node.targets)
+    }
+    return values.pop() if len(values) == 1 else None
+
+
+RULE = Rule(
+    code="WB118",
+    name="batch fits anyway",
+    summary="Accumulation over a model and batch so small that the whole batch fits.",
+    check=check,
+    level="note",
+)

@@ -1,0 +1,136 @@
+"""A model sharded by FSDP2 as on one of several ranks, without the other ranks.
+
+`fully_shard` runs on fake tensors like any other code, on torch's fake process group, which sends
+nothing. So the memory that one rank holds, gathers and frees is counted where it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.memory.activation_checkpointing import repeated_blocks
+
+__all__ = [
+    "Sharding",
+    "choose_sync",
+    "gathered",
+    "group_now",
+    "pretended_ranks",
+    "reduces_next",
+    "shard",
+]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """FSDP2 over this many ranks: each repeated block of the model, then the rest of it."""
+
+    ranks: int
+    sync: Literal["hold", "every"] = "hold"
+    """The time to reduce gradients: once per window ("hold"), or after "every" micro-batch.
+
+    "hold" keeps whole gradients until then; "every" keeps slices.
+    """
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise OptionError(f"ranks={self.ranks}: sharding takes at least 2")
+        if self.sync not in ("hold", "every"):
+            raise OptionError(f'sync={self.sync!r}: must be "hold" or "every"')
+
+
+def choose_sync(model: nn.Module, *, ranks: int, budget: int) -> Literal["hold", "every"]:
+    """Return the choice of `sync="auto"`: "hold", unless whole gradients fill half the free memory.
+
+    >>> choose_sync(nn.Linear(100, 100), ranks=4, budget=1 << 20)
+    'hold'
+    >>> choose_sync(nn.Linear(100, 100), ranks=4, budget=1 << 16)
+    'every'
+    """
+    whole = sum(p.numel() * max(p.element_size(), 4) for p in model.parameters())
+    free = budget - sum(p.numel() * p.element_size() for p in model.parameters()) // ranks
+    return "every" if whole - whole // ranks > free // 2 else "hold"
+
+
+@contextmanager
+def pretended_ranks(ranks: int) -> Iterator[None]:
+    """Create a fake process group of this many ranks, or reuse one that exists."""
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_backend() != "fake" or dist.get_world_size() != ranks:
+            raise UnsupportedError(
+                f"the memory of {ranks} ranks cannot be predicted in a process that is one of "
+                f"{dist.get_world_size()} itself: predict before init_process_group()"
+            )
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def group_now() -> object:
+    """Return the current process group: a model sharded over another one cannot be used."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def shard(
+    model: nn.Module,
+    mode: Any,
+    parameters: Mapping[int, nn.Parameter],
+    *,
+    ranks: int,
+    device: torch.device,
+) -> dict[int, nn.Parameter]:
+    """Shard a model of fake tensors in place; return its parameters by the same ids as before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from wholebatch.distributed.fsdp import check_dtypes
+
+    check_dtypes(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    mesh = init_device_mesh(device.type, (ranks,))
+    with mode:
+        for name in repeated_blocks(model):
+            fully_shard(model.get_submodule(name), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return {
+        original: model.get_parameter(names[id(fake)])
+        for original, fake in parameters.items()
+        if id(fake) in names
+    }
+
+
+def gathered(model: nn.Module) -> list[torch.Tensor]:
+    """Return a sharded model's whole parameters after a run; between forwards they are empty."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = []
+    for module in model.modules():
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
+        for parameter in [] if group is None else group.fsdp_params:
+            found += [parameter._unsharded_param, *parameter.all_gather_outputs]
+    return found
+
+
+def reduces_next(model: nn.Module, reduces: bool) -> None:
+    """Set whether the next backward of a sharded model reduces its gradients over the ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(reduces, recurse=False)

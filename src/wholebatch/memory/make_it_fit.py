@@ -1,0 +1,212 @@
+"""Ways to make a micro-batch of one sample fit, their predicted peaks, and applying them.
+
+The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep gradients
+on the host, shard the model over devices. All but sharding can be applied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from wholebatch.core.splitting.layout import Static
+from wholebatch.errors import OptionError
+from wholebatch.memory.activation_checkpointing import (
+    checkpointed,
+    is_checkpointed,
+    repeated_blocks,
+    with_checkpoints,
+)
+from wholebatch.memory.budget import bytes_said
+from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, spare
+from wholebatch.memory.fsdp_sharding import Sharding
+from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.memory.resized_batches import resize_batch
+
+__all__ = ["Fit", "Rung", "fit", "ladder", "lower_precisions", "refusal"]
+
+_SHARDED = ("parameters", "gradients", "optimizer state")
+_MOST_DEVICES = 1024
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to save memory, and the peak of one sample with it."""
+
+    what: str
+    peak: int
+    fits: bool
+    precision: str
+    checkpoints: bool
+    devices: int = 1
+    gradients: str = "device"
+    """The place of the gradients; only ways that make the same update are tried."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The changes that make the model fit, and the micro-batch that then fits."""
+
+    choice: Choice
+    precision: str
+    blocks: list[str]
+    """The blocks that are checkpointed from now on; empty if that was not needed."""
+    gradients: str = "device"
+    """The place of the gradients: "host" if nothing else was enough."""
+
+
+def fit(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    budget: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str = "full",
+    most: int | None = None,
+    device: torch.device | str | None = None,
+    static: Static = (),
+) -> Fit:
+    """Make one sample fit, then choose the micro-batch.
+
+    It tries bf16 autocast, checkpointing and gradients on the host, in this order, and applies only
+    what is needed. Checkpointing changes the model's blocks, but not its results. The caller must
+    apply the returned precision. If nothing helps, an OptionError lists the peak of each way.
+    """
+
+    rungs = ladder(
+        model,
+        loss,
+        resize_batch(batch, 1, static=static),
+        budget=budget,
+        optimizer=optimizer,
+        precision=precision,
+        device=device,
+    )
+    rung = next((one for one in rungs if one.fits and one.devices == 1), None)
+    if rung is None:
+        raise OptionError(refusal(rungs, budget))
+    blocks = with_checkpoints(model, _blocks_to_checkpoint(model)) if rung.checkpoints else []
+    choice = choose_micro_batch(
+        model,
+        loss,
+        batch,
+        budget=budget,
+        optimizer=optimizer,
+        precision=rung.precision,
+        most=most,
+        device=device,
+        static=static,
+        gradients=rung.gradients,
+    )
+    return Fit(choice, rung.precision, blocks, rung.gradients)
+
+
+def ladder(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    sample: Any,
+    *,
+    budget: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str = "full",
+    device: torch.device | str | None = None,
+    lowers: bool = True,
+    sharding: Sharding | None = None,
+) -> list[Rung]:
+    """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
+
+    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding.
+    """
+
+    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    target = predictor.device
+
+    def predict(precision: str, gradients: str = "device") -> Prediction:
+        return predictor.peak(sample, precision=precision, gradients=gradients, sharding=sharding)
+
+    def fits(found: Prediction) -> bool:
+        return found.peak + spare(found, target) <= budget
+
+    best = as_is = predict(precision)
+    rungs = [Rung("as it is", as_is.peak, fits(as_is), precision, False)]
+    lower = next(iter(lower_precisions(model, precision)), None) if lowers else None
+    if lower is not None:
+        best = predict(lower)
+        rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))
+    blocks = _blocks_to_checkpoint(model)
+    # If the 16-bit copies of the weights cost more than they save, try checkpointing alone first.
+    alone = [None] if lower is None or best.peak >= as_is.peak else []
+    for also in [*alone, *([lower] if lower else [])] if blocks else []:
+        with checkpointed(model, blocks):
+            found = predict(also or precision)
+        what = f"{also} autocast and " if also else ""
+        what += f"checkpointing of {len(blocks)} blocks"
+        rungs.append(Rung(what, found.peak, fits(found), also or precision, True))
+        best = min(best, as_is, found, key=lambda one: one.peak)
+    if sharding is not None:
+        return rungs
+    if target.type == "cuda":  # The host is slower than the other ways, so combine it with them.
+        last = rungs[-1]
+        around: AbstractContextManager[object] = nullcontext()
+        if last.checkpoints:
+            around = checkpointed(model, blocks)
+        with around:
+            best = predict(last.precision, "host")
+        what = "gradients on the host" if len(rungs) == 1 else f"{last.what}, gradients on the host"
+        rungs.append(replace(last, what=what, peak=best.peak, fits=fits(best), gradients="host"))
+    if not fits(best):
+        devices = _devices_needed(best, budget)
+        if devices is not None:
+            peak = _sharded(best, devices)
+            what = f"and sharding over {devices} devices"
+            rungs.append(Rung(what, peak, True, lower or precision, bool(blocks), devices))
+    return rungs
+
+
+def refusal(rungs: list[Rung], budget: int) -> str:
+    """Return the error message for a budget that one sample does not fit."""
+    first, *others = rungs
+    said = [
+        f"{rung.what} {bytes_said(rung.peak)}{' (fits)' if rung.fits else ''}" for rung in others
+    ]
+    would = f"; with {', '.join(said)}" if said else ""
+    helps = any(rung.fits for rung in others)
+    last = "" if helps else "; use a smaller model, shorter samples, or a larger device"
+    return (
+        f"memory={bytes_said(budget)}: a micro-batch of one sample needs"
+        f" {bytes_said(first.peak)}{would}{last}"
+    )
+
+
+def lower_precisions(model: torch.nn.Module, precision: str) -> list[str]:
+    """Return precisions that may need less memory; none if the parameters are 16-bit already."""
+    is_wide = any(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    return ["bf16"] if precision in ("full", "fp32") and is_wide else []
+
+
+def _blocks_to_checkpoint(model: torch.nn.Module) -> list[str]:
+    modules = dict(model.named_modules())
+    return [name for name in repeated_blocks(model) if not is_checkpointed(modules[name])]
+
+
+def _sharded(prediction: Prediction, devices: int) -> int:
+    """Return the peak with parameters, gradients and optimizer state divided over the devices.
+
+    The layer that FSDP gathers is not counted.
+    """
+    shared = sum(prediction.by_category[name] for name in _SHARDED)
+    return prediction.peak - shared + -(-shared // devices)
+
+
+def _devices_needed(prediction: Prediction, budget: int) -> int | None:
+    devices = 2
+    while devices <= _MOST_DEVICES:
+        if _sharded(prediction, devices) <= budget:
+            return devices
+        devices *= 2
+    return None

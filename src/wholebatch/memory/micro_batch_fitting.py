@@ -1,0 +1,331 @@
+"""Which micro-batches a batch is split into, and what happens when one does not fit after all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.core.precision import LossScale
+from wholebatch.core.splitting import Tokens, batch_size_of, split_numbered
+from wholebatch.coupled.batchnorm.lock_step import Hold
+from wholebatch.distributed import Sync
+from wholebatch.errors import OptionError, RankError, UnsupportedError
+from wholebatch.memory.batchnorm_choice import choose_in_lock_step
+from wholebatch.memory.budget import Memory, parse_memory, sharing_processes
+from wholebatch.memory.choose_micro_batch import Choice
+from wholebatch.memory.make_it_fit import ladder, refusal
+from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.out_of_memory import Recovered, Recovery, within
+from wholebatch.memory.prediction_correction import choose_on_device
+from wholebatch.memory.resized_batches import resize_batch
+from wholebatch.memory.size_in_force import Sizing
+from wholebatch.memory.trial_step import held_bytes, try_out
+
+__all__ = ["Attempt", "Fitting"]
+
+_log = logging.getLogger("wholebatch")
+
+Attempt: TypeAlias = Callable[[Sequence[Any], Callable[[int], None]], None]
+
+
+class Fitting:
+    """Sizes of micro-batches: as given, or the largest that the memory is predicted to hold.
+
+    `micro_batch="auto"` chooses when the first batch is there: by prediction on CUDA or where a
+    budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. One trial step,
+    whose effects are undone, shows that it fits. A window that runs out of memory all the same
+    begins again with smaller micro-batches. Later windows begin with those: "auto" grows again when
+    there is room, a size that was given does not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        micro_batch: int | Tokens | str,
+        memory: Memory | None,
+        precision: str,
+        layout: dict[str, Any],
+        scale: LossScale | None,
+        sync: Sync,
+        is_coupled: Callable[[], bool],
+        hold: Callable[[Hold], None] = lambda hold: None,
+        gradients: str = "device",
+        noise: bool = False,
+    ) -> None:
+        self._gradients = gradients
+        self._noise = noise
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._micro_batch = micro_batch
+        self._precision = precision
+        self._layout = layout
+        self._sync = sync
+        self._is_coupled = is_coupled
+        self._hold = hold
+        self._device = _device_of(model)
+        self._budget = None if memory is None else self._bytes(memory)
+        is_auto = micro_batch == "auto"
+        if sync.counts_must_agree and (is_auto or memory is not None):
+            raise OptionError(
+                'micro_batch="auto" or memory= on a sharded model: its collectives cannot begin '
+                "again with smaller micro-batches; say how many samples a micro-batch has"
+            )
+        # On several ranks only where it was asked for: the reduction then waits for the window.
+        self.recovers = not sync.counts_must_agree and (
+            sync.ranks == 1 or is_auto or memory is not None
+        )
+        self._recovery = Recovery(model, scale=scale, static=layout["static"])
+        self.relieved: Callable[[], bool] = lambda: False
+        self.sizing: Sizing | None = None
+        self.said: str | None = None
+        """What "auto" chose and why, in two lines, once it has."""
+        self._chosen_for: int | None = None
+        self._peak: int | None = None  # of the last window, where it was counted
+        self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
+
+    @property
+    def recovered(self) -> list[Recovered]:
+        """Every recovery from running out of memory so far."""
+        return self._recovery.recovered
+
+    @property
+    def size(self) -> int | None:
+        """Samples that were found to fit; None if what was given does, or before "auto" chose."""
+        if self.sizing is None or isinstance(self._micro_batch, Tokens):
+            return None
+        return self.sizing.size
+
+    def split(self, batch: Any) -> list[Any]:
+        """The micro-batches of this batch."""
+        if self._micro_batch != "auto":
+            return self._numbered(split_numbered(batch, self._fitting_size(), **self._layout))
+        samples = batch_size_of(batch, **self._layout)
+        if self.sizing is None:
+            self.sizing = Sizing(min(self._agreed_choice(batch, samples), samples), most=samples)
+        self.sizing.most = max(self.sizing.most, samples)
+        return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self._layout))
+
+    def _fitting_size(self) -> int | Tokens:
+        """Return what was given, or as much of it as was found to fit."""
+        given = self._micro_batch
+        assert not isinstance(given, str)
+        if self.sizing is None:
+            return given
+        if isinstance(given, Tokens):
+            return replace(given, budget=max(1, self.sizing.size))
+        return min(given, self.sizing.size)
+
+    def _learn(self, recovered: Sequence[Recovered]) -> None:
+        """Let later windows begin with the size that went through; said once for each size."""
+        for recovery in recovered:
+            if self._micro_batch == "auto":
+                assert self.sizing is not None
+                self.sizing.failed(recovery.samples, into=recovery.into)
+            _log.warning(
+                "out of memory: a micro-batch of %d samples was cut into %d and the window begun "
+                "again",
+                recovery.samples,
+                recovery.into,
+            )
+        if not recovered or self._micro_batch == "auto":
+            return
+        now = self._fitting_size()
+        if isinstance(now, Tokens):
+            unit, asked = "tokens", now.budget
+            size = max(1, int(asked * _share_left(recovered)))
+        else:
+            unit, asked = "samples", now
+            size = min(recovery.into for recovery in recovered)
+        if self.sizing is None:
+            self.sizing = Sizing(asked, most=asked, returns=True)
+        self.sizing.failed(asked, into=size)
+        _log.warning(
+            "micro_batch=%s does not fit: from now on micro-batches have %d %s; what was asked for "
+            "is tried again after %d windows",
+            self._micro_batch,
+            size,
+            unit,
+            self.sizing.patience,
+        )
+
+    def _numbered(self, split: list[tuple[Any, Sequence[int]]]) -> list[Any]:
+        self._split = [(id(micro), numbers) for micro, numbers in split]
+        return [micro for micro, _ in split]
+
+    @property
+    def samples(self) -> int:
+        """Samples in the batch that was split last."""
+        return sum(len(numbers) for _, numbers in self._split)
+
+    def numbers_of(self, parts: Sequence[Any]) -> list[list[int]]:
+        """Of each part, its samples' places in the batch that was split last; cut or not."""
+        sizes = {micro: len(numbers) for micro, numbers in self._split}
+        order = [number for _, numbers in self._split for number in numbers]
+        found: list[list[int]] = []
+        start = 0
+        for part in parts:  # a cut leaves the order as it was
+            size = sizes.get(id(part)) or batch_size_of(part, static=self._layout["static"])
+            found.append(order[start : start + size])
+            start += size
+        return found
+
+    def run(
+        self, micros: Sequence[Any], attempt: Attempt, discard: Callable[[], None]
+    ) -> list[Any]:
+        """Make the attempt until it fits; the micro-batches that it went through with."""
+        seen = len(self.recovered)
+        on_cuda = self._device.type == "cuda"
+        if on_cuda and self.sizing is not None and self.sizing.size < self.sizing.most:
+            # A window's own peak: that of a failed attempt would forbid to grow for good.
+            torch.cuda.reset_peak_memory_stats(self._device)
+        with within(self._budget, model=self._model, optimizer=self._optimizer) as meter:
+            _, parts = self._recovery.run(micros, attempt, discard=discard, relieved=self.relieved)
+        if on_cuda and self.sizing is not None and not self._optimizer.state:
+            # The first update makes the optimizer's state. In the gaps of the freed activations it
+            # would hold on to all of their memory.
+            torch.cuda.empty_cache()
+        self._learn(self.recovered[seen:])
+        self._peak = meter.peak if isinstance(meter, MemoryMeter) else None
+        if len(self.recovered) == seen and self.sizing is not None:
+            self.sizing.went_well(peak=self._highest(), budget=self._budget or self._chosen_for)
+        return parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size that was found to fit, and what it was found for."""
+        sizing = self.sizing
+        return {
+            "sizing": None if sizing is None else sizing.state_dict(),
+            "most": None if sizing is None else sizing.most,
+            "given": str(self._micro_batch),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with those sizes, unless another `micro_batch` is given now."""
+        if saved["sizing"] is not None and saved.get("given", "auto") == str(self._micro_batch):
+            returns = self._micro_batch != "auto"
+            self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"], returns=returns)
+            self.sizing.load_state_dict(saved["sizing"])
+
+    def _highest(self) -> int | None:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return self._peak
+
+    def room(self) -> int | None:
+        """Bytes that the last window left of the memory; None where either is not known."""
+        budget = self._budget or self._chosen_for
+        if budget is None and self._device.type == "cuda":
+            budget = self._chosen_for = self._bytes("free")
+        peak = self._highest()
+        return None if peak is None or budget is None else max(0, budget - peak)
+
+    def _bytes(self, memory: Memory) -> int:
+        return parse_memory(
+            memory,
+            device=self._device,
+            held=held_bytes(self._model, self._optimizer),
+            processes=sharing_processes(self._device, self._sync.ranks),
+        )
+
+    def _agreed_choice(self, batch: Any, samples: int) -> int:
+        """The smallest over the ranks: all split alike, or all end if one cannot."""
+        problem: Exception | None = None
+        chosen = 0
+        try:
+            chosen = self._choose(batch, samples)
+        except Exception as error:
+            if self._sync.ranks == 1:
+                raise
+            problem = error
+        if self._sync.ranks > 1:
+            chosen = -int(self._sync.largest(torch.tensor(-float(chosen), device=self._device)))
+        if problem is not None:
+            raise problem
+        if chosen == 0:
+            raise RankError("another rank found no micro-batch that fits its memory; it says why")
+        return chosen
+
+    def _choose(self, batch: Any, samples: int) -> int:
+        predicts = self._budget is not None or self._device.type == "cuda"
+        if not predicts:
+            return samples
+        budget = self._budget or self._bytes("free")
+        self._chosen_for = budget
+        options: dict[str, Any] = {
+            "optimizer": self._optimizer,
+            "precision": self._precision,
+            "static": self._layout["static"],
+        }
+        if self._device.type == "cuda":  # in force from here on, for the trial step too
+            within(self._budget, model=self._model)
+        try:
+            if self._is_coupled():
+                choice, hold = choose_in_lock_step(
+                    self._model, self._loss, batch, budget=budget, **options
+                )
+                self._hold(hold)
+            elif self._gradients != "device":  # a trial step would keep them on the device
+                choice = choose_on_device(
+                    self._model,
+                    self._loss,
+                    batch,
+                    budget=budget,
+                    gradients=self._gradients,
+                    **options,
+                )
+                if not choice.fits:
+                    raise self._refused(batch, choice)
+            else:
+                choice = choose_on_device(
+                    self._model, self._loss, batch, budget=budget, noise=self._noise, **options
+                )
+                choice = try_out(self._model, self._loss, batch, choice, **options)
+                if choice.measured is None:
+                    raise self._refused(batch, choice)
+        except UnsupportedError as error:
+            _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
+            return samples
+        self.said = choice.said()
+        _log.info("%s", self.said)
+        return choice.micro_batch
+
+    def _refused(self, batch: Any, choice: Choice) -> OptionError:
+        rungs = ladder(
+            self._model,
+            self._loss,
+            resize_batch(batch, 1, static=self._layout["static"]),
+            budget=choice.budget,
+            optimizer=self._optimizer,
+            precision=self._precision,
+        )
+        return OptionError(refusal(rungs, choice.budget))
+
+
+def _share_left(recovered: Sequence[Recovered]) -> float:
+    """How much is left of the micro-batch that was cut most, one cut after the other."""
+    least = share = 1.0
+    half = 0
+    for recovery in recovered:
+        share = (share if recovery.samples == half else 1.0) * recovery.into / recovery.samples
+        half, least = recovery.into, min(least, share)
+    return least
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    if first is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no parameters, so there is nothing to train and no device "
+            "to bring micro-batches to: put what is trained into the model, or use wb.Accumulator"
+        )
+    return first.device

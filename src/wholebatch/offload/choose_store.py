@@ -1,0 +1,121 @@
+"""The store that an option names, or the reason why it cannot be used here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from wholebatch.core.close import CloseOptions
+from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.gradient_store import Store
+from wholebatch.distributed import Sync
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.offload.adam_accumulation import MomentsStore
+from wholebatch.offload.adam_accumulation_limits import check_moments
+from wholebatch.offload.host_store import HostStore
+from wholebatch.offload.partial_steps import check_parts, refuse_foreign_code
+from wholebatch.offload.release_store import ReleaseStore, check_release
+from wholebatch.offload.swap_store import SwapStore, check_swap
+
+if TYPE_CHECKING:
+    from wholebatch.core.model_and_optimizer import Target
+
+__all__ = ["GradientsOn", "OptimizerOn", "choose"]
+
+GradientsOn: TypeAlias = Literal["device", "host", "swap", "release", "moments"]
+OptimizerOn: TypeAlias = Literal["device", "host"]
+
+
+def choose(
+    gradients: str,
+    *,
+    optimizer_on: str = "device",
+    target: Target,
+    options: CloseOptions,
+    sync: Sync,
+    counts_units: bool = False,
+    on_gradient: bool = False,
+) -> Store:
+    """The store for `gradients=`, checked against everything else that was asked for.
+
+    `counts_units`: the units of a window are known before its first backward. `on_gradient`: a
+    function of the user's is to see the whole gradient.
+    """
+    _check_name("gradients", gradients, get_args(GradientsOn))
+    _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))
+    runs_itself = sync.grows_own_graph or sync.owns_hooks or not _is_whole(target)
+    if runs_itself and (gradients != "device" or optimizer_on != "device"):
+        _refuse(gradients, optimizer_on)
+    if optimizer_on == "host" and gradients != "host":
+        raise OptionError(
+            f'optimizer_on="host" with gradients={gradients!r}: the step on the host takes the '
+            'gradients that are summed there; add gradients="host"'
+        )
+    if on_gradient:
+        _check_whole_gradient("on_gradient=", gradients, sync)
+    if not target.steps:
+        _check_whole_gradient("optimizer=None", gradients, sync)
+    if gradients == "device":
+        return DeviceStore(target, options, sync)
+    option = f"gradients={gradients!r}"
+    _check_dense(target, option)
+    if gradients == "moments":
+        refuse_foreign_code(target.optimizers, option)
+        check_moments(target, options, counts_units=counts_units)
+        return MomentsStore(target, options, sync)
+    check_parts(target.optimizers, option)
+    if gradients == "swap":
+        check_swap(target)
+        return SwapStore(target, options, sync)
+    if gradients == "release":
+        check_release(target, options, counts_units=counts_units)
+        return ReleaseStore(target, options, sync)
+    return HostStore(target, options, sync, steps_on_host=optimizer_on == "host")
+
+
+def _refuse(gradients: str, optimizer_on: str) -> NoReturn:
+    given = f"gradients={gradients!r}"
+    if gradients == "device":
+        given = f"optimizer_on={optimizer_on!r}"
+    raise UnsupportedError(
+        f"{given} on a model that an engine shards or runs: its gradients are not made in the "
+        'parameters\' own hooks. Use a plain model or DDP; or leave gradients="device" and '
+        "optimizer_on away and let the engine shard more: fully_shard, or DeepSpeed's ZeRO 2 or 3 "
+        "(not its offloading, which is not shown to be exact)"
+    )
+
+
+def _check_name(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _check_whole_gradient(what: str, gradients: str, sync: Sync) -> None:
+    if sync.owns_hooks:
+        raise UnsupportedError(
+            f"{what} with DeepSpeed's ZeRO 1 to 3: its gradients are in the engine's own slices, "
+            "not in .grad; use ZeRO 0, DDP or FSDP2"
+        )
+    if gradients not in ("device", "swap") or (gradients == "swap" and what == "optimizer=None"):
+        raise OptionError(
+            f"{what} with gradients={gradients!r}: the whole gradient is never in .grad there; use "
+            'gradients="device"'
+        )
+
+
+def _is_whole(target: Target) -> bool:
+    return all(
+        type(parameter.data) is torch.Tensor for group in target.groups() for parameter in group
+    )
+
+
+def _check_dense(target: Target, option: str) -> None:
+    for model in target.models:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise UnsupportedError(
+                    f"{option} with {name}(sparse=True): sums of sparse gradients have no fixed "
+                    "size; use sparse=False, or keep the gradients on the device"
+                )

@@ -1,0 +1,320 @@
+"""Gradients are freed as soon as they are final: the parameter is updated in the backward itself.
+
+A gradient is final when the window's last backward has made it. Where nothing is needed of the
+whole gradient first (no norm to clip by, no update to be called off), the optimizer can step on a
+few parameters while the backward goes on to the next, and their gradients never exist together.
+With one micro-batch in a window the device then holds no gradient but those few.
+
+What can be known before is looked at before: the losses and units of the window are read, and added
+up over the ranks, ahead of the last backward. If a loss is not finite it does not run at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.close import Closed, CloseOptions, check_counts, read_scalars
+from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.optimizer_step import is_torchs
+from wholebatch.distributed import Sync
+from wholebatch.errors import OptionError
+from wholebatch.offload.close_on_device import Numbers
+from wholebatch.offload.host_sums import bucket_bytes
+from wholebatch.offload.partial_steps import only
+
+if TYPE_CHECKING:
+    from wholebatch.core.model_and_optimizer import Target
+
+__all__ = ["ReleaseStore", "check_release"]
+
+_BUCKET_BYTES = 32 * 2**20
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters of one optimizer, dtype and device that are stepped together."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: list[nn.Parameter]
+    missing: int = 0
+    done: bool = False
+
+
+class ReleaseStore(DeviceStore):
+    """Gradients in `.grad`, until the last backward has made them final."""
+
+    option = 'gradients="release"'
+    steps_on_all = False
+    in_grad = False  # the window's last backward must not reduce them: this does
+    only_eager = 'with gradients="release" the update is made by hooks that only eager code calls'
+    counts_first = True
+    counts_changes = False  # the update is made in backwards
+
+    def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
+        super().__init__(target, options, sync)
+        self._post_hooks: dict[torch.optim.Optimizer, Any] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._next = 0
+        self._known: Mapping[str, float] = {}
+        self._user_hooks: dict[int, Mapping[int, Any]] = {}
+        self._sums: tuple[Numbers, Numbers] = {}, {}
+        self._looked = False
+        self._releasing = False  # whether a gradient that is made now is final
+        self._refused = False
+        self._norms: list[Tensor] = []
+        self._bad: list[Tensor] = []
+        self._released: list[nn.Parameter] = []
+
+    # ----------------------------------------------------------------- window
+
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
+    ) -> None:
+        super().begin(parameters, known)
+        self._clear()
+        assert known is not None
+        self._known = known
+        self._user_hooks = {
+            id(p): p._backward_hooks for p in parameters if p._backward_hooks is not None
+        }
+        self._buckets = _layout(self.target.optimizers, parameters)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self.hook(self._made)
+
+    def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
+        self._sums = totals, units
+        if last:
+            self._look()
+            self._releasing = not self._refused
+        return not self._refused
+
+    def _look(self) -> None:
+        """Before anything changes: all losses are finite, and the units are those counted."""
+        self._looked = True
+        totals, units = self._sums
+        names = sorted(self._known)
+        bad = [
+            not math.isfinite(total)
+            for name in names
+            for total in read_scalars(totals.get(name, ()))
+        ]
+        counts = [math.fsum(read_scalars(units.get(name, ()))) for name in names]
+        number, *counts = self.sync.sum([float(sum(bad)), *counts])
+        check_counts(self._known, dict(zip(names, counts, strict=True)))
+        self._refused = number > 0 or not any(counts)
+
+    def _made(self, parameter: Tensor) -> None:
+        """A backward has added to this parameter's gradient."""
+        if not self._releasing:
+            return
+        bucket = self._bucket_of[id(parameter)]
+        bucket.missing -= 1
+        if self.sync.ranks > 1:  # in the same order on every rank
+            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+                self._step_on(self._buckets[self._next])
+                self._next += 1
+        elif bucket.missing == 0:
+            self._step_on(bucket)
+
+    def backward_made(self) -> None:
+        if self._releasing:
+            self._finish()
+
+    def reduce_now(self) -> None:
+        """No backward was the last: everything is still there, and goes bucket by bucket."""
+        if not self._looked:
+            self._look()
+        if not self._refused:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Step on what the last backward did not reach: gradients of earlier ones, or none."""
+        self._releasing = False
+        for bucket in self._buckets:
+            self._step_on(bucket)
+
+    # ------------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def _step_on(self, bucket: _Bucket) -> None:
+        if bucket.done:
+            return
+        bucket.done = True
+        if self.sync.ranks > 1:
+            self._reduce(bucket)
+        ready = [parameter for parameter in bucket.parameters if parameter.grad is not None]
+        for parameter in ready:
+            self._run_hooks(parameter)
+        norms = torch._foreach_norm(
+            [_real(parameter.grad) for parameter in ready if parameter.grad is not None]
+        )
+        if norms:
+            norm = torch.linalg.vector_norm(torch.stack([one.double() for one in norms]))
+            self._norms.append(norm)
+            self._step(bucket.optimizer, ready, ~torch.isfinite(norm))
+        for parameter in ready:
+            parameter.grad = None
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, ready: list[nn.Parameter], bad: Tensor
+    ) -> None:
+        self._bad.append(bad)
+        fused = (
+            getattr(optimizer, "_step_supports_amp_scaling", False)
+            and is_torchs(optimizer)
+            and all(group.get("fused") for group in optimizer.param_groups)
+        )
+        if not fused and bool(bad):
+            return  # left as they are; a fused step finds that out on the device
+        for parameter in ready:
+            if self.target.sixteen_bit.rounds(parameter):
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        if optimizer not in self._post_hooks:  # they run once, when all of the update is made
+            self._post_hooks[optimizer] = optimizer._optimizer_step_post_hooks
+            optimizer._optimizer_step_post_hooks = OrderedDict()
+        self._released += ready
+        taker: Any = optimizer
+        if fused:
+            taker.found_inf = bad.to(torch.float32)
+        try:
+            with only(optimizer, ready):
+                optimizer.step()
+        finally:
+            if fused:
+                del taker.found_inf
+
+    def _run_hooks(self, parameter: nn.Parameter) -> None:
+        for hook in list(self._user_hooks.get(id(parameter), {}).values()):
+            replaced = hook(parameter.grad)
+            if replaced is not None:
+                parameter.grad = replaced
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        """The sum over the ranks; with it go counts of the ranks that have a gradient at all."""
+        parameters = bucket.parameters
+        like = parameters[0]
+        dtype = like.grad_dtype or like.dtype
+        parts = [
+            torch.zeros(p.numel(), dtype=dtype, device=p.device)
+            if p.grad is None
+            else p.grad.reshape(-1)
+            for p in parameters
+        ]
+        there = torch.tensor(
+            [float(p.grad is not None) for p in parameters], dtype=dtype, device=like.device
+        )
+        flat = self.sync.sum_tensor(_real(torch.cat([*parts, there])))
+        flat = torch.view_as_complex(flat) if dtype.is_complex else flat
+        sizes = [parameter.numel() for parameter in parameters]
+        *pieces, counts = flat.split([*sizes, len(parameters)])
+        for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(piece.view_as(parameter))
+            elif counts[index].real.item() > 0:
+                parameter.grad = piece.view_as(parameter).clone()
+
+    # ------------------------------------------------------------------ close
+
+    def absent(self) -> set[int]:
+        return set()
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        return
+
+    def refuse_nothing(self) -> None:
+        return  # what the last backward made is used up and gone
+
+    def close(
+        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
+    ) -> Closed:
+        assert normalise == 1.0  # the units were known before the first backward
+        if self._refused:
+            return Closed(norm=math.nan, clip=1.0, finite=False)
+        finite = not any(read_scalars([bad.float() for bad in self._bad]))
+        return Closed(norm=math.hypot(*read_scalars(self._norms)), clip=1.0, finite=finite)
+
+    def step(self, remaining: float) -> None:
+        """It is made already; hooks that follow a step run now, once."""
+        self._released = []
+        for optimizer, hooks in self._give_back().items():
+            for hook in list(hooks.values()):
+                hook(optimizer, (), {})
+
+    def _give_back(self) -> dict[torch.optim.Optimizer, Any]:
+        hooks, self._post_hooks = self._post_hooks, {}
+        for optimizer, theirs in hooks.items():
+            optimizer._optimizer_step_post_hooks = theirs
+        return hooks
+
+    def discard(self) -> None:
+        self.spoiled += [(parameter, parameter._version) for parameter in self._released]
+        self._give_back()
+        super().discard()
+        self._clear()
+
+
+def check_release(target: Target, options: CloseOptions, *, counts_units: bool) -> None:
+    """Refuse what needs the whole gradient before the first parameter moves, with the reason."""
+    option = 'gradients="release"'
+    if options.clip_norm is not None or options.clip_value is not None:
+        raise OptionError(
+            f"{option} with clip_norm= or clip_value=: clipping needs the whole gradient before "
+            'the first parameter is updated; leave it out, or use gradients="host"'
+        )
+    if options.nonfinite == "raise" or target.scale is not None:
+        raise OptionError(
+            f"{option} with nonfinite='raise' or a loss scale: whether every gradient is finite is "
+            "known only after the first parameters are updated, so the window cannot be taken "
+            "back; pass nonfinite='skip', which looks at the losses first, in \"bf16\" or full "
+            "precision"
+        )
+    if not counts_units:
+        raise OptionError(
+            f"{option} without units=: what a gradient is to be divided by must be known before it "
+            "is used and freed; count it before, with units=, a function of the micro-batch"
+        )
+
+
+def _layout(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
+) -> list[_Bucket]:
+    """Last parameters first, as backward reaches them; a large one has a bucket of its own."""
+    owners = {
+        id(p): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    buckets: list[_Bucket] = []
+    most = bucket_bytes(parameters, _BUCKET_BYTES)
+    filling: dict[tuple[Any, ...], tuple[_Bucket, int]] = {}
+    for parameter in reversed(parameters):
+        optimizer = owners[id(parameter)]
+        key = (id(optimizer), parameter.dtype, parameter.device)
+        size = parameter.numel() * max(4, parameter.element_size())
+        bucket, filled = filling.get(key, (None, 0))
+        if bucket is None or filled + size > most:
+            bucket, filled = _Bucket(optimizer, []), 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        bucket.missing += 1
+        filling[key] = (bucket, filled + size)
+    return buckets
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,1 +1,0 @@
-"""Runners that feed the micro-batches of a window: sequential, lock-step, two-pass, pipeline."""

@@ -1,0 +1,30 @@
+"""Batch arithmetic, learning-rate and warm-up rules, and batch-size schedules."""
+
+from wholebatch.tune.batch_scaling.batch_arithmetic import Arithmetic, over_ranks, share_of, solve
+from wholebatch.tune.batch_scaling.batch_schedule import Amount, BatchSchedule, parse_amount
+from wholebatch.tune.batch_scaling.learning_rate_follows import Follow
+from wholebatch.tune.batch_scaling.scaling_rules import (
+    adam_betas,
+    epochs_in_updates,
+    half_life,
+    lr_factor,
+    scale_lr,
+    scale_warmup,
+)
+
+__all__ = [
+    "Amount",
+    "Arithmetic",
+    "BatchSchedule",
+    "Follow",
+    "adam_betas",
+    "epochs_in_updates",
+    "half_life",
+    "lr_factor",
+    "over_ranks",
+    "parse_amount",
+    "scale_lr",
+    "scale_warmup",
+    "share_of",
+    "solve",
+]

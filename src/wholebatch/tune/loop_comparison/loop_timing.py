@@ -1,0 +1,254 @@
+"""The measurement of each loop in turn: warm-up, timed windows, memory, and clean-up."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wholebatch.core.json_files import finite, write_json
+from wholebatch.errors import OptionError
+from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
+from wholebatch.tune.loop_comparison.reference_gradient import Reference
+from wholebatch.tune.loop_comparison.training_job import Job
+from wholebatch.tune.loop_comparison.training_loops import WAYS, Way
+
+__all__ = ["Bench", "Row", "bench"]
+
+Running = tuple[Callable[[], None], Callable[[], "int | None"], "list[float]"]
+
+DRIFT = 0.05
+"""The largest difference between both measurements of the first row that goes unreported."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way: the time of a window, its peak memory, and the error of its gradient."""
+
+    name: str
+    seconds: tuple[float, ...] = ()
+    peak: int | None = None
+    off: float | None = None
+    """The relative distance of its first gradient from that of the undivided batch."""
+    why: str = ""
+
+    @property
+    def window(self) -> float | None:
+        """Return the seconds of a window: the median of the faster half, to exclude other work."""
+        if not self.seconds:
+            return None
+        return statistics.median(sorted(self.seconds)[: -(-len(self.seconds) // 2)])
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The results of every way, in comparison with the first."""
+
+    rows: tuple[Row, ...]
+    steps: int
+    micro_batch: int
+    again: float | None = None
+    """The seconds of a window of the first row, measured again at the end."""
+    why: str | None = None
+    """The reason why updates are not compared, or None."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def drift(self) -> float | None:
+        """Return how much slower (below 0: faster) the machine was at the end."""
+        first = self.rows[0].window if self.rows else None
+        return None if not first or self.again is None else self.again / first - 1
+
+    @property
+    def notes(self) -> list[str]:
+        """Return the remarks that a reader needs beside the numbers."""
+        said = [f"{row.name}: {row.why}" for row in self.rows if row.why]
+        said += [self.why] if self.why else []
+        if self.drift is not None and abs(self.drift) > DRIFT:
+            way = "slower" if self.drift > 0 else "faster"
+            said.append(
+                f"the machine was {abs(self.drift):.0%} {way} at the end than at the beginning "
+                f"({self.rows[0].name} was measured twice): differences of that size mean nothing"
+            )
+        return said
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of `bench.json`, for `wholebatch report`."""
+        first = self.rows[0].window if self.rows else None
+        rows = [
+            {
+                "way": row.name,
+                "ms": None if row.window is None else 1000 * row.window,
+                "times_the_first": None if not first or not row.window else row.window / first,
+                "peak_bytes": row.peak,
+                "gradient_off_by": row.off,
+                "windows": len(row.seconds),
+                "note": row.why or None,
+            }
+            for row in self.rows
+        ]
+        result: dict[str, Any] = finite(
+            {
+                "kind": "wholebatch bench",
+                "about": dict(self.about),
+                "micro_batch": self.micro_batch,
+                "steps": self.steps,
+                "drift": self.drift,
+                "notes": self.notes,
+                "rows": rows,
+            }
+        )
+        return result
+
+    def write(self, path: Path) -> None:
+        """Write `to_dict` as JSON."""
+        write_json(path, self.to_dict())
+
+
+def bench(
+    job: Job,
+    names: Sequence[str] | None = None,
+    *,
+    seconds: float = 4.0,
+    least: int = 4,
+    begin: Callable[[str], None] = lambda name: None,
+    end: Callable[[Row], None] = lambda row: None,
+    clock: Callable[[], float] = time.perf_counter,
+    about: Mapping[str, Any] | None = None,
+) -> Bench:
+    """Time each of `names` (default: all installed) for `seconds` and at least `least` windows.
+
+    A way that fails gives the reason in its row and does not stop the others.
+    """
+    ways = _chosen(names)
+    begin("the undivided batch's gradient")
+    reference = Reference(job)
+    rows: list[Row] = []
+    for way in ways:
+        begin(way.name)
+        row = _measured(job, way, reference, seconds=seconds, least=least, clock=clock)
+        rows.append(row)
+        end(row)
+    again = None
+    if len(rows) > 1 and rows[0].seconds:
+        begin(f"{ways[0].name}, once more")
+        once_more = _measured(job, ways[0], reference, seconds=seconds, least=least, clock=clock)
+        again = once_more.window
+    return Bench(tuple(rows), job.steps, job.micro_batch, again, reference.why, about or {})
+
+
+def _chosen(names: Sequence[str] | None) -> list[Way]:
+    if names is None:
+        return [way for way in WAYS.values() if way.package is None or find_spec(way.package)]
+    for name in names:
+        if name not in WAYS:
+            raise OptionError(f"{name}: is no way that is known; those are {', '.join(WAYS)}")
+    if not names:
+        raise OptionError(f"no way is named; those that are known: {', '.join(WAYS)}")
+    return [WAYS[name] for name in dict.fromkeys(names)]
+
+
+def _measured(
+    job: Job,
+    way: Way,
+    reference: Reference,
+    *,
+    seconds: float,
+    least: int,
+    clock: Callable[[], float],
+) -> Row:
+    if way.package is not None and not find_spec(way.package):
+        return Row(way.name, why=f"not installed (pip install {way.package})")
+    try:
+        with _running(job, way, reference) as (window, weigh, off):
+            _warm_up(window, clock, most=max(seconds, 2.0))
+            if job.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(job.device)
+            taken: list[float] = []
+            while len(taken) < least or sum(taken) < seconds:
+                taken.append(_timed(window, clock))
+            return Row(way.name, tuple(taken), weigh(), off[0] if off else None)
+    except torch.OutOfMemoryError:
+        return Row(way.name, why="out of memory")
+    except Exception as error:  # Another library's error fails its own row only.
+        return Row(way.name, why=f"failed: {type(error).__name__}: {' '.join(str(error).split())}")
+    finally:
+        gc.collect()
+        if job.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _running(job: Job, way: Way, reference: Reference) -> Iterator[Running]:
+    """Yield functions to run a window and to measure its peak, and the first gradient's error."""
+    with _quiet(is_quiet=way.package is not None):
+        model, optimizer = job.make()
+        job.is_compiled = False
+        loop = way.loop(job, model, optimizer)
+
+        def window() -> None:
+            next(loop)
+            job.wait()
+
+        def weigh() -> int | None:
+            if job.device.type == "cuda":
+                return peak_with_recordings(job.device)
+            if job.is_compiled:
+                return None
+            with MemoryMeter(model=model, optimizer=optimizer) as meter:
+                job.meter = meter
+                try:
+                    window()
+                finally:
+                    job.meter = None
+            return meter.peak
+
+        try:
+            with reference.watching(model, optimizer) as off:
+                yield window, weigh, off
+        finally:
+            loop.close()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _quiet(*, is_quiet: bool) -> Iterator[None]:
+    """Silence warnings of other libraries about their own loops."""
+    if not is_quiet:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _timed(window: Callable[[], None], clock: Callable[[], float]) -> float:
+    began = clock()
+    window()
+    return clock() - began
+
+
+def _warm_up(window: Callable[[], None], clock: Callable[[], float], *, most: float) -> None:
+    """Run windows until their time settles: graphs are made, caches are warm."""
+    window()
+    last, spent = _timed(window, clock), 0.0
+    while spent < most:
+        taken = _timed(window, clock)
+        spent += taken
+        if taken > 0.9 * last:
+            return
+        last = taken

@@ -1,0 +1,20 @@
+"""The proof: the undivided batch beside its accumulation, and why they differ where they do."""
+
+from wholebatch.verification.example_models import ZOO, Case
+from wholebatch.verification.loop_verdict import LoopVerdict, Trial
+from wholebatch.verification.mistakes import MISTAKES
+from wholebatch.verification.verdict import Cause, Verdict
+from wholebatch.verification.verify_loop import verify_loop
+from wholebatch.verification.verify_model import verify
+
+__all__ = [
+    "MISTAKES",
+    "ZOO",
+    "Case",
+    "Cause",
+    "LoopVerdict",
+    "Trial",
+    "Verdict",
+    "verify",
+    "verify_loop",
+]

@@ -1,0 +1,130 @@
+"""Small models with data, on which a training loop is tried out: a classifier, a language model,
+a convolutional network.
+
+All three take `model(micro["x"])` to logits with the classes last, and `micro["y"]` are the labels,
+-100 where none counts; so one loop runs on all:
+
+    logits = model(micro["x"])
+    loss = F.cross_entropy(logits.flatten(0, -2), micro["y"].flatten())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.loss import Loss, cross_entropy
+
+__all__ = ["ZOO", "Case"]
+
+Micro = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the micro-batches to train it on.
+
+    `window(steps, even, rank)` are the micro-batches of one window on one rank: with the same
+    number of units in each, or with very different ones.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Any]
+    window: Callable[[int, bool, int], list[Any]]
+
+
+def loss(model: nn.Module, micro: Micro) -> Loss:
+    """Cross-entropy as a sum over the labels that count."""
+    return cross_entropy(model(micro["x"]), micro["y"])
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 5)
+    )
+
+
+class _TinyLM(nn.Module):
+    """One block of causal attention over a vocabulary of 40."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 24)
+        self.place = nn.Embedding(12, 24)
+        self.norm = nn.LayerNorm(24)
+        self.mix = nn.Linear(24, 72)
+        self.out = nn.Linear(24, 24)
+        self.read = nn.Linear(24, 40)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
+        query, key, value = self.mix(self.norm(x)).chunk(3, dim=-1)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        logits: Tensor = self.read(x + self.out(attended))
+        return logits
+
+
+def _lm() -> nn.Module:
+    torch.manual_seed(2)
+    return _TinyLM()
+
+
+def _cnn() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.GroupNorm(2, 6),
+        nn.ReLU(),
+        nn.Conv2d(6, 8, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(72, 4),
+    )
+
+
+def _sizes(steps: int, even: bool, rank: int) -> list[int]:
+    """4, 4, 4, 4 or, for example, 5, 2, 7, 1: a mean of means is far from the mean."""
+    if even:
+        return [4] * steps
+    uneven = [5, 2, 7, 1, 6, 3]
+    return [uneven[(index + 2 * rank) % len(uneven)] for index in range(steps)]
+
+
+def _classified(shape: tuple[int, ...], classes: int, spread: float) -> Callable[..., list[Micro]]:
+    def window(steps: int, even: bool, rank: int) -> list[Micro]:
+        generator = torch.Generator().manual_seed(100 + rank)
+        return [
+            {
+                "x": spread * torch.randn(size, *shape, generator=generator),
+                "y": torch.randint(0, classes, (size,), generator=generator),
+            }
+            for size in _sizes(steps, even, rank)
+        ]
+
+    return window
+
+
+def _texts(steps: int, even: bool, rank: int) -> list[Micro]:
+    """Three texts of 12 tokens in each micro-batch, of which different numbers count."""
+    generator = torch.Generator().manual_seed(200 + rank)
+    counted = [8] * steps if even else [min(12, 2 * n - 1) for n in _sizes(steps, False, rank)]
+    micros = []
+    for count in counted:
+        tokens = torch.randint(0, 40, (3, 13), generator=generator)
+        labels = tokens[:, 1:].masked_fill(torch.arange(12) >= count, -100)
+        micros.append({"x": tokens[:, :-1].clone(), "y": labels})
+    return micros
+
+
+ZOO: dict[str, Case] = {
+    "mlp": Case("mlp", _mlp, loss, _classified((12,), 5, 2.0)),
+    "lm": Case("lm", _lm, loss, _texts),
+    "cnn": Case("cnn", _cnn, loss, _classified((1, 10, 10), 4, 2.0)),
+}
+"""The built-in cases by name."""
