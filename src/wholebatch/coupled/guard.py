@@ -11,6 +11,7 @@ from torch import nn
 
 from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.coupled.audit import audit
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.errors import UnsupportedError
 from wholebatch.splitting.layout import readable_layout
 from wholebatch.sync import Sync
@@ -68,7 +69,8 @@ class Guard:
         samples = _samples(batch, micros, layout)
         made = Look()
         try:
-            made = AddsUp(self._model).look(run, **samples, outputs=outputs, name=name)
+            with local_collectives():
+                made = AddsUp(self._model).look(run, **samples, outputs=outputs, name=name)
         except torch.OutOfMemoryError:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from wholebatch.coupled.adds_up import AddsUp, Look
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.hosted.ledger import Hosted
 from wholebatch.loss import Loss
 
@@ -45,7 +46,7 @@ class FirstLook:
         Samples without units tell nothing; one process then looks at the next window's first.
         """
         ranks, made = self._window.ranks, Look()
-        with _as_found(self._host):
+        with _as_found(self._host), local_collectives():
             try:
                 made = AddsUp(self._model).look(
                     run, batch, micro_batch=micro_batch, name="the loss"
