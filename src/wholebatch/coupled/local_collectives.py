@@ -79,4 +79,4 @@ def _factor(reduce_op: Any, group: Any) -> int:
         return int(distributed.ProcessGroup.unbox(group).size())
     if op in (kinds.AVG, kinds.MIN, kinds.MAX):
         return 1
-    raise LocalCollectiveError(f"the loss reduces over ranks by {op}")
+    raise LocalCollectiveError("the loss reduces over ranks, and not by a sum, mean, min or max")
