@@ -122,7 +122,11 @@ def _run(
 
 
 def _torchrun(program: str | Path, arguments: list[str], ranks: int) -> None:
-    """Do what torchrun does, with ranks that are forked from its agent."""
+    """Do what torchrun does, with ranks that are forked from its agent.
+
+    The agent waits for what each rank returns: a script must not end by `os._exit(0)`. No rank ends
+    through its interpreter, where a thread of gloo that still releases a tensor would abort it.
+    """
     from torch.distributed import run as module
     from torch.distributed.launcher.api import elastic_launch
 
