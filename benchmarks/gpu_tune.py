@@ -27,9 +27,9 @@ from wholebatch.tune import Limits, Setting, Trial, Way
 from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import copy_bandwidth
 from wholebatch.tune.search import Search
-from wholebatch.tune.search_space import Predicted
-from wholebatch.tune.setting_run import Subject
+from wholebatch.tune.settings import Predicted
 from wholebatch.tune.tuning import share_of_arithmetic
+from wholebatch.tune.window_timing import Subject
 
 NEEDED = 0.95
 ON_CUDA = torch.cuda.is_available()

@@ -23,9 +23,9 @@ import torch
 
 from wholebatch.cli.recipes import Batches, Recipe, load_recipe
 from wholebatch.tune import Limits, Setting, tune
-from wholebatch.tune.interleaved_timing import Turns
-from wholebatch.tune.search_space import sizes_of, ways_of
-from wholebatch.tune.setting_run import Running, Subject
+from wholebatch.tune.setting_measurements import Running
+from wholebatch.tune.settings import sizes_of, ways_of
+from wholebatch.tune.window_timing import Subject, Turns
 
 HERE = Path(__file__).parent
 RECIPES = {

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import wholebatch as wb
 from speed.models import DEVICE, Case, Micro, mean, summed
 from wholebatch.compile.joint_graph import JointStep
-from wholebatch.tune.loop_comparison.other_libraries import driven
+from wholebatch.tune.training_loops import driven
 
 __all__ = ["LOOPS", "Loop", "synchronize"]
 

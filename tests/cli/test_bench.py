@@ -14,7 +14,8 @@ from torch import nn
 import wholebatch as wb
 from tests.cli.helpers import EXACT, NOISY, Ran
 from wholebatch.errors import OptionError
-from wholebatch.tune.loop_comparison import WAYS, Bench, Job, Row, bench
+from wholebatch.tune.loop_comparison import Bench, Row, bench
+from wholebatch.tune.training_loops import WAYS, Job
 
 INSTALLED = ("Accelerate", "Fabric", "Lightning", "Transformers")
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import mlp, samples
-from wholebatch.verification.starting_state import Start
+from wholebatch.verification.observed_window import Start
 
 F32 = torch.float32
 

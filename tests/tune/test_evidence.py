@@ -7,10 +7,9 @@ import torch
 
 from wholebatch.errors import OptionError
 from wholebatch.tune.bottleneck import Fixed, accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.device_clock import Busy, Clock, _covered
 from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
 from wholebatch.tune.settings import PARTS, Setting, Trial, Way
-from wholebatch.tune.time_split import Stamps, additions, split_of
+from wholebatch.tune.time_split import Busy, Clock, Stamps, _covered, additions, split_of
 
 WAY = Way("full", False, "eager", "auto")
 

@@ -13,11 +13,10 @@ import torch
 from wholebatch.core.window import Step
 from wholebatch.memory.predict import Prediction
 from wholebatch.tune import setting_measurements as bench
-from wholebatch.tune.interleaved_timing import ratio_of
 from wholebatch.tune.search import Limits, Search
-from wholebatch.tune.search_space import sizes_of
-from wholebatch.tune.setting_run import Subject, Timing, TooSlow
-from wholebatch.tune.settings import Setting, Trial, Way
+from wholebatch.tune.setting_measurements import Timing, TooSlow
+from wholebatch.tune.settings import Setting, Trial, Way, sizes_of
+from wholebatch.tune.window_timing import Subject, ratio_of
 
 FULL, BF16 = Way("full", False, "eager", "auto"), Way("bf16", False, "eager", "auto")
 AGAIN = Way("full", True, "eager", "auto")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from wholebatch.cli.recipes import Recipe
     from wholebatch.cli.run_settings import Config
-    from wholebatch.tune.loop_comparison import Bench, Job
+    from wholebatch.tune.loop_comparison import Bench
+    from wholebatch.tune.training_loops import Job
 
 __all__ = ["bench"]
 
@@ -100,8 +101,8 @@ def bench(
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.recipes import EMBEDDED, load_recipe
     from wholebatch.cli.training_run import about_here, choose_device
-    from wholebatch.tune.loop_comparison import WAYS
     from wholebatch.tune.loop_comparison import bench as measure
+    from wholebatch.tune.training_loops import WAYS
 
     names = None if beside is None else [name.strip() for name in beside.split(",")]
     for name in names or ():
@@ -153,7 +154,7 @@ def _job(
     precision: str | None,
 ) -> tuple[Config, Job]:
     from wholebatch.cli.run_settings import Given, resolve
-    from wholebatch.tune.loop_comparison import Job
+    from wholebatch.tune.training_loops import Job
 
     given = Given(
         batch_size=batch_size,

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from wholebatch.verification import LoopVerdict, Trial, Verdict
 from wholebatch.verification.mistakes import MISTAKES, RIGHT
-from wholebatch.verification.run_distance import Comparison
-from wholebatch.verification.verdict import said
+from wholebatch.verification.run_comparison import Comparison, said
 
 __all__ = ["show_loop", "show_verdict"]
 

@@ -13,8 +13,7 @@ from wholebatch.tune.bottleneck import Bottleneck
 from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
 from wholebatch.tune.search import Limits, Watch
 from wholebatch.tune.settings import PARTS, Setting, Trial, Way
-from wholebatch.tune.tuning import tune
-from wholebatch.tune.tuning_result import Tuned
+from wholebatch.tune.tuning import Tuned, tune
 
 __all__ = [
     "PARTS",

@@ -10,7 +10,7 @@ from torch import nn
 
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import choose as choose_precision
-from wholebatch.tune.device_clock import Clock
+from wholebatch.tune.time_split import Clock
 
 __all__ = ["best_flops", "copy_bandwidth", "flops_of", "reduce_bandwidth"]
 

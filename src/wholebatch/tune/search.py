@@ -1,10 +1,4 @@
-"""The search: sizes of one way from the largest down, then the other ways near the best.
-
-A window's time falls as its micro-batches grow, until the device is full. Then it stays, or rises a
-little if caches overflow. So a way is followed downwards until two sizes in a row are clearly
-slower than its best. Every other way is tried at the best size, at sizes that only it can hold, and
-at neighbours. It is abandoned if it is clearly slower there. `bench.py` measures each setting.
-"""
+"""The settings to search, and a prediction of which do not fit."""
 
 from __future__ import annotations
 
@@ -14,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from wholebatch.memory.budget import bytes_said
-from wholebatch.tune.search_space import Predicted
-from wholebatch.tune.setting_measurements import CLEARLY, Bench, Limits, memory_of, rate_of
-from wholebatch.tune.setting_run import Subject
-from wholebatch.tune.settings import Setting, Trial, Way, steps_of
+from wholebatch.tune.setting_measurements import CLEARLY, Bench, Limits, Subject, memory_of, rate_of
+from wholebatch.tune.settings import Predicted, Setting, Trial, Way, steps_of
 
 __all__ = ["Limits", "Search", "Watch"]
+
 
 SAME = 0.99
 """The fraction of the best speed above which a setting counts as equally fast."""

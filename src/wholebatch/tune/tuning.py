@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from wholebatch.core.json_files import finite, write_json
 from wholebatch.core.options import flattened
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
-from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
+from wholebatch.memory.budget import Budget, bytes_said, parse_memory, sharing_processes
 from wholebatch.memory.resized_batches import resize_batch
-from wholebatch.tune.bottleneck import accumulation, fixed_cost, name_bottleneck
+from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import best_flops, copy_bandwidth, flops_of, reduce_bandwidth
 from wholebatch.tune.ranks_model import RanksModel
 from wholebatch.tune.search import Limits, Search, Watch
-from wholebatch.tune.search_space import Predicted, sizes_of, ways_of
-from wholebatch.tune.setting_run import Agreed, Make, Subject
-from wholebatch.tune.settings import Trial
-from wholebatch.tune.tuning_result import Tuned, advice_of
+from wholebatch.tune.setting_measurements import Agreed
+from wholebatch.tune.settings import Predicted, Trial, sizes_of, ways_of
+from wholebatch.tune.window_timing import Make, Subject
 
-__all__ = ["share_of_arithmetic", "tune"]
+__all__ = ["Tuned", "advice_of", "share_of_arithmetic", "tune"]
+
 
 _PRECISIONS = ("full", "bf16", "fp16")
 _EXECUTES = ("eager", "compile", "graph")
@@ -244,3 +247,94 @@ def _device_said(device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
     threads = torch.get_num_threads()
     return f"{device} ({threads} thread{'' if threads == 1 else 's'})"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The recommendation and its evidence; `settings` are options of `wholebatch train`."""
+
+    best: Trial
+    trials: tuple[Trial, ...]
+    settings: Mapping[str, Any]
+    advice: tuple[str, ...]
+    bottleneck: Bottleneck
+    accumulation: tuple[str, ...]
+    batch_size: int
+    unit: str
+    device: str
+    budget: int
+    seconds: float
+    memory: Mapping[str, Any]
+    ranks: Mapping[str, Any] | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the batch should be divided, False if it is best left whole."""
+        return self.best.steps > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of `tune.json`, which `train --from` and `wholebatch report` read."""
+        data: dict[str, Any] = {
+            "kind": "wholebatch tune",
+            **self.about,
+            "settings": dict(self.settings),
+            "advice": list(self.advice),
+            "bottleneck": {
+                "kind": self.bottleneck.kind,
+                "evidence": list(self.bottleneck.evidence),
+            },
+            "accumulation": list(self.accumulation),
+            "batch_size": self.batch_size,
+            "unit": self.unit,
+            "device": self.device,
+            "budget": self.budget,
+            "seconds": self.seconds,
+            "trials": [trial.to_dict() for trial in self.trials],
+            "memory": dict(self.memory),
+            "ranks": None if self.ranks is None else dict(self.ranks),
+        }
+        result: dict[str, Any] = finite(data)
+        return result
+
+    def write(self, path: Path) -> None:
+        """Write `to_dict` as JSON."""
+        write_json(path, self.to_dict())
+
+
+def advice_of(best: Trial, trials: tuple[Trial, ...], *, budget: int, unit: str) -> tuple[str, ...]:
+    """Return the recommendation in sentences; the first one is the answer."""
+    way, size = best.setting.way, best.setting.micro_batch
+    rate = best.units_per_second or 0.0
+    speed = f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
+    divided = [trial for trial in trials if trial.steps > 1 and trial.units_per_second]
+    if best.steps == 1:
+        head = f"do not accumulate: the batch fits undivided ({way.said()}), {speed}"
+    else:
+        head = f"micro-batch {size} × {best.steps} steps ({way.said()}), {speed}"
+    said = [head]
+    if best.steps == 1 and divided:
+        other = max(divided, key=lambda trial: trial.units_per_second or 0.0)
+        said.append(
+            f"With micro-batches it reaches {(other.units_per_second or 0.0) / rate:.0%} of that "
+            f"at best ({other.setting.said()})."
+        )
+    whole = [trial for trial in trials if trial.steps == 1 and trial.setting.way == way]
+    if best.steps > 1 and whole:
+        one = whole[0]
+        if one.is_measured and one.units_per_second:
+            faster = rate / one.units_per_second - 1
+            how = f"{faster:.0%} slower" if faster > 0.005 else "no faster"
+            memory = f", and takes {bytes_said(one.peak)}" if one.peak else ""
+            said.append(f"Undivided, the batch fits too, but is {how}{memory}.")
+        else:
+            said.append(f"Undivided: {one.why}.")
+    peak = best.peak or best.predicted
+    if peak:
+        said.append(f"Peak memory {bytes_said(peak)} of {bytes_said(budget)}.")
+    if way.precision in ("bf16", "fp16"):
+        said.append(
+            f"{way.precision} rounds more than full precision: the update is that of the undivided "
+            f"batch in {way.precision}."
+        )
+    return tuple(said)

@@ -1,9 +1,8 @@
 """The proof: the undivided batch beside its accumulation, and why they differ where they do."""
 
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.loop_verdict import LoopVerdict, Trial
 from wholebatch.verification.mistakes import MISTAKES
-from wholebatch.verification.verdict import Cause, Verdict
+from wholebatch.verification.verdicts import Cause, LoopVerdict, Trial, Verdict
 from wholebatch.verification.verify_loop import verify_loop
 from wholebatch.verification.verify_model import verify
 

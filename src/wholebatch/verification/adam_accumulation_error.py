@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 from wholebatch.verification.batch_reading import Reading
-from wholebatch.verification.observed_window import Run
-from wholebatch.verification.run_distance import Comparison, Vectors, compare, distance, norm_of
-from wholebatch.verification.starting_state import Start
-from wholebatch.verification.verdict import Cause, said
-from wholebatch.verification.window_runs import Bench
+from wholebatch.verification.model_runs import Bench
+from wholebatch.verification.observed_window import Run, Start
+from wholebatch.verification.run_comparison import (
+    Comparison,
+    Vectors,
+    compare,
+    distance,
+    norm_of,
+    said,
+)
+from wholebatch.verification.verdicts import Cause
 
 __all__ = ["Approximation", "approximated"]
 

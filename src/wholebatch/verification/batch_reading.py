@@ -1,4 +1,4 @@
-"""How the batch of a proof is read: its samples counted, taken and put in another order."""
+"""The batch of a proof: its samples counted, taken, reordered and put together again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from wholebatch.core.splitting import batch_size_of, drop_samples, split
 from wholebatch.core.splitting.samples import layout_of
+from wholebatch.errors import WholebatchError
 
-__all__ = ["Reading"]
+__all__ = ["Reading", "joined", "thinned"]
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,37 @@ class Reading:
     def permuted(self, batch: Any, order: Sequence[int]) -> Any:
         """The batch with its samples in another order."""
         return layout_of(batch, batch_size=self.batch_size, static=self.static).take(list(order))
+
+
+def joined(micros: Sequence[Any]) -> Any | None:
+    """The whole batch; None where the micro-batches do not fit together (other paddings).
+
+    >>> joined([{"x": torch.ones(2, 3), "t": 0.5}, {"x": torch.zeros(1, 3), "t": 0.5}])["x"].shape
+    torch.Size([3, 3])
+    """
+    try:
+        layouts = [layout_of(micro) for micro in micros]
+        leaves = []
+        for index, leaf in enumerate(layouts[0].leaves):
+            values = [layout.leaves[index].value for layout in layouts]
+            if not layouts[0].batched[index]:
+                leaves.append(leaf.value)
+            elif isinstance(leaf.value, Tensor):
+                leaves.append(torch.cat(values))
+            elif isinstance(leaf.value, list):
+                leaves.append([item for value in values for item in value])
+            else:
+                return None
+        return layouts[0].structure.build(leaves)
+    except (WholebatchError, RuntimeError, IndexError, TypeError):
+        return None
+
+
+def thinned(micros: Sequence[Any]) -> list[Any]:
+    """The same micro-batches with very different numbers of samples, where they have several."""
+    result = []
+    for index, micro in enumerate(micros):
+        size = batch_size_of(micro)
+        keep = max(1, size - index * size // max(len(micros), 2))
+        result.append(layout_of(micro).take(slice(0, keep)) if keep < size else micro)
+    return result

@@ -20,11 +20,11 @@ from wholebatch.coupled.audit import Audit, audit
 from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.verification.batch_reading import Reading
+from wholebatch.verification.model_runs import Bench
 from wholebatch.verification.observed_window import Run
-from wholebatch.verification.run_distance import Comparison, distance
+from wholebatch.verification.run_comparison import Comparison, distance, said
 from wholebatch.verification.undivided_batch import objective
-from wholebatch.verification.verdict import Cause, said
-from wholebatch.verification.window_runs import Bench
+from wholebatch.verification.verdicts import Cause
 
 __all__ = ["Evidence", "diagnose"]
 

@@ -6,6 +6,7 @@ the gradients of the sums are added over the ranks and divided by the units of a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,20 @@ from wholebatch.core.close import ClipNorm
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.splitting import to_device
 
-__all__ = ["Numbers", "Objective", "add_over_ranks", "clip", "objective", "ranks", "sharded"]
+__all__ = [
+    "Numbers",
+    "Objective",
+    "add_over_ranks",
+    "any_rank",
+    "apart",
+    "clip",
+    "largest",
+    "objective",
+    "over_ranks",
+    "ranks",
+    "sharded",
+]
+
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -145,3 +159,38 @@ def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: floa
             # The norm of shards is a partial one, to which torch would add its 1e-6 on each rank.
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             nn.utils.clip_grads_with_norm_(group, limit, norm)
+
+
+def apart(ours: Tensor, reference: Tensor) -> float:
+    size = float(reference.norm())
+    far = float((ours - reference).norm())
+    if size > 0:
+        return far / size
+    return 0.0 if far == 0 else math.inf
+
+
+def _device_of_collectives() -> torch.device:
+    nccl = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def over_ranks(tensor: Tensor) -> Tensor:
+    if ranks() == 1:
+        return tensor
+    there = tensor.to(_device_of_collectives(), copy=True)
+    torch.distributed.all_reduce(there)
+    return there.to(tensor.device)
+
+
+def largest(value: float) -> float:
+    """The largest over the ranks: a hypothesis fits only if it fits on every one."""
+    if ranks() == 1:
+        return value
+    there = torch.tensor(min(value, 1e30), dtype=torch.float64, device=_device_of_collectives())
+    torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MAX)
+    found = float(there)
+    return math.inf if found >= 1e30 else found
+
+
+def any_rank(value: bool) -> bool:
+    return largest(float(value)) > 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,18 +21,23 @@ from torch import Tensor, nn
 from wholebatch.core.splitting import to_device
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.hypotheses import always_active, fits_of, moved_otherwise, parts_of
-from wholebatch.verification.loop_verdict import Fit, LoopVerdict, Trial
-from wholebatch.verification.low_grad_scaler import gentle_loss_scale
-from wholebatch.verification.mistakes import RIGHT, flat
-from wholebatch.verification.observed_window import Run, Watch
-from wholebatch.verification.random_layers import SILENCES
-from wholebatch.verification.rank_values import apart
-from wholebatch.verification.starting_state import Start
-from wholebatch.verification.undivided_batch import Numbers, ranks
-from wholebatch.verification.window_runs import Bench
+from wholebatch.verification.mistakes import (
+    RIGHT,
+    Fit,
+    always_active,
+    fits_of,
+    flat,
+    moved_otherwise,
+    parts_of,
+)
+from wholebatch.verification.model_runs import Bench
+from wholebatch.verification.observed_window import Run, Start, Watch
+from wholebatch.verification.random_numbers import SILENCES
+from wholebatch.verification.undivided_batch import Numbers, apart, ranks
+from wholebatch.verification.verdicts import LoopVerdict, Trial
 
-__all__ = ["Loop", "verify_loop"]
+__all__ = ["Loop", "gentle_loss_scale", "verify_loop"]
+
 
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -327,3 +333,23 @@ def _consistent(trials: Sequence[Trial]) -> list[Trial]:
             trial = replace(trial, found=best.key)
         result.append(trial)
     return result
+
+
+GENTLE = 2.0**6
+
+
+@contextmanager
+def gentle_loss_scale() -> Iterator[None]:
+    """Within it, every new GradScaler begins at 64 or lower instead of 65536."""
+    original = torch.amp.GradScaler.__init__
+
+    def gentle(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.is_enabled():
+            self._init_scale = min(self._init_scale, GENTLE)
+
+    setattr(torch.amp.GradScaler, "__init__", gentle)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.amp.GradScaler, "__init__", original)  # noqa: B010

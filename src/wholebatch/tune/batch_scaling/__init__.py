@@ -2,8 +2,8 @@
 
 from wholebatch.tune.batch_scaling.batch_arithmetic import Arithmetic, over_ranks, share_of, solve
 from wholebatch.tune.batch_scaling.batch_schedule import Amount, BatchSchedule, parse_amount
-from wholebatch.tune.batch_scaling.learning_rate_follows import Follow
 from wholebatch.tune.batch_scaling.scaling_rules import (
+    Follow,
     adam_betas,
     epochs_in_updates,
     half_life,

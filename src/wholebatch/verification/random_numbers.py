@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.core import random_state
 from wholebatch.coupled import Coupled
 
-__all__ = ["Draws"]
+__all__ = ["SILENCES", "Draws", "dropouts"]
+
 
 # Dropout and the like are not among them: their output is no number drawn but an input changed.
 _HELD = frozenset(
@@ -148,3 +152,38 @@ def _line() -> str:
     if frame is None:
         return "torch"
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def dropouts(model: nn.Module) -> list[str]:
+    """The modules that drop something now, by name."""
+    return [name for name, module in model.named_modules() if _drops(module)]
+
+
+def _drops(module: nn.Module) -> bool:
+    if not module.training:
+        return False
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return float(module.dropout) > 0
+    return False
+
+
+def _no_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.training = False
+            module.p = 0.0  # a loop may call model.train() again
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+
+
+def _evaluating(model: nn.Module) -> None:
+    """Evaluation mode for all but the normalisations: functional dropout asks `self.training`."""
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm | _InstanceNorm):
+            module.training = False
+
+
+SILENCES: tuple[Callable[[nn.Module], None], ...] = (_no_dropout, _evaluating)
+"""Ways to switch randomness off, the gentlest first; each includes the ones before it."""

@@ -9,14 +9,39 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import nn
 
 from wholebatch.core.window import Step
-from wholebatch.tune.setting_run import Subject
 
 __all__ = ["Ratio", "Turns", "ratio_of"]
+
+
+Make = Callable[[], "tuple[nn.Module, torch.optim.Optimizer]"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The subject of a tuning: how to make it, its loss, and the source of its batches."""
+
+    make: Make
+    loss: Callable[[Any, Any], Any]
+    batches: Callable[[], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options for every `WholeBatch`, such as `units`, `clip_norm`, `batchnorm` and `static`."""
+    clock: Callable[[], float] = time.perf_counter
+    """The clock that times windows."""
+
+    def fetch(self) -> tuple[Any, float]:
+        """Return the next batch, and the seconds that it took."""
+        began = self.clock()
+        batch = self.batches()
+        return batch, self.clock() - began
 
 
 class Makes(Protocol):

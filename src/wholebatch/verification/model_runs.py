@@ -20,10 +20,8 @@ from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.errors import NonFiniteError
-from wholebatch.verification.batch_reading import Reading
-from wholebatch.verification.observed_window import Run, Watch
-from wholebatch.verification.rejoined_batch import joined
-from wholebatch.verification.starting_state import Start
+from wholebatch.verification.batch_reading import Reading, joined
+from wholebatch.verification.observed_window import Run, Start, Watch
 from wholebatch.verification.undivided_batch import (
     Numbers,
     Objective,
@@ -35,6 +33,7 @@ from wholebatch.verification.undivided_batch import (
 )
 
 __all__ = ["Bench", "in_other_orders", "wide_batch"]
+
 
 # These policies change what the model is; its undivided batch is that of the changed model.
 _CHANGES_THE_MODEL = ("freeze", "group", "layer")
