@@ -23,13 +23,12 @@ from torch.nn import functional
 import wholebatch as wb
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.memory.budget import bytes_said, parse_memory
-from wholebatch.tune import Limits, Setting, Trial, Way
+from wholebatch.tune import Limits, RunMode, Setting, Trial
 from wholebatch.tune.bottleneck import fixed_cost, name_bottleneck
-from wholebatch.tune.machine_speed import copy_bandwidth
+from wholebatch.tune.machine_speed import copy_bandwidth, share_of_arithmetic
 from wholebatch.tune.search import Search
 from wholebatch.tune.settings import Predicted
-from wholebatch.tune.tuning import share_of_arithmetic
-from wholebatch.tune.window_timing import Subject
+from wholebatch.tune.window_timing import Workload
 
 NEEDED = 0.95
 ON_CUDA = torch.cuda.is_available()
@@ -80,14 +79,14 @@ class Residual(nn.Module):
         return x + y
 
 
-def gpt() -> tuple[Subject, int]:
+def gpt() -> tuple[Workload, int]:
     """Three layers of GPT: 34 M parameters, 32 sequences of 512 tokens."""
     width, layers, heads, vocabulary, length, samples = (
         (768, 3, 12, 16384, 512, 32) if ON_CUDA else (32, 2, 2, 64, 16, 8)
     )
     ids = torch.randint(0, vocabulary, (samples, length + 1))
     batch = {"ids": ids[:, :-1].clone(), "next": ids[:, 1:].clone()}
-    return _subject(
+    return _workload(
         lambda: GPT(width, layers, heads, vocabulary, length),
         lambda model, micro: wb.cross_entropy(model(micro["ids"]), micro["next"]),
         lambda micro: micro["next"].numel(),
@@ -95,7 +94,7 @@ def gpt() -> tuple[Subject, int]:
     )
 
 
-def cnn() -> tuple[Subject, int]:
+def cnn() -> tuple[Workload, int]:
     """A residual network with GroupNorm: 256 images of 64 × 64."""
     channels, blocks, side, samples = (128, 4, 64, 256) if ON_CUDA else (8, 2, 8, 8)
     batch = {"x": torch.randn(samples, 3, side, side), "y": torch.randint(0, 10, (samples,))}
@@ -109,7 +108,7 @@ def cnn() -> tuple[Subject, int]:
             nn.Linear(channels, 10),
         )
 
-    return _subject(
+    return _workload(
         model,
         lambda model, micro: wb.cross_entropy(model(micro["x"]), micro["y"]),
         lambda micro: len(micro["y"]),
@@ -117,18 +116,18 @@ def cnn() -> tuple[Subject, int]:
     )
 
 
-def _subject(
+def _workload(
     build: Callable[[], nn.Module],
     loss: Callable[[Any, Any], Any],
     units: Callable[[Any], int],
     batch: Any,
-) -> tuple[Subject, int]:
+) -> tuple[Workload, int]:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = build().to(DEVICE)
         return model, torch.optim.AdamW(model.parameters(), fused=True)
 
-    return Subject(make, loss, lambda: batch, {"units": units}), batch_size_of(batch)
+    return Workload(make, loss, lambda: batch, {"units": units}), batch_size_of(batch)
 
 
 class Lines:
@@ -150,21 +149,21 @@ class Lines:
         )
 
 
-def check(name: str, made: tuple[Subject, int], seconds: float) -> dict[str, Any]:
+def check(name: str, made: tuple[Workload, int], seconds: float) -> dict[str, Any]:
     """One model: the search, then what it left out."""
-    subject, samples = made
+    workload, samples = made
     print(name, flush=True)
-    ways = [Way("full", False, "eager", "auto"), Way("bf16", False, "eager", "auto")]
-    ways += [Way("bf16", False, "graph", "auto")] if ON_CUDA else []
-    ways += [Way("bf16", True, "eager", "auto")]
+    modes = [RunMode("full", False, "eager", "auto"), RunMode("bf16", False, "eager", "auto")]
+    modes += [RunMode("bf16", False, "graph", "auto")] if ON_CUDA else []
+    modes += [RunMode("bf16", True, "eager", "auto")]
     sizes = [samples, samples // 2, samples // 4, samples // 8]
-    model, optimizer = subject.make()
+    model, optimizer = workload.make()
     device, dtype = (one := next(model.parameters())).device, one.dtype
     budget = parse_memory("free", device=device)
-    predicted = Predicted(model, optimizer, subject.loss, subject.batches(), samples, budget)
+    predicted = Predicted(model, optimizer, workload.loss, workload.batches(), samples, budget)
     del model, optimizer
     limits = Limits(total=seconds, seconds=0.15, least=5, most=20, warm_up=15.0)
-    search = Search(subject, samples, sizes, ways, predicted, budget, limits, Lines())
+    search = Search(workload, samples, sizes, modes, predicted, budget, limits, Lines())
     search.run()
     best = search.recommended()
     assert best is not None
@@ -186,10 +185,10 @@ def check(name: str, made: tuple[Subject, int], seconds: float) -> dict[str, Any
     fastest = search.best
     assert fastest is not None
     share = (best.units_per_second or 0.0) / (fastest.units_per_second or 1.0)
-    alike = [t for t in search.trials.values() if t.setting.way == best.setting.way and t.seconds]
-    used = share_of_arithmetic(subject, best, subject.batches(), device=device, dtype=dtype)
+    alike = [t for t in search.trials.values() if t.setting.mode == best.setting.mode and t.seconds]
+    used = share_of_arithmetic(workload, best, workload.batches(), device=device, dtype=dtype)
     copies = copy_bandwidth(device)
-    held = sum(p.nbytes for p in subject.make()[0].parameters())
+    held = sum(p.nbytes for p in workload.make()[0].parameters())
     fixed = fixed_cost(alike, moving=3 * held / copies)
     named = name_bottleneck(best, fixed=fixed, used=used, bandwidth=copies)
     row = {

@@ -24,8 +24,8 @@ import torch
 from wholebatch.cli.recipes import Batches, Recipe, load_recipe
 from wholebatch.tune import Limits, Setting, tune
 from wholebatch.tune.setting_measurements import Running
-from wholebatch.tune.settings import sizes_of, ways_of
-from wholebatch.tune.window_timing import Subject, Turns
+from wholebatch.tune.settings import modes_of, sizes_of
+from wholebatch.tune.window_timing import Turns, Workload
 
 HERE = Path(__file__).parent
 RECIPES = {
@@ -41,7 +41,7 @@ HAS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 PRECISIONS = ("full", "bf16") if HAS_BF16 else ("full",)
 
 
-def subject_of(recipe: Recipe) -> tuple[Subject, int]:
+def subject_of(recipe: Recipe) -> tuple[Workload, int]:
     """The recipe's batches as they come, with their fetching, as `wholebatch tune` has them."""
     batch_size = recipe.defaults.get("batch_size", 32)
     batches = Batches(recipe.build_data, batch_size=batch_size, seed=0, collate=recipe.collate)
@@ -58,30 +58,30 @@ def subject_of(recipe: Recipe) -> tuple[Subject, int]:
         model = recipe.build_model()
         return model, recipe.build_optimizer(model, lr=None)
 
-    return Subject(make, recipe.loss, take, options), batch_size
+    return Workload(make, recipe.loss, take, options), batch_size
 
 
-def every_setting(subject: Subject, samples: int) -> list[Setting]:
+def every_setting(workload: Workload, samples: int) -> list[Setting]:
     """All there are, whatever a search would think of them."""
-    ways = ways_of(
-        subject.make()[0],
+    modes = modes_of(
+        workload.make()[0],
         precisions=PRECISIONS,
         executes=("eager",),
         syncs=("auto",),
         checkpointing=(False, True),
     )
-    return [Setting(size, way) for way in ways for size in sizes_of(samples)]
+    return [Setting(size, mode) for mode in modes for size in sizes_of(samples)]
 
 
-def compared(subject: Subject, settings: list[Setting], keep: Setting, rounds: int) -> Turns:
+def compared(workload: Workload, settings: list[Setting], keep: Setting, rounds: int) -> Turns:
     """All settings in turn; after a round those that were far behind in every one are left out.
 
     The rounds that are given back are of those that stayed: `keep` is one of them.
     """
-    made = [Running(subject, setting) for setting in settings]
+    made = [Running(workload, setting) for setting in settings]
     behind = dict.fromkeys(settings, math.inf)
     for at in range(3):
-        turns = Turns(subject, made)
+        turns = Turns(workload, made)
         turns.round()
         if at == 0:
             turns.round()  # the first windows of all have something to do that others have not
@@ -95,7 +95,7 @@ def compared(subject: Subject, settings: list[Setting], keep: Setting, rounds: i
         made = stays
         if len(made) == 1:
             break
-    turns = Turns(subject, made)
+    turns = Turns(workload, made)
     for _ in range(rounds):
         turns.round()
     return turns
@@ -104,19 +104,19 @@ def compared(subject: Subject, settings: list[Setting], keep: Setting, rounds: i
 def check(name: str, path: str, rounds: int) -> dict[str, Any]:
     """One recipe: the search, then all settings in turn."""
     recipe = load_recipe(path)
-    subject, samples = subject_of(recipe)
+    workload, samples = subject_of(recipe)
     began = time.perf_counter()
     found = tune(
-        subject.make,
-        loss=subject.loss,
-        batches=subject.batches,
+        workload.make,
+        loss=workload.loss,
+        batches=workload.batches,
         precisions=PRECISIONS,
         limits=Limits(total=1e9),
-        **subject.options,
+        **workload.options,
     )
     searched = time.perf_counter()
-    settings = every_setting(subject, samples)
-    turns = compared(subject, settings, found.best.setting, rounds)
+    settings = every_setting(workload, samples)
+    turns = compared(workload, settings, found.best.setting, rounds)
     left = [running.setting for running in turns.made if isinstance(running, Running)]
     ours = left.index(found.best.setting)
     fastest = max(range(len(left)), key=lambda at: turns.ratio(at, ours).median)

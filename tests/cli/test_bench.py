@@ -14,8 +14,8 @@ from torch import nn
 import wholebatch as wb
 from tests.cli.helpers import EXACT, NOISY, Ran
 from wholebatch.errors import OptionError
-from wholebatch.tune.loop_comparison import Bench, Row, bench
-from wholebatch.tune.training_loops import WAYS, Job
+from wholebatch.tune.loop_comparison import LoopComparison, LoopRow, bench
+from wholebatch.tune.training_loops import LOOPS, Job
 
 INSTALLED = ("Accelerate", "Fabric", "Lightning", "Transformers")
 
@@ -46,7 +46,7 @@ def equal_labels() -> dict[str, torch.Tensor]:
     }
 
 
-def measured(batches: Callable[[], Any], names: list[str], **options: Any) -> dict[str, Row]:
+def measured(batches: Callable[[], Any], names: list[str], **options: Any) -> dict[str, LoopRow]:
     job = Job(make, loss, batches, 6, torch.device("cpu"), **options)
     return {row.name: row for row in bench(job, names, seconds=1e-3, least=1).rows}
 
@@ -108,10 +108,10 @@ def test_random_models_and_failures_are_told() -> None:
 
 
 def test_a_machine_that_changes_is_told() -> None:
-    rows = (Row("a", (1.0, 1.0, 9.0)), Row("b", (2.0,)))
+    rows = (LoopRow("a", (1.0, 1.0, 9.0)), LoopRow("b", (2.0,)))
     assert rows[0].window == 1.0  # what else the machine did once does not count
-    assert Bench(rows, 4, 8, again=1.04).notes == []
-    assert "20% slower at the end" in Bench(rows, 4, 8, again=1.2).notes[0]
+    assert LoopComparison(rows, 4, 8, again=1.04).notes == []
+    assert "20% slower at the end" in LoopComparison(rows, 4, 8, again=1.2).notes[0]
 
 
 def test_the_command(command: Callable[..., Ran], recipe: Callable[..., Path]) -> None:
@@ -156,4 +156,4 @@ def test_unknown_ways() -> None:
         bench(job, ["Lightnings"])
     with pytest.raises(OptionError, match="no way is named"):
         bench(job, [])
-    assert set(INSTALLED) <= set(WAYS)
+    assert set(INSTALLED) <= set(LOOPS)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import mlp, samples
-from wholebatch.verification.observed_window import Start
+from wholebatch.verification.observed_window import StartingState
 
 F32 = torch.float32
 
@@ -155,7 +155,7 @@ def test_nothing_is_left_behind() -> None:
 def test_start_puts_back_modules_hooks_and_counters() -> None:
     model = small(nn.BatchNorm1d(16))
     model.counter = 3  # type: ignore[assignment]
-    start = Start(model)
+    start = StartingState(model)
     model.counter = 4  # type: ignore[assignment]
     model.extra = nn.Linear(2, 2)
     handle = model.register_forward_hook(lambda *_: None)

@@ -8,10 +8,10 @@ import torch
 from wholebatch.errors import OptionError
 from wholebatch.tune.bottleneck import Fixed, accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
-from wholebatch.tune.settings import PARTS, Setting, Trial, Way
+from wholebatch.tune.settings import PARTS, RunMode, Setting, Trial
 from wholebatch.tune.time_split import Busy, Clock, Stamps, _covered, additions, split_of
 
-WAY = Way("full", False, "eager", "auto")
+WAY = RunMode("full", False, "eager", "auto")
 
 
 class Told(Clock):

@@ -15,11 +15,11 @@ from wholebatch.memory.predict import Prediction
 from wholebatch.tune import setting_measurements as bench
 from wholebatch.tune.search import Limits, Search
 from wholebatch.tune.setting_measurements import Timing, TooSlow
-from wholebatch.tune.settings import Setting, Trial, Way, sizes_of
-from wholebatch.tune.window_timing import Subject, ratio_of
+from wholebatch.tune.settings import RunMode, Setting, Trial, sizes_of
+from wholebatch.tune.window_timing import Workload, ratio_of
 
-FULL, BF16 = Way("full", False, "eager", "auto"), Way("bf16", False, "eager", "auto")
-AGAIN = Way("full", True, "eager", "auto")
+FULL, BF16 = RunMode("full", False, "eager", "auto"), RunMode("bf16", False, "eager", "auto")
+AGAIN = RunMode("full", True, "eager", "auto")
 SAMPLES = 64
 Speed = Callable[[Setting], float]
 
@@ -35,7 +35,7 @@ class Machine:
     limit = 10**9
     recoveries = 0
 
-    def __init__(self, subject: Any, setting: Setting) -> None:
+    def __init__(self, workload: Any, setting: Setting) -> None:
         self.setting = setting
         self.train = self  # which is asked for its recoveries
         if self.peak() > self.limit:
@@ -65,8 +65,8 @@ class Machine:
         return timing
 
     def peak(self) -> int:
-        way = self.setting.way
-        return self.setting.micro_batch * (1 if way.checkpointing else 4) * 10
+        mode = self.setting.mode
+        return self.setting.micro_batch * (1 if mode.checkpointing else 4) * 10
 
     def split(self) -> dict[str, float]:
         return {"forward": 1.0}
@@ -90,7 +90,7 @@ class Known:
     device = torch.device("cpu")
 
     def of(self, setting: Setting) -> Prediction | None:
-        factor = 1 if setting.way.checkpointing else 4
+        factor = 1 if setting.mode.checkpointing else 4
         peak = setting.micro_batch * factor * 10
         return Prediction(peak, {}, 0.0) if self.knows else None
 
@@ -110,7 +110,7 @@ class Known:
 def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
     def run(
         speed: Speed,
-        *ways: Way,
+        *modes: RunMode,
         budget: int = 10**6,
         knows: bool = True,
         noise: float = 0.0,
@@ -132,12 +132,12 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Search]:
             },
         )
         monkeypatch.setattr(bench, "Running", kind)
-        subject = Subject(lambda: None, None, lambda: None)  # type: ignore[arg-type, return-value]
+        workload = Workload(lambda: None, None, lambda: None)  # type: ignore[arg-type, return-value]
         made = Search(
-            subject,
+            workload,
             SAMPLES,
             sizes_of(SAMPLES),
-            ways or (FULL,),
+            modes or (FULL,),
             Known(budget, knows),  # type: ignore[arg-type]
             budget,
             Limits(**limits),  # type: ignore[arg-type]
@@ -153,8 +153,8 @@ def saturating(per_step: float, per_sample: float = 1e-3) -> Speed:
 
     def speed(setting: Setting) -> float:
         steps = -(-SAMPLES // setting.micro_batch)
-        factor = 0.5 if setting.way.precision == "bf16" else 1.0
-        factor *= 1.3 if setting.way.checkpointing else 1.0
+        factor = 0.5 if setting.mode.precision == "bf16" else 1.0
+        factor *= 1.3 if setting.mode.checkpointing else 1.0
         return SAMPLES / (per_step * steps + factor * per_sample * SAMPLES)
 
     return speed
@@ -230,7 +230,7 @@ def test_without_predictions_the_wall_is_met_and_survived(searched: Callable[...
 
 def test_checkpointing_is_tried_only_where_it_makes_room(searched: Callable[..., Search]) -> None:
     roomy = searched(saturating(1e-2), FULL, AGAIN)
-    assert all(t.status == "pruned" for s, t in roomy.trials.items() if s.way.checkpointing)
+    assert all(t.status == "pruned" for s, t in roomy.trials.items() if s.mode.checkpointing)
     tight = searched(saturating(5e-2), FULL, AGAIN, budget=16 * 40)
     found = tight.recommended()
     assert found is not None
@@ -239,8 +239,8 @@ def test_checkpointing_is_tried_only_where_it_makes_room(searched: Callable[...,
 
 
 def test_a_slow_way_is_left_after_one_size(searched: Callable[..., Search]) -> None:
-    made = searched(lambda s: 1.0 if s.way == BF16 else 100.0, FULL, BF16)
-    tried = [t for s, t in made.trials.items() if s.way == BF16 and t.windows]
+    made = searched(lambda s: 1.0 if s.mode == BF16 else 100.0, FULL, BF16)
+    tried = [t for s, t in made.trials.items() if s.mode == BF16 and t.windows]
     assert len(tried) == 1
     assert tried[0].why == "stopped in its first window: more than 3 times slower"
 

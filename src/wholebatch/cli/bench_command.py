@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from wholebatch.cli.recipes import Recipe
     from wholebatch.cli.run_settings import Config
-    from wholebatch.tune.loop_comparison import Bench
+    from wholebatch.tune.loop_comparison import LoopComparison
     from wholebatch.tune.training_loops import Job
 
 __all__ = ["bench"]
@@ -102,12 +102,12 @@ def bench(
     from wholebatch.cli.recipes import EMBEDDED, load_recipe
     from wholebatch.cli.training_run import about_here, choose_device
     from wholebatch.tune.loop_comparison import bench as measure
-    from wholebatch.tune.training_loops import WAYS
+    from wholebatch.tune.training_loops import LOOPS
 
     names = None if beside is None else [name.strip() for name in beside.split(",")]
     for name in names or ():
-        if name not in WAYS:
-            raise OptionError(f"--beside {name}: must be of {', '.join(WAYS)}")
+        if name not in LOOPS:
+            raise OptionError(f"--beside {name}: must be of {', '.join(LOOPS)}")
     where = choose_device(device)
     found = load_recipe(recipe or next(iter(EMBEDDED)))
     console = Console(stderr=as_json)
@@ -128,7 +128,7 @@ def bench(
             **about_here(),
         }
         with Bar(console) as bar:
-            measured: Bench = measure(
+            measured: LoopComparison = measure(
                 job,
                 names,
                 seconds=seconds,

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from wholebatch.cli.report.terminal_output import bytes_said
 from wholebatch.cli.run_folder import shown
-from wholebatch.tune.loop_comparison import Bench, Row
+from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
 
 __all__ = ["Bar", "show"]
 
@@ -51,7 +51,7 @@ class Bar:
         """This one is measured now."""
         self._progress.reset(self._task, description=escape(name))
 
-    def end(self, row: Row) -> None:
+    def end(self, row: LoopRow) -> None:
         """This is what was found."""
         said = row.why if row.window is None else f"{1000 * row.window:.1f} ms a window"
         self._progress.console.print(
@@ -59,7 +59,7 @@ class Bar:
         )
 
 
-def show(console: Console, measured: Bench, *, out: Path, page: Path | None) -> None:
+def show(console: Console, measured: LoopComparison, *, out: Path, page: Path | None) -> None:
     """The table, what to know beside it, and where it is written."""
     about = measured.about
     table = Table(

@@ -31,7 +31,7 @@ from wholebatch.cli.recipes.recipe import place_of
 from wholebatch.core.splitting import split
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 from wholebatch.verification import ZOO, Case, LoopVerdict, verify_loop
-from wholebatch.verification.batch_reading import thinned
+from wholebatch.verification.example_models import thinned
 
 __all__ = ["verify_file"]
 

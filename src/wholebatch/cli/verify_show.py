@@ -9,9 +9,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.verification import LoopVerdict, Trial, Verdict
+from wholebatch.verification import LoopTrial, LoopVerdict, Verdict
 from wholebatch.verification.mistakes import MISTAKES, RIGHT
-from wholebatch.verification.run_comparison import Comparison, said
+from wholebatch.verification.run_comparison import Comparison, percent
+from wholebatch.verification.verdicts import listed
 
 __all__ = ["show_loop", "show_verdict"]
 
@@ -42,7 +43,7 @@ def show_verdict(console: Console, title: str, verdict: Verdict) -> None:
     console.print(_worst(verdict.gradient, 4 if verdict.same else 8))
     if not verdict.same:
         for cause in verdict.causes:
-            where = f" in [bold]{escape(_listed(cause.where))}[/]" if cause.where else ""
+            where = f" in [bold]{escape(listed(cause.where))}[/]" if cause.where else ""
             _block(console, f"[red bold]{escape(cause.kind)}[/]{where}", cause.evidence)
             _block(console, "[green]instead[/]", cause.advice)
     for note in verdict.notes:
@@ -66,11 +67,11 @@ def _distances(verdict: Verdict) -> Table:
         rows.append(verdict.float64)
     for row in rows:
         mark = "[green]✓[/]" if row.same else "[red]✗[/]"
-        table.add_row(row.what, said(row.distance), said(row.tolerance), mark)
+        table.add_row(row.what, percent(row.distance), percent(row.tolerance), mark)
     if verdict.to_float64 is not None and verdict.precision != "full":
         whole, ours = verdict.to_float64
-        table.add_row("from float64: undivided", said(whole), "", "")
-        table.add_row("from float64: accumulated", said(ours), said(1.25 * whole), "")
+        table.add_row("from float64: undivided", percent(whole), "", "")
+        table.add_row("from float64: accumulated", percent(ours), percent(1.25 * whole), "")
     return table
 
 
@@ -92,8 +93,8 @@ def _worst(comparison: Comparison, number: int) -> Table:
         table.add_row(
             escape(line.name),
             f"{line.numbers:,}",
-            said(line.distance),
-            said(line.floor),
+            percent(line.distance),
+            percent(line.floor),
             style=style,
         )
     return table
@@ -153,12 +154,12 @@ def _windows(verdict: LoopVerdict) -> Table:
             found = f"[red]✗ {MISTAKES[trial.found].name}[/]"
         case = "" if trial.case == before else trial.case
         before = trial.case
-        off = said(trial.right.distance) if trial.optimizer_steps <= 1 else "-"
+        off = percent(trial.right.distance) if trial.optimizer_steps <= 1 else "-"
         table.add_row(escape(case), trial.name, str(trial.optimizer_steps), off, found)
     return table
 
 
-def _evidence(trial: Trial) -> Table:
+def _evidence(trial: LoopTrial) -> Table:
     what = "gradients that the optimizer saw" if trial.observed_by == "gradients" else "update"
     table = Table(
         title=f"how far the {what} are from each hypothesis ({trial.case}: {trial.name})",
@@ -175,16 +176,11 @@ def _evidence(trial: Trial) -> Table:
     for fit in trial.fits[:9]:
         mark = "[green]fits[/]" if fit.fits else ""
         style = "bold" if fit.key == trial.found else "" if fit.key == RIGHT else "dim"
-        table.add_row(fit.name, said(fit.distance), mark, escape(fit.variant), style=style)
-    table.add_row("(fits within)", said(trial.tolerance), "", "", style="dim")
+        table.add_row(fit.name, percent(fit.distance), mark, escape(fit.variant), style=style)
+    table.add_row("(fits within)", percent(trial.tolerance), "", "", style="dim")
     return table
 
 
 def _block(console: Console, head: str, text: str) -> None:
     console.print(head, highlight=False)
     console.print(Padding(escape(text), (0, 0, 0, 2)), highlight=False)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(name or "(the model itself)" for name in names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

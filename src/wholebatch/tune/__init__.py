@@ -11,8 +11,8 @@ found.write(Path("tune.json"))          # wholebatch train --from tune.json
 
 from wholebatch.tune.bottleneck import Bottleneck
 from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
-from wholebatch.tune.search import Limits, Watch
-from wholebatch.tune.settings import PARTS, Setting, Trial, Way
+from wholebatch.tune.search import Limits, SearchObserver
+from wholebatch.tune.settings import PARTS, RunMode, Setting, Trial
 from wholebatch.tune.tuning import Tuned, tune
 
 __all__ = [
@@ -20,11 +20,11 @@ __all__ = [
     "Bottleneck",
     "Limits",
     "RanksModel",
+    "RunMode",
+    "SearchObserver",
     "Setting",
     "Trial",
     "Tuned",
-    "Watch",
-    "Way",
     "parse_bandwidth",
     "tune",
 ]

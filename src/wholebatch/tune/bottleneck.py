@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from wholebatch.memory.budget import bytes_said
@@ -46,17 +46,17 @@ class Bottleneck:
 
 
 def fixed_cost(trials: Sequence[Trial], *, moving: float = 0.0) -> Fixed | None:
-    """Fit a line through the windows of one way over their number of steps.
+    """Fit a line through the windows of one mode over their number of steps.
 
     Every window is weighted by its relative error. The cost per micro-step is at most the time of
     the cheapest measured micro-step with its samples, and at most the time of its forward and
     backward. `moving` is the part of it in which parameters and gradients are read and written, in
     seconds.
 
-    >>> from wholebatch.tune.settings import Setting, Way
-    >>> way = Way("full", False, "eager", "auto")
+    >>> from wholebatch.tune.settings import Setting, RunMode
+    >>> mode = RunMode("full", False, "eager", "auto")
     >>> def made(micro, steps, seconds):
-    ...     return Trial(Setting(micro, way), steps, "measured", "", seconds=seconds)
+    ...     return Trial(Setting(micro, mode), steps, "measured", "", seconds=seconds)
     >>> fixed_cost([made(8, 8, 1.8), made(16, 4, 1.4), made(32, 2, 1.2)])
     Fixed(per_step=0.1..., rest=1.0..., points=3, moving=0.0)
     """
@@ -92,29 +92,11 @@ def name_bottleneck(
     `bandwidth` is the speed of a large copy in bytes per second.
     """
     split, window = trial.split, sum(trial.split.values()) or 1.0
-    evidence = []
     shares = {name: seconds / window for name, seconds in split.items()}
-    largest = sorted(shares, key=lambda name: -shares[name])[:3]
-    if split:
-        parts = ", ".join(
-            f"{shares[name]:.0%} is {name}" for name in largest if shares[name] >= 0.005
-        )
-        evidence.append(f"of a window, {parts}")
+    evidence = [*_evidence(trial, shares, fixed)]
     launching = shares.get("idle", 0.0)
     if fixed is not None and trial.seconds:
         launching = max(launching, fixed.launching * trial.steps / trial.seconds)
-        steps = f"{trial.steps} step{'' if trial.steps == 1 else 's'}"
-        moved = (
-            f"; {fixed.moving / fixed.per_step:.0%} of it is what reading and writing the "
-            "parameters' bytes takes"
-            if fixed.moving > 0.1 * fixed.per_step > 0
-            else ""
-        )
-        evidence.append(
-            f"a micro-step costs {1000 * fixed.per_step:.2f} ms whatever its size, "
-            f"{fixed.per_step * trial.steps / trial.seconds:.0%} of the window at {steps} "
-            f"(a line through {fixed.points} sizes{moved})"
-        )
     if used is not None:
         evidence.append(
             f"forward and backward reach {used:.0%} of the speed of a large matrix product here"
@@ -147,6 +129,24 @@ def name_bottleneck(
             "not the arithmetic, not launches: reading and writing tensors is what is left"
         )
     return Bottleneck(kind, tuple(evidence))
+
+
+def _evidence(trial: Trial, shares: Mapping[str, float], fixed: Fixed | None) -> Iterator[str]:
+    """Yield the largest parts of a window, and the cost of a micro-step of any size."""
+    if shares:
+        largest = sorted(shares, key=lambda name: -shares[name])[:3]
+        parts = (f"{shares[name]:.0%} is {name}" for name in largest if shares[name] >= 0.005)
+        yield f"of a window, {', '.join(parts)}"
+    if fixed is not None and trial.seconds:
+        moved = ""
+        if fixed.moving > 0.1 * fixed.per_step > 0:
+            share = f"{fixed.moving / fixed.per_step:.0%}"
+            moved = f"; {share} of it is what reading and writing the parameters' bytes takes"
+        yield (
+            f"a micro-step costs {1000 * fixed.per_step:.2f} ms whatever its size, "
+            f"{fixed.per_step * trial.steps / trial.seconds:.0%} of the window at {trial.steps} "
+            f"step{'' if trial.steps == 1 else 's'} (a line through {fixed.points} sizes{moved})"
+        )
 
 
 def accumulation(trial: Trial, *, fixed: Fixed | None, smaller: Trial | None) -> tuple[str, ...]:

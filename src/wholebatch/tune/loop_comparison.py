@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +18,10 @@ from torch import Tensor, nn
 from wholebatch.core.json_files import finite, write_json
 from wholebatch.core.splitting import to_device
 from wholebatch.errors import OptionError
-from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
-from wholebatch.tune.training_loops import WAYS, Job, Way
+from wholebatch.tune.training_loops import LOOPS, Job, TrainingLoop
+from wholebatch.tune.window_timing import free_device, settle, usual, wait_for
 
-__all__ = ["Bench", "Reference", "Row", "bench"]
+__all__ = ["LoopComparison", "LoopRow", "Reference", "bench"]
 
 
 _ALIKE = 1e-3
@@ -111,15 +109,13 @@ def _distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return float((off / norm) ** 0.5) if norm else float("nan")
 
 
-Running = tuple[Callable[[], None], Callable[[], "int | None"], "list[float]"]
-
 DRIFT = 0.05
 """The largest difference between both measurements of the first row that goes unreported."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way: the time of a window, its peak memory, and the error of its gradient."""
+class LoopRow:
+    """One loop: the time of a window, its peak memory, and the error of its gradient."""
 
     name: str
     seconds: tuple[float, ...] = ()
@@ -133,14 +129,14 @@ class Row:
         """Return the seconds of a window: the median of the faster half, to exclude other work."""
         if not self.seconds:
             return None
-        return statistics.median(sorted(self.seconds)[: -(-len(self.seconds) // 2)])
+        return usual(sorted(self.seconds))
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The results of every way, in comparison with the first."""
+class LoopComparison:
+    """The results of every loop, in comparison with the first."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LoopRow, ...]
     steps: int
     micro_batch: int
     again: float | None = None
@@ -208,102 +204,100 @@ def bench(
     seconds: float = 4.0,
     least: int = 4,
     begin: Callable[[str], None] = lambda name: None,
-    end: Callable[[Row], None] = lambda row: None,
+    end: Callable[[LoopRow], None] = lambda row: None,
     clock: Callable[[], float] = time.perf_counter,
     about: Mapping[str, Any] | None = None,
-) -> Bench:
+) -> LoopComparison:
     """Time each of `names` (default: all installed) for `seconds` and at least `least` windows.
 
-    A way that fails gives the reason in its row and does not stop the others.
+    A loop that fails gives the reason in its row and does not stop the others.
     """
-    ways = _chosen(names)
+    loops = _chosen(names)
     begin("the undivided batch's gradient")
     reference = Reference(job)
-    rows: list[Row] = []
-    for way in ways:
-        begin(way.name)
-        row = _measured(job, way, reference, seconds=seconds, least=least, clock=clock)
+    rows: list[LoopRow] = []
+    for loop in loops:
+        begin(loop.name)
+        row = _measured(job, loop, reference, seconds=seconds, least=least, clock=clock)
         rows.append(row)
         end(row)
     again = None
     if len(rows) > 1 and rows[0].seconds:
-        begin(f"{ways[0].name}, once more")
-        once_more = _measured(job, ways[0], reference, seconds=seconds, least=least, clock=clock)
+        begin(f"{loops[0].name}, once more")
+        once_more = _measured(job, loops[0], reference, seconds=seconds, least=least, clock=clock)
         again = once_more.window
-    return Bench(tuple(rows), job.steps, job.micro_batch, again, reference.why, about or {})
+    return LoopComparison(
+        tuple(rows), job.steps, job.micro_batch, again, reference.why, about or {}
+    )
 
 
-def _chosen(names: Sequence[str] | None) -> list[Way]:
+def _chosen(names: Sequence[str] | None) -> list[TrainingLoop]:
     if names is None:
-        return [way for way in WAYS.values() if way.package is None or find_spec(way.package)]
+        return [loop for loop in LOOPS.values() if loop.package is None or find_spec(loop.package)]
     for name in names:
-        if name not in WAYS:
-            raise OptionError(f"{name}: is no way that is known; those are {', '.join(WAYS)}")
+        if name not in LOOPS:
+            raise OptionError(f"{name}: is no way that is known; those are {', '.join(LOOPS)}")
     if not names:
-        raise OptionError(f"no way is named; those that are known: {', '.join(WAYS)}")
-    return [WAYS[name] for name in dict.fromkeys(names)]
+        raise OptionError(f"no way is named; those that are known: {', '.join(LOOPS)}")
+    return [LOOPS[name] for name in dict.fromkeys(names)]
 
 
 def _measured(
     job: Job,
-    way: Way,
+    loop: TrainingLoop,
     reference: Reference,
     *,
     seconds: float,
     least: int,
     clock: Callable[[], float],
-) -> Row:
-    if way.package is not None and not find_spec(way.package):
-        return Row(way.name, why=f"not installed (pip install {way.package})")
+) -> LoopRow:
+    if loop.package is not None and not find_spec(loop.package):
+        return LoopRow(loop.name, why=f"not installed (pip install {loop.package})")
     try:
-        with _running(job, way, reference) as (window, weigh, off):
-            _warm_up(window, clock, most=max(seconds, 2.0))
-            if job.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(job.device)
+        with _quiet(is_quiet=loop.package is not None):
+            return _timed_row(job, loop, reference, seconds=seconds, least=least, clock=clock)
+    except torch.OutOfMemoryError:
+        return LoopRow(loop.name, why="out of memory")
+    except Exception as error:  # Another library's error fails its own row only.
+        why = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        return LoopRow(loop.name, why=why)
+    finally:
+        free_device(job.device)
+
+
+def _timed_row(
+    job: Job,
+    loop: TrainingLoop,
+    reference: Reference,
+    *,
+    seconds: float,
+    least: int,
+    clock: Callable[[], float],
+) -> LoopRow:
+    model, optimizer = job.make()
+    job.is_compiled = False
+    updates = loop.updates(job, model, optimizer)
+
+    def window() -> float:
+        began = clock()
+        next(updates)
+        wait_for(job.device)
+        return clock() - began
+
+    try:
+        with reference.watching(model, optimizer) as off:
+            window()
+            settle(window, most=max(seconds, 2.0))
+            job.meter.reset()
             taken: list[float] = []
             while len(taken) < least or sum(taken) < seconds:
-                taken.append(_timed(window, clock))
-            return Row(way.name, tuple(taken), weigh(), off[0] if off else None)
-    except torch.OutOfMemoryError:
-        return Row(way.name, why="out of memory")
-    except Exception as error:  # Another library's error fails its own row only.
-        return Row(way.name, why=f"failed: {type(error).__name__}: {' '.join(str(error).split())}")
+                taken.append(window())
+            peak = None
+            if job.device.type == "cuda" or not job.is_compiled:
+                peak = job.meter.peak(window, model, optimizer)
+            return LoopRow(loop.name, tuple(taken), peak, off[0] if off else None)
     finally:
-        gc.collect()
-        if job.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-@contextlib.contextmanager
-def _running(job: Job, way: Way, reference: Reference) -> Iterator[Running]:
-    """Yield functions to run a window and to measure its peak, and the first gradient's error."""
-    with _quiet(is_quiet=way.package is not None):
-        model, optimizer = job.make()
-        job.is_compiled = False
-        loop = way.loop(job, model, optimizer)
-
-        def window() -> None:
-            next(loop)
-            job.wait()
-
-        def weigh() -> int | None:
-            if job.device.type == "cuda":
-                return peak_with_recordings(job.device)
-            if job.is_compiled:
-                return None
-            with MemoryMeter(model=model, optimizer=optimizer) as meter:
-                job.meter = meter
-                try:
-                    window()
-                finally:
-                    job.meter = None
-            return meter.peak
-
-        try:
-            with reference.watching(model, optimizer) as off:
-                yield window, weigh, off
-        finally:
-            loop.close()  # type: ignore[attr-defined]
+        updates.close()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -320,21 +314,3 @@ def _quiet(*, is_quiet: bool) -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _timed(window: Callable[[], None], clock: Callable[[], float]) -> float:
-    began = clock()
-    window()
-    return clock() - began
-
-
-def _warm_up(window: Callable[[], None], clock: Callable[[], float], *, most: float) -> None:
-    """Run windows until their time settles: graphs are made, caches are warm."""
-    window()
-    last, spent = _timed(window, clock), 0.0
-    while spent < most:
-        taken = _timed(window, clock)
-        spent += taken
-        if taken > 0.9 * last:
-            return
-        last = taken

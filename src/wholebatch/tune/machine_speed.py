@@ -10,44 +10,71 @@ from torch import nn
 
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import choose as choose_precision
+from wholebatch.core.splitting import batch_size_of, to_device
+from wholebatch.errors import WholebatchError
+from wholebatch.memory.resized_batches import resize_batch
+from wholebatch.tune.settings import Trial
 from wholebatch.tune.time_split import Clock
+from wholebatch.tune.window_timing import Workload
 
-__all__ = ["best_flops", "copy_bandwidth", "flops_of", "reduce_bandwidth"]
+__all__ = ["copy_bandwidth", "reduce_bandwidth", "share_of_arithmetic"]
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def best_flops(device: torch.device, precision: str, dtype: torch.dtype) -> float:
+def share_of_arithmetic(
+    workload: Workload, best: Trial, batch: Any, *, device: torch.device, dtype: torch.dtype
+) -> float | None:
+    """Return the share of a large matrix product's speed that forward and backward reach."""
+    parts = ("forward", "backward", "micro-step", "addition")
+    seconds = sum(best.split.get(part, 0.0) for part in parts)
+    precision = best.setting.mode.precision
+    model: nn.Module = workload.make()[0]
+    inner = getattr(model, "module", model)
+    size = min(best.setting.micro_batch, 8)
+    static = workload.options.get("static", ())
+    try:
+        samples = batch_size_of(batch, static=static)
+        micro = to_device(resize_batch(batch, size, static=static), device)
+        counted = _flops_of(inner, workload.loss, micro, precision=precision)
+    except (RuntimeError, WholebatchError):
+        return None  # The loss cannot run on these samples: do without this evidence.
+    if counted is None or not seconds:
+        return None
+    return counted / size * samples / seconds / _best_flops(device, precision, dtype)
+
+
+def _seconds(device: torch.device, work: Callable[[], object], *, times: int) -> float:
+    """Return the seconds of the fastest of some runs, after one that is not timed."""
+    clock = Clock(device)
+    work()
+    taken = []
+    for _ in range(times):
+        began = clock.now()
+        work()
+        taken.append(clock.between(began, clock.now()))
+    return min(taken)
+
+
+def _best_flops(device: torch.device, precision: str, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a large square matrix product here."""
     kind = _DTYPE.get(precision, dtype)
     width = _WIDTH.get(device.type, 1024)
     one = torch.randn(width, width, device=device).to(kind)
-    clock = Clock(device)
-    taken = []
-    torch.mm(one, one)
-    for _ in range(5):
-        began = clock.now()
-        torch.mm(one, one)
-        taken.append(clock.between(began, clock.now()))
-    return 2.0 * width**3 / min(taken)
+    seconds = _seconds(device, lambda: torch.mm(one, one), times=5)
+    return 2.0 * width**3 / seconds
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a large copy reads and writes, beyond any cache."""
     numbers = 2**26 if device.type == "cuda" else 2**24
     source, target = (torch.zeros(numbers, device=device) for _ in range(2))
-    clock = Clock(device)
-    taken = []
-    target.copy_(source)
-    for _ in range(3):
-        began = clock.now()
-        target.copy_(source)
-        taken.append(clock.between(began, clock.now()))
-    return 2.0 * source.nbytes / min(taken)
+    seconds = _seconds(device, lambda: target.copy_(source), times=3)
+    return 2.0 * source.nbytes / seconds
 
 
-def flops_of(
+def _flops_of(
     model: nn.Module, loss: Callable[[Any, Any], Any], micro: Any, *, precision: str
 ) -> int | None:
     """Count the floating-point operations of one forward and backward; None if none were seen."""
@@ -70,20 +97,14 @@ def flops_of(
 def reduce_bandwidth(device: torch.device, numbers: int) -> float | None:
     """Return the bytes per second of an all-reduce of this many numbers; None on one rank.
 
-    It follows the model in `ranks`: a ring moves 2 (n − 1) / n of the bytes.
+    It follows the model in `ranks_model`: a ring moves 2 (n − 1) / n of the bytes.
     """
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     ranks = dist.get_world_size()
     sums = torch.zeros(numbers, device=device)
-    clock = Clock(device)
-    dist.all_reduce(sums)
-    taken = []
-    for _ in range(3):
-        began = clock.now()
-        dist.all_reduce(sums)
-        taken.append(clock.between(began, clock.now()))
-    slowest = torch.tensor(min(taken), dtype=torch.float64, device=device)
+    seconds = _seconds(device, lambda: dist.all_reduce(sums), times=3)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return 2 * (ranks - 1) / ranks * sums.nbytes / float(slowest)

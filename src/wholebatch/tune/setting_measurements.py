@@ -1,8 +1,12 @@
-"""One setting, run for a few windows: its time, its memory, and the split of its time."""
+"""The measurement of settings: one run of each, one after the other, and close ones in turn.
+
+A CPU is shared with other work. There every setting is measured in turn with the fastest so far,
+and its speed is that of the fastest times the ratio of their windows. A GPU belongs to the run
+alone, so every setting is measured by itself.
+"""
 
 from __future__ import annotations
 
-import gc
 import logging
 import statistics
 import time
@@ -11,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
 from wholebatch.core.options import grouped
 from wholebatch.core.whole_batch import WholeBatch
@@ -19,251 +22,29 @@ from wholebatch.core.window import Step
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import bytes_said, free_memory
-from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
 from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
 from wholebatch.tune.time_split import Clock, Stamps, additions, split_of
-from wholebatch.tune.window_timing import Subject, Turns
+from wholebatch.tune.window_timing import (
+    PeakMeter,
+    Turns,
+    Workload,
+    free_device,
+    settle,
+    usual,
+    wait_for,
+)
 
 __all__ = [
     "CLEARLY",
-    "Agreed",
-    "Bench",
     "Limits",
+    "OverRanks",
     "Running",
-    "Subject",
+    "SettingMeasurements",
     "Timing",
     "TooSlow",
     "memory_of",
     "rate_of",
 ]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The timed windows: seconds and units of each.
-
-    Other work on a machine can only slow a window down. So the faster half of the windows shows
-    what a setting can do, and their median is its usual speed.
-    """
-
-    windows: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, seconds: float, units: float) -> None:
-        """Add one window."""
-        self.windows.append((seconds, units))
-
-    @property
-    def spent(self) -> float:
-        """Return the total seconds."""
-        return sum(seconds for seconds, _ in self.windows)
-
-    @property
-    def fastest(self) -> float:
-        """Return the units per second of the fastest window."""
-        return max(units / seconds for seconds, units in self.windows)
-
-    @property
-    def rate(self) -> float:
-        """Return the units per second: the median of the faster half."""
-        rates = sorted((units / seconds for seconds, units in self.windows), reverse=True)
-        return statistics.median(rates[: -(-len(rates) // 2)])
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of a window at that rate."""
-        return statistics.fmean(units for _, units in self.windows) / self.rate
-
-
-class TooSlow(Exception):
-    """Raised if the first window shows that a setting is too slow."""
-
-
-class Agreed:
-    """The maximum over all ranks: decisions must be the same on all of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        dist = torch.distributed
-        self._device = device
-        self._many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-    def __call__(self, seconds: float) -> float:
-        if not self._many:
-            return seconds
-        here = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        torch.distributed.all_reduce(here, op=torch.distributed.ReduceOp.MAX)
-        return float(here)
-
-
-class Running:
-    """A newly made model under one setting, ready to run windows."""
-
-    def __init__(self, subject: Subject, setting: Setting) -> None:
-        self._subject = subject
-        self.setting = setting
-        self.model, self.optimizer = subject.make()
-        inner = getattr(self.model, "module", self.model)
-        if setting.way.checkpointing:
-            with_checkpoints(inner)
-        self.device = next(self.model.parameters()).device
-        self._meter: MemoryMeter | None = None
-        self._stamps: Stamps | None = None
-        # A graph is made of the user's own function, so nothing may wrap it.
-        self._is_eager = setting.way.execute == "eager"
-        self.train = WholeBatch(
-            self.model,
-            self.optimizer,
-            loss=self._loss if self._is_eager else subject.loss,
-            precision=setting.way.precision,
-            execute=setting.way.execute,  # type: ignore[arg-type]
-            **grouped(
-                {
-                    **subject.options,
-                    "micro_batch": setting.micro_batch,
-                    "sync": setting.way.sync,
-                    "nonfinite": "skip",
-                }
-            ),
-        )
-        self.agreed = Agreed(self.device)
-
-    def _loss(self, model: Any, micro: Any) -> Any:
-        if self._meter is not None and self._meter not in _get_current_dispatch_mode_stack():
-            _push_mode(self._meter)  # Lock-step runs each micro-batch in its own thread.
-        if self._stamps is None:
-            return self._subject.loss(model, micro)
-        self._stamps.mark("forward")
-        result = self._subject.loss(model, micro)
-        self._stamps.mark("backward")
-        return result
-
-    def window(self) -> tuple[float, Step]:
-        """Run one window, including fetching its batch; return the seconds of the slowest rank."""
-        return self.window_of(*self._subject.fetch())
-
-    def window_of(self, batch: Any, fetched: float) -> tuple[float, Step]:
-        """Run a window of this batch; the seconds include the `fetched` ones."""
-        began = self._subject.clock()
-        step = self.train.step(batch)
-        self._wait()
-        return self.agreed(fetched + self._subject.clock() - began), step
-
-    def warm_up(self, *, most: float, patience: float | None = None) -> None:
-        """Run windows until their time settles: caches are warm, graphs are made and captured.
-
-        Raise TooSlow if eager code takes more than `patience` seconds for one window. This is
-        checked between its micro-batches too.
-        """
-        watched = patience if self._is_eager else None
-        seconds = self._first_window(watched)
-        if watched is not None and seconds > watched:
-            raise TooSlow
-        if self._is_eager and self.device.type == "cpu":
-            return
-        last, spent = self.window()[0], 0.0
-        while spent < most:
-            seconds = self.window()[0]
-            spent += seconds
-            if seconds > 0.9 * last:
-                break
-            last = seconds
-
-    def _first_window(self, patience: float | None) -> float:
-        began = time.perf_counter()
-
-        def after_micro(done: int, of: int) -> None:
-            if patience is not None and done < of and time.perf_counter() - began > patience:
-                raise TooSlow
-
-        alone = self.train._window.sync.ranks == 1  # Ranks leave a window together or not at all.
-        self.train.step(self._subject.batches(), after_micro=after_micro if alone else None)
-        self._wait()
-        return self.agreed(time.perf_counter() - began)
-
-    def timed(
-        self, *, least: int, seconds: float, most: int, too_slow: float | None = None
-    ) -> Timing:
-        """Time at least `least` windows and `seconds`; stop early if the rate is `too_slow`."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        timing = Timing()
-        while (made := len(timing.windows)) < most and (made < least or timing.spent < seconds):
-            spent, step = self.window()
-            timing.add(spent, step.units)
-            # Two windows: one alone may have met other work on the machine.
-            if too_slow is not None and made >= 1 and timing.fastest < too_slow:
-                break
-        return timing
-
-    def fell_back(self) -> str | None:
-        """Return why micro-steps do not run as this setting asks, or None if they do."""
-        executor = self.train._runner.executor
-        if self._is_eager or executor.mode not in ("eager", "compiled forward"):
-            return None
-        if self.train._runner.needs_lock_step():
-            return None  # Lock-step captures its windows in its own way.
-        said = executor.notes.history
-        return said[-1] if said else f"micro-steps run {executor.mode}"
-
-    def peak(self) -> int:
-        """Return the peak bytes of tensors in a window, counted by CUDA or by a meter."""
-        if self.device.type == "cuda":
-            return peak_with_recordings(self.device)
-        with MemoryMeter(model=self.model, optimizer=self.optimizer) as meter:
-            self._meter = meter
-            try:
-                self.train.step(self._subject.batches())
-            finally:
-                self._meter = None
-        return meter.peak
-
-    def update_bytes(self) -> int:
-        """Return the bytes of parameters, gradients and state that an update reads and writes."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = [
-            value
-            for p in parameters
-            for value in self.optimizer.state.get(p, {}).values()
-            if isinstance(value, torch.Tensor)
-        ]
-        trained = sum(int(p.nbytes) for p in parameters)
-        return 3 * trained + 2 * sum(int(value.nbytes) for value in state)
-
-    def split(self, *, windows: int = 2) -> dict[str, float]:
-        """Return the seconds of a window by part, as the mean of a few windows."""
-        clock = Clock(self.device, self._subject.clock)
-        last = self.train.last_step
-        steps = 1 if last is None else last.micro_batches
-        in_lock_step = steps > 1 and self.train._runner.needs_lock_step()
-        is_told_apart = self._is_eager and not in_lock_step
-        parts: list[dict[str, float]] = []
-        with clock.watching() as busy:
-            for _ in range(windows):
-                stamps = Stamps(clock, tells_apart=is_told_apart)
-                self._stamps = stamps if is_told_apart else None
-                try:
-                    stamps.mark("data")
-                    batch = self._subject.batches()
-                    stamps.mark("start")
-                    self.train.step(batch, after_micro=stamps.after_micro)
-                    stamps.mark("end")
-                finally:
-                    self._stamps = None
-                parts.append(split_of(stamps, ranks=self.train._window.sync.ranks))
-        mean = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
-        mean = additions(mean, self.optimizer, clock, times=steps - int(self._is_eager))
-        return busy.taken_out(mean)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def close(self) -> None:
-        """Release everything before the next setting is made."""
-        del self.train, self.model, self.optimizer
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
 
 _log = logging.getLogger("wholebatch")
 
@@ -308,11 +89,214 @@ class Speed:
     is_stopped: bool
 
 
+@dataclass(frozen=True)
+class Timing:
+    """The timed windows: seconds and units of each."""
+
+    windows: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, seconds: float, units: float) -> None:
+        """Add one window."""
+        self.windows.append((seconds, units))
+
+    @property
+    def spent(self) -> float:
+        """Return the total seconds."""
+        return sum(seconds for seconds, _ in self.windows)
+
+    @property
+    def fastest(self) -> float:
+        """Return the units per second of the fastest window."""
+        return max(units / seconds for seconds, units in self.windows)
+
+    @property
+    def rate(self) -> float:
+        """Return the units per second: the median of the faster half."""
+        return usual(sorted((units / seconds for seconds, units in self.windows), reverse=True))
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a window at that rate."""
+        return statistics.fmean(units for _, units in self.windows) / self.rate
+
+
+class TooSlow(Exception):
+    """Raised if the first window shows that a setting is too slow."""
+
+
+class OverRanks:
+    """The maximum over all ranks: decisions must be the same on all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        dist = torch.distributed
+        self._device = device
+        self._many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    def __call__(self, seconds: float) -> float:
+        if not self._many:
+            return seconds
+        here = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(here, op=torch.distributed.ReduceOp.MAX)
+        return float(here)
+
+
+class Running:
+    """A newly made model under one setting, ready to run windows."""
+
+    def __init__(self, workload: Workload, setting: Setting) -> None:
+        self._workload = workload
+        self.setting = setting
+        self.model, self.optimizer = workload.make()
+        mode = setting.mode
+        if mode.checkpointing:
+            with_checkpoints(getattr(self.model, "module", self.model))
+        self.device = next(self.model.parameters()).device
+        self._meter = PeakMeter(self.device)
+        self._stamps: Stamps | None = None
+        # A graph is made of the user's own function, so nothing may wrap it.
+        self._is_eager = mode.execute == "eager"
+        self.train = WholeBatch(
+            self.model,
+            self.optimizer,
+            loss=self._loss if self._is_eager else workload.loss,
+            precision=mode.precision,
+            execute=mode.execute,  # type: ignore[arg-type]
+            **grouped(
+                {
+                    **workload.options,
+                    "micro_batch": setting.micro_batch,
+                    "sync": mode.sync,
+                    "nonfinite": "skip",
+                }
+            ),
+        )
+        self._ranks = self.train._window.sync.ranks
+        self._runner = self.train._runner
+        self._over_ranks = OverRanks(self.device)
+
+    def _loss(self, model: Any, micro: Any) -> Any:
+        self._meter.follow_thread()
+        if self._stamps is None:
+            return self._workload.loss(model, micro)
+        self._stamps.mark("forward")
+        result = self._workload.loss(model, micro)
+        self._stamps.mark("backward")
+        return result
+
+    def window(self) -> tuple[float, Step]:
+        """Run one window, including fetching its batch; return the seconds of the slowest rank."""
+        return self.window_of(*self._workload.fetch())
+
+    def window_of(self, batch: Any, fetched: float) -> tuple[float, Step]:
+        """Run a window of this batch; the seconds include the `fetched` ones."""
+        began = self._workload.clock()
+        step = self.train.step(batch)
+        wait_for(self.device)
+        return self._over_ranks(fetched + self._workload.clock() - began), step
+
+    def warm_up(self, *, most: float, patience: float | None = None) -> None:
+        """Run windows until their time settles.
+
+        Raise TooSlow if eager code takes more than `patience` seconds for one window. This is
+        checked between its micro-batches too.
+        """
+        watched = patience if self._is_eager else None
+        seconds = self._first_window(watched)
+        if watched is not None and seconds > watched:
+            raise TooSlow
+        if not (self._is_eager and self.device.type == "cpu"):
+            settle(lambda: self.window()[0], most=most)
+
+    def _first_window(self, patience: float | None) -> float:
+        began = time.perf_counter()
+
+        def after_micro(done: int, of: int) -> None:
+            if patience is not None and done < of and time.perf_counter() - began > patience:
+                raise TooSlow
+
+        alone = self._ranks == 1  # Ranks leave a window together or not at all.
+        self.train.step(self._workload.batches(), after_micro=after_micro if alone else None)
+        wait_for(self.device)
+        return self._over_ranks(time.perf_counter() - began)
+
+    def timed(
+        self, *, least: int, seconds: float, most: int, too_slow: float | None = None
+    ) -> Timing:
+        """Time at least `least` windows and `seconds`; stop early if the rate is `too_slow`."""
+        self._meter.reset()
+        timing = Timing()
+        while (made := len(timing.windows)) < most and (made < least or timing.spent < seconds):
+            spent, step = self.window()
+            timing.add(spent, step.units)
+            # Two windows: one alone may have met other work on the machine.
+            if too_slow is not None and made >= 1 and timing.fastest < too_slow:
+                break
+        return timing
+
+    def fell_back(self) -> str | None:
+        """Return why micro-steps do not run as this setting asks, or None if they do."""
+        executor = self._runner.executor
+        if self._is_eager or executor.mode not in ("eager", "compiled forward"):
+            return None
+        if self._runner.needs_lock_step():
+            return None  # Lock-step captures its windows in its own way.
+        notes = executor.notes.history
+        return notes[-1] if notes else f"micro-steps run {executor.mode}"
+
+    def peak(self) -> int:
+        """Return the peak bytes of tensors in a window."""
+        return self._meter.peak(
+            lambda: self.train.step(self._workload.batches()), self.model, self.optimizer
+        )
+
+    def update_bytes(self) -> int:
+        """Return the bytes of parameters, gradients and state that an update reads and writes."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = [
+            value
+            for p in parameters
+            for value in self.optimizer.state.get(p, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        trained = sum(int(p.nbytes) for p in parameters)
+        return 3 * trained + 2 * sum(int(value.nbytes) for value in state)
+
+    def split(self, *, windows: int = 2) -> dict[str, float]:
+        """Return the seconds of a window by part, as the mean of a few windows."""
+        clock = Clock(self.device, self._workload.clock)
+        last = self.train.last_step
+        steps = 1 if last is None else last.micro_batches
+        in_lock_step = steps > 1 and self._runner.needs_lock_step()
+        is_told_apart = self._is_eager and not in_lock_step
+        parts: list[dict[str, float]] = []
+        with clock.watching() as busy:
+            for _ in range(windows):
+                stamps = Stamps(clock, tells_apart=is_told_apart)
+                self._stamps = stamps if is_told_apart else None
+                try:
+                    stamps.mark("data")
+                    batch = self._workload.batches()
+                    stamps.mark("start")
+                    self.train.step(batch, after_micro=stamps.after_micro)
+                    stamps.mark("end")
+                finally:
+                    self._stamps = None
+                parts.append(split_of(stamps, ranks=self._ranks))
+        mean = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
+        mean = additions(mean, self.optimizer, clock, times=steps - int(self._is_eager))
+        return busy.taken_out(mean)
+
+    def close(self) -> None:
+        """Release everything before the next setting is made."""
+        del self.train, self._runner, self.model, self.optimizer
+        free_device(self.device)
+
+
 @dataclass
-class Bench:
+class SettingMeasurements:
     """Measures settings; `trials` holds the results."""
 
-    subject: Subject
+    workload: Workload
     samples: int
     predicted: Predicted
     budget: int
@@ -329,33 +313,27 @@ class Bench:
     def best(self) -> Trial | None:
         """Return the fastest trial so far."""
         measured = [trial for trial in self.trials.values() if trial.is_measured]
-        return max(measured, key=lambda t: t.units_per_second or 0.0, default=None)
+        return max(measured, key=rate_of, default=None)
 
-    def tried(self, setting: Setting, *, stops: bool) -> Trial:
-        """Measure one setting; with `stops`, end as soon as it is clearly slower than the best."""
-        steps = steps_of(self.samples, setting.micro_batch)
+    def blank(self, setting: Setting, *, status: str = "failed", why: str = "") -> Trial:
+        """Return a trial without measurements."""
         found = self.predicted.of(setting)
-        blank = Trial(setting, steps, "failed", "", predicted=None if found is None else found.peak)
+        steps = steps_of(self.samples, setting.micro_batch)
+        return Trial(setting, steps, status, why, predicted=None if found is None else found.peak)
+
+    def measure(self, setting: Setting, *, stops: bool) -> Trial:
+        """Measure one setting; with `stops`, end as soon as it is clearly slower than the best."""
+        blank = self.blank(setting)
         partner = self._partner(setting)
         running: Running | None = None
-        is_kept = False
         try:
-            running = Running(self.subject, setting)
+            running = Running(self.workload, setting)
             running.warm_up(most=self.limits.warm_up, patience=self._patience(partner))
             if partner is None:
                 speed = self._alone(running, stops=stops)
             else:
                 speed = self._in_turn(running, partner, stops=stops)
-            if running.train.recoveries:  # It ran with smaller micro-batches than this one.
-                return blank.with_(why="ran out of memory")
-            if (otherwise := running.fell_back()) is not None:
-                return blank.with_(why=otherwise[:200])
-            # A rejected setting need not be known as well.
-            peak = None if speed.is_stopped else running.peak()
-            over = peak is not None and peak > self.budget
-            split = {} if speed.is_stopped else _split_of(running)
-            is_kept = not (speed.is_stopped or over) and self._leads(running, speed)
-            update_bytes = running.update_bytes()
+            return self._result(running, speed, blank)
         except TooSlow:
             why = f"stopped in its first window: more than {HOPELESS} times slower"
             return blank.with_(status="stopped", why=why, windows=1)
@@ -364,25 +342,36 @@ class Bench:
         except (WholebatchError, RuntimeError) as error:
             return blank.with_(why=str(error).strip().split("\n")[0][:200])
         finally:
-            if running is not None and not is_kept:
+            if running is not None and running is not self._lead:
                 running.close()
-        why = "measured"
-        if speed.is_stopped:
-            why = f"stopped after {speed.windows} windows: clearly slower"
-        elif over:
-            why = f"needs {bytes_said(peak or 0)}, more than {bytes_said(self.budget)}"
-        return blank.with_(
-            status="failed" if over else "stopped" if speed.is_stopped else "measured",
-            why=why,
+
+    def _result(self, running: Running, speed: Speed, blank: Trial) -> Trial:
+        """Return the trial of a timed setting; keep it running if it is the fastest so far."""
+        if running.train.recoveries:  # It ran with smaller micro-batches than this one.
+            return blank.with_(why="ran out of memory")
+        if (otherwise := running.fell_back()) is not None:
+            return blank.with_(why=otherwise[:200])
+        found = blank.with_(
             seconds=speed.seconds,
             windows=speed.windows,
             units_per_second=speed.rate,
-            peak=peak,
-            split=split,
-            update_bytes=update_bytes,
+            update_bytes=running.update_bytes(),
         )
+        if speed.is_stopped:  # A rejected setting need not be known as well.
+            why = f"stopped after {speed.windows} windows: clearly slower"
+            return found.with_(status="stopped", why=why)
+        peak = running.peak()
+        found = found.with_(peak=peak, split=_split_of(running))
+        if peak > self.budget:
+            return found.with_(why=f"needs {bytes_said(peak)}, more than {bytes_said(self.budget)}")
+        best = self.best
+        if self._is_shared and (best is None or speed.rate > rate_of(best)):
+            self._let_go()
+            self._lead = running
+        return found.with_(status="measured", why="measured")
 
     def _alone(self, running: Running, *, stops: bool) -> Speed:
+        """Measure by itself."""
         best, limits = self.best, self.limits
         slow = CLEARLY * rate_of(best) if best is not None and stops else None
         timing = running.timed(
@@ -395,7 +384,7 @@ class Bench:
         """Measure in turn with the fastest so far, whose speed is known."""
         known, limits = self.trials[partner.setting], self.limits
         assert known.seconds is not None
-        turns = Turns(self.subject, (partner, running))
+        turns = Turns(self.workload, (partner, running))
         while (made := len(turns.rounds)) < limits.most and (
             made < limits.least or turns.spent(1) < limits.seconds
         ):
@@ -419,7 +408,7 @@ class Bench:
             self._let_go()
             return None
         if self._lead is None:
-            self._lead = Running(self.subject, best.setting)
+            self._lead = Running(self.workload, best.setting)
             self._lead.warm_up(most=self.limits.warm_up)
         return self._lead
 
@@ -437,16 +426,7 @@ class Bench:
             need = memory_of(one) if isinstance(one, Trial) else self.predicted.need(one)
             wanted += need or largest
         missing = wanted - ROOM * free_memory(self.predicted.device)
-        return Agreed(self.predicted.device)(missing) <= 0
-
-    def _leads(self, running: Running, speed: Speed) -> bool:
-        """Keep this one if it is the fastest so far."""
-        best = self.best
-        if not self._is_shared or (best is not None and speed.rate <= rate_of(best)):
-            return False
-        self._let_go()
-        self._lead = running
-        return True
+        return OverRanks(self.predicted.device)(missing) <= 0
 
     def _let_go(self) -> None:
         if self._lead is not None:
@@ -471,37 +451,10 @@ class Bench:
         Settings that would have to be compiled again are left out.
         """
         self._let_go()
-        best = self.best
-        if best is None or not self._is_shared:
-            return
-        close = [
-            trial
-            for trial in self.trials.values()
-            if trial.is_measured
-            and rate_of(trial) >= CLOSE * rate_of(best)
-            and trial.setting.way.execute == "eager"
-        ]
-        close = sorted(close, key=rate_of, reverse=True)[:3]
-        while len(close) > 1 and not self._has_room(*close):
-            close.pop()
+        close = self._close_ones()
         if len(close) < 2:
             return
-        made: list[Running] = []
-        try:
-            for trial in close:
-                made.append(Running(self.subject, trial.setting))
-                made[-1].window()
-            turns = Turns(self.subject, made)
-            began = self.now()
-            for turn in range(_MANY):
-                if turn >= _FEW and self.since(began) > 30 * self.limits.seconds:
-                    break
-                if turn >= _TURNS and turns.spent(0) > 2 * self.limits.seconds:
-                    break
-                turns.round()
-        finally:
-            for running in made:
-                running.close()
+        turns = self._rounds(close)
         first = close[0]
         assert first.seconds is not None
         fastest = max(range(len(close)), key=lambda at: turns.ratio(at, 0).median)
@@ -516,9 +469,46 @@ class Bench:
                 why="measured, and again in turn with the best",
             )
 
+    def _close_ones(self) -> list[Trial]:
+        """Return up to three trials about as fast as the best that fit in memory together."""
+        best = self.best
+        if best is None or not self._is_shared:
+            return []
+        close = [
+            trial
+            for trial in self.trials.values()
+            if trial.is_measured
+            and rate_of(trial) >= CLOSE * rate_of(best)
+            and trial.setting.mode.execute == "eager"
+        ]
+        close = sorted(close, key=rate_of, reverse=True)[:3]
+        while len(close) > 1 and not self._has_room(*close):
+            close.pop()
+        return close
+
+    def _rounds(self, trials: list[Trial]) -> Turns:
+        """Run the settings of these trials in turn, for as many rounds as the limits allow."""
+        made: list[Running] = []
+        try:
+            for trial in trials:
+                made.append(Running(self.workload, trial.setting))
+                made[-1].window()
+            turns = Turns(self.workload, made)
+            began = self.now()
+            for turn in range(_MANY):
+                if turn >= _FEW and self.since(began) > 30 * self.limits.seconds:
+                    break
+                if turn >= _TURNS and turns.spent(0) > 2 * self.limits.seconds:
+                    break
+                turns.round()
+            return turns
+        finally:
+            for running in made:
+                running.close()
+
     def since(self, moment: float) -> float:
         """Return the seconds since then, on the slowest rank."""
-        return Agreed(self.predicted.device)(self.now() - moment)
+        return OverRanks(self.predicted.device)(self.now() - moment)
 
 
 def _split_of(running: Running) -> dict[str, float]:
@@ -530,9 +520,9 @@ def _split_of(running: Running) -> dict[str, float]:
         return {}
 
 
-def rate_of(trial: Trial) -> float:
+def rate_of(trial: Trial | None) -> float:
     """Return the units per second; 0 if unknown."""
-    return trial.units_per_second or 0.0
+    return 0.0 if trial is None else trial.units_per_second or 0.0
 
 
 def memory_of(trial: Trial) -> int:

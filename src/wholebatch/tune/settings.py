@@ -1,9 +1,9 @@
-"""Settings and their results: a way to run, a micro-batch size, and the trial of both."""
+"""Settings to try: a mode to run in and a micro-batch size, their predicted memory and result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,11 +22,11 @@ from wholebatch.memory.choose_micro_batch import spare
 from wholebatch.memory.predict import Prediction, predict_peak
 from wholebatch.memory.resized_batches import resize_batch
 
-__all__ = ["PARTS", "Predicted", "Setting", "Trial", "Way", "sizes_of", "steps_of", "ways_of"]
+__all__ = ["PARTS", "Predicted", "RunMode", "Setting", "Trial", "modes_of", "sizes_of", "steps_of"]
 
 
-class Way(NamedTuple):
-    """The way micro-batches run, whatever their size."""
+class RunMode(NamedTuple):
+    """The mode in which micro-batches run, whatever their size."""
 
     precision: str
     checkpointing: bool
@@ -34,9 +34,9 @@ class Way(NamedTuple):
     sync: str
 
     def said(self) -> str:
-        """Return the way in words.
+        """Return the mode in words.
 
-        >>> Way("bf16", True, "graph", "auto").said()
+        >>> RunMode("bf16", True, "graph", "auto").said()
         'bf16, checkpointed, graph'
         """
         words = [self.precision, *(["checkpointed"] if self.checkpointing else []), self.execute]
@@ -45,18 +45,18 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """One way with one micro-batch size."""
+    """One mode with one micro-batch size."""
 
     micro_batch: int
-    way: Way
+    mode: RunMode
 
     def said(self) -> str:
         """Return the setting in words.
 
-        >>> Setting(8, Way("full", False, "eager", "auto")).said()
+        >>> Setting(8, RunMode("full", False, "eager", "auto")).said()
         'micro-batch 8, full, eager'
         """
-        return f"micro-batch {self.micro_batch}, {self.way.said()}"
+        return f"micro-batch {self.micro_batch}, {self.mode.said()}"
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class Trial:
         return self.with_(split={part: factor * value for part, value in self.split.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with the parts of the way beside the rest."""
+        """Return plain data, with the parts of the mode beside the rest."""
         data = asdict(self)
         del data["setting"]
-        return {"micro_batch": self.setting.micro_batch, **self.setting.way._asdict(), **data}
+        return {"micro_batch": self.setting.micro_batch, **self.setting.mode._asdict(), **data}
 
 
 def steps_of(samples: int, micro_batch: int) -> int:
@@ -124,18 +124,18 @@ def sizes_of(samples: int) -> list[int]:
     return list(dict.fromkeys([*sizes, 1]))
 
 
-def ways_of(
+def modes_of(
     model: nn.Module,
     *,
     precisions: tuple[str, ...],
     executes: tuple[str, ...],
     syncs: tuple[str, ...],
     checkpointing: tuple[bool, ...],
-) -> list[Way]:
-    """Return every way in which this model can run, the first choice of every option first."""
+) -> list[RunMode]:
+    """Return every mode in which this model can run, the first choice of every option first."""
     can = bool(repeated_blocks(model)) and not any(is_checkpointed(m) for m in model.modules())
     return [
-        Way(precision, again, execute, sync)
+        RunMode(precision, again, execute, sync)
         for again in checkpointing
         if can or not again
         for sync in syncs
@@ -169,17 +169,15 @@ class Predicted:
 
     def of(self, setting: Setting) -> Prediction | None:
         """Return the prediction for eager execution: it stands for every `execute` and `sync`."""
-        way = setting.way
-        key = (way.precision, way.checkpointing, setting.micro_batch)
+        mode = setting.mode
+        key = (mode.precision, mode.checkpointing, setting.micro_batch)
         if key not in self.made and not self.why_not:
             self._predict(key)
         return self.made.get(key)
 
     def _predict(self, key: tuple[str, bool, int]) -> None:
         precision, again, size = key
-        around: AbstractContextManager[object] = nullcontext()
-        if again:
-            around = checkpointed(self.model)
+        around = checkpointed(self.model) if again else nullcontext()
         try:
             with around:
                 self.made[key] = predict_peak(
@@ -205,19 +203,19 @@ class Predicted:
         need = self.need(setting)
         return need is None or need <= self.budget
 
-    def points(self, way: Way) -> list[dict[str, Any]]:
-        """Return the predictions for a way by size, in the form of a plan."""
+    def points(self, mode: RunMode) -> list[dict[str, Any]]:
+        """Return the predictions for a mode by size, in the form of a plan."""
         found = sorted(
             (size, prediction)
             for (precision, again, size), prediction in self.made.items()
-            if (precision, again) == (way.precision, way.checkpointing)
+            if (precision, again) == (mode.precision, mode.checkpointing)
         )
         return [
             {
                 "micro_batch": size,
                 "peak": prediction.peak,
                 "by_category": dict(prediction.by_category),
-                "fits": self.fits(Setting(size, way)),
+                "fits": self.fits(Setting(size, mode)),
             }
             for size, prediction in found
         ]

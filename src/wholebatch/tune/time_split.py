@@ -1,4 +1,4 @@
-"""Clocks: the host's clock on a CPU, stream events on CUDA."""
+"""The time of a window by part, from timestamps: the host's clock, or events on CUDA."""
 
 from __future__ import annotations
 

@@ -11,23 +11,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 from torch.utils.data import DataLoader, IterableDataset
 
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.options import grouped
 from wholebatch.core.splitting import split, to_device
 from wholebatch.core.whole_batch import WholeBatch
-from wholebatch.memory.meter import MemoryMeter
+from wholebatch.tune.window_timing import Make, PeakMeter
 
-__all__ = ["WAYS", "Job", "Way", "accelerate", "driven", "fabric", "lightning", "transformers"]
+__all__ = [
+    "LOOPS",
+    "Job",
+    "TrainingLoop",
+    "accelerate",
+    "driven",
+    "fabric",
+    "lightning",
+    "transformers",
+]
 
 
 @dataclass
 class Job:
     """A batch to train on in micro-batches, and everything that a loop needs."""
 
-    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+    make: Make
     """Returns the model, on its device, and its optimizer; called once for every loop."""
     loss: Callable[[Any, Any], Any]
     batches: Callable[[], Any]
@@ -38,11 +46,11 @@ class Job:
     clip_norm: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other options of `WholeBatch`, such as `units`, `batchnorm` and `static`."""
-    meter: MemoryMeter | None = field(default=None, init=False)
     is_compiled: bool = field(default=False, init=False)
     """True if the current loop allocates tensors where no meter sees them."""
 
     def __post_init__(self) -> None:
+        self.meter = PeakMeter(self.device)
         self.first = self.batches()
         self.steps = len(split(self.first, self.micro_batch, static=self._static))
 
@@ -73,27 +81,17 @@ class Job:
 
     def mean(self, model: Any, micro: Any) -> Tensor:
         """Return the mean over the micro-batch's own units: the loss of every other loop."""
-        self.meet()
+        self.meter.follow_thread()
         found = as_loss(self.loss(model, micro))
         if isinstance(found, Loss):
             return found.total / found.units
         parts = [term.weight * term.total / term.units for term in found.by_name.values()]
         return torch.stack(parts).sum()
 
-    def meet(self) -> None:
-        """Activate the meter in this thread: some frameworks run their loop in another one."""
-        if self.meter is not None and self.meter not in _get_current_dispatch_mode_stack():
-            _push_mode(self.meter)
-
     def autocast(self) -> torch.autocast:
         """Return the autocast context for manual loops."""
         dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "full")
-
-    def wait(self) -> None:
-        """Wait until the device has finished all work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class _Stream(IterableDataset[Any]):
@@ -285,16 +283,15 @@ def driven(run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
         thread.join(timeout=20)
 
 
-Made = tuple[nn.Module, torch.optim.Optimizer]
 Loop = Callable[[Job, nn.Module, torch.optim.Optimizer], Iterator[None]]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to make the update: its name and its loop."""
+class TrainingLoop:
+    """One training loop: its name, and the generator that makes an update per `next()`."""
 
     name: str
-    loop: Loop
+    updates: Loop
     package: str | None = None
     """The package that it needs."""
 
@@ -302,7 +299,7 @@ class Way:
 def _ours(execute: str) -> Loop:
     def loop(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         def loss(model: Any, micro: Any) -> Any:
-            job.meet()
+            job.meter.follow_thread()
             return job.loss(model, micro)
 
         train = WholeBatch(
@@ -345,19 +342,19 @@ def _by_hand(*, compiled: bool = False, whole: bool = False) -> Loop:
     return loop
 
 
-WAYS: dict[str, Way] = {
-    way.name: way
-    for way in (
-        Way("wholebatch", _ours("auto")),
-        Way("wholebatch eager", _ours("eager")),
-        Way("loop", _by_hand()),
-        Way("loop + torch.compile", _by_hand(compiled=True)),
-        Way("whole batch", _by_hand(whole=True)),
-        Way("whole batch + torch.compile", _by_hand(whole=True, compiled=True)),
-        Way("Accelerate", accelerate, "accelerate"),
-        Way("Fabric", fabric, "lightning"),
-        Way("Lightning", lightning, "lightning"),
-        Way("Transformers", transformers, "transformers"),
+LOOPS: dict[str, TrainingLoop] = {
+    loop.name: loop
+    for loop in (
+        TrainingLoop("wholebatch", _ours("auto")),
+        TrainingLoop("wholebatch eager", _ours("eager")),
+        TrainingLoop("loop", _by_hand()),
+        TrainingLoop("loop + torch.compile", _by_hand(compiled=True)),
+        TrainingLoop("whole batch", _by_hand(whole=True)),
+        TrainingLoop("whole batch + torch.compile", _by_hand(whole=True, compiled=True)),
+        TrainingLoop("Accelerate", accelerate, "accelerate"),
+        TrainingLoop("Fabric", fabric, "lightning"),
+        TrainingLoop("Lightning", lightning, "lightning"),
+        TrainingLoop("Transformers", transformers, "transformers"),
     )
 }
-"""All ways by name, in the order in which they are shown."""
+"""All loops by name, in the order in which they are shown."""

@@ -1,9 +1,9 @@
-"""`tune`: measure the ways to run one batch here, and recommend one."""
+"""`tune`: measure the modes to run one batch in here, and recommend one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,20 @@ import torch
 from torch import nn
 
 from wholebatch.core.json_files import finite, write_json
-from wholebatch.core.options import flattened
-from wholebatch.core.splitting import batch_size_of, to_device
+from wholebatch.core.options import Memory, flattened
+from wholebatch.core.splitting import batch_size_of
 from wholebatch.coupled import batchnorms
-from wholebatch.errors import OptionError, UnsupportedError, WindowError
+from wholebatch.errors import OptionError, WindowError
 from wholebatch.memory.budget import Budget, bytes_said, parse_memory, sharing_processes
-from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.machine_speed import best_flops, copy_bandwidth, flops_of, reduce_bandwidth
+from wholebatch.tune.machine_speed import copy_bandwidth, reduce_bandwidth, share_of_arithmetic
 from wholebatch.tune.ranks_model import RanksModel
-from wholebatch.tune.search import Limits, Search, Watch
-from wholebatch.tune.setting_measurements import Agreed
-from wholebatch.tune.settings import Predicted, Trial, sizes_of, ways_of
-from wholebatch.tune.window_timing import Make, Subject
+from wholebatch.tune.search import Limits, Search, SearchObserver
+from wholebatch.tune.setting_measurements import OverRanks, memory_of, rate_of
+from wholebatch.tune.settings import Predicted, Trial, modes_of, sizes_of
+from wholebatch.tune.window_timing import Make, Workload
 
-__all__ = ["Tuned", "advice_of", "share_of_arithmetic", "tune"]
-
+__all__ = ["Tuned", "tune"]
 
 _PRECISIONS = ("full", "bf16", "fp16")
 _EXECUTES = ("eager", "compile", "graph")
@@ -41,7 +39,7 @@ def tune(
     loss: Callable[[Any, Any], Any],
     batch: Any | None = None,
     batches: Callable[[], Any] | None = None,
-    memory: Budget = "free",
+    memory: Budget | Memory = "free",
     micro_batches: Sequence[int] | None = None,
     precisions: Sequence[str] = ("full",),
     executes: Sequence[str] | None = None,
@@ -52,7 +50,7 @@ def tune(
     exhaustive: bool = False,
     bandwidth: float | None = None,
     ranks: Sequence[int] = _RANKS,
-    watch: Watch | None = None,
+    watch: SearchObserver | None = None,
     clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Tuned:
@@ -63,10 +61,11 @@ def tune(
     the time. `tune` measures micro-batch sizes, `precisions`, `executes` (on CUDA eager code and
     captured graphs, else eager code alone), `checkpointing` and `syncs`. It prunes by predicted
     memory and by earlier measurements; `exhaustive=True` measures everything that fits. Other
-    options go to `WholeBatch`: `units=`, `clip_norm=`, `batchnorm=`, … With `bandwidth` (bytes per
-    second of one rank's link) the result includes a model of the time over `ranks`. `clock` times
-    the windows: on a shared CPU, `time.process_time` counts this process alone, which is right for
-    one thread.
+    options go to `WholeBatch`: `units=`, `clip_norm=`, `batchnorm=`, `close=wb.Close(…)`, …;
+    `memory=wb.Memory("20GiB", gradients="host")` and `micro_batch=wb.samples(static=…)` too. With
+    `bandwidth` (bytes per second of one rank's link) the result includes a model of the time over
+    `ranks`. `clock` times the windows: on a shared CPU, `time.process_time` counts this process
+    alone, which is right for one thread.
 
     >>> import torch, wholebatch as wb
     >>> def make():
@@ -76,7 +75,7 @@ def tune(
     ...     return wb.cross_entropy(model(micro["x"]), micro["y"])
     >>> batch = {"x": torch.randn(32, 8), "y": torch.randint(0, 2, (32,))}
     >>> found = tune(make, loss=loss, batch=batch, limits=Limits(seconds=0.01))
-    >>> found.best.setting.way.said(), 32 % found.best.setting.micro_batch
+    >>> found.best.setting.mode.said(), 32 % found.best.setting.micro_batch
     ('full, eager', 0)
     """
     began = time.perf_counter()
@@ -85,96 +84,126 @@ def tune(
             "tune(batch=, batches=): give one of them, a batch or a source of batches"
         )
     fetch: Callable[[], Any] = batches if batches is not None else lambda: batch
+    options = flattened({**options, "memory": memory})
+    if options.pop("micro_batch", "auto") != "auto":
+        raise OptionError("tune(micro_batch=): is what is searched; micro_batches= gives the sizes")
+    memory = options.pop("memory", "free")
+    if "sync" in options:
+        syncs = (options.pop("sync"),)
     model, optimizer = make()
-    device = next(model.parameters()).device
-    on_cuda = device.type == "cuda"
-    given = (
-        tuple(executes) if executes is not None else ("eager", "graph") if on_cuda else ("eager",)
-    )
+    facts = _ModelFacts.of(model)
+    if executes is None:
+        executes = ("eager", "graph") if facts.device.type == "cuda" else ("eager",)
     _check("precisions", precisions, _PRECISIONS)
-    _check("executes", given, _EXECUTES)
+    _check("executes", executes, _EXECUTES)
     _check("syncs", syncs, _SYNCS)
     first = fetch()
-    options = flattened(options)
     layout = {name: options[name] for name in ("batch_size", "static") if name in options}
     samples = batch_size_of(first, **layout)
     sizes = _sizes(micro_batches, samples)
     inner = getattr(model, "module", model)
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    # The budget of the rank that has the least: all ranks try the same settings.
-    dist = torch.distributed
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    sharing = sharing_processes(device, world)
-    free = parse_memory(memory, device=device, held=held, processes=sharing)
-    budget = -int(Agreed(device)(-float(free)))
-    ways = ways_of(
+    budget = facts.budget(memory)
+    modes = modes_of(
         inner,
         precisions=tuple(precisions),
-        executes=given,
+        executes=tuple(executes),
         syncs=tuple(syncs),
         checkpointing=tuple(checkpointing),
     )
-    predicted = Predicted(
-        inner, optimizer, loss, first, samples, budget, static=layout.get("static", ())
-    )
+    static = layout.get("static", ())
+    predicted = Predicted(inner, optimizer, loss, first, samples, budget, static=static)
     if batchnorms(inner) and options.get("batchnorm", "exact") == "exact":
         # Lock-step keeps the activations of all micro-batches, so predicting one says little.
         predicted.why_not = "BatchNorm runs micro-batches in lock-step"
-    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    dtype = next(model.parameters()).dtype
+    if "batch_size" in layout:
+        predicted.why_not = "a batch that does not show its samples cannot be resized"
     del model, optimizer, inner
-
-    subject = Subject(make, loss, fetch, options, clock)
-    search = Search(subject, samples, sizes, ways, predicted, budget, limits or Limits(), watch)
+    workload = Workload(make, loss, fetch, options, clock)
+    search = Search(workload, samples, sizes, modes, predicted, budget, limits or Limits(), watch)
     search.run_all() if exhaustive else search.run()
-    best = search.recommended()
-    if best is None:
-        raise WindowError(_nothing(search.trials.values()))
-    search.trials[best.setting] = best.with_(recommended=True)
-    trials = tuple(trial.in_proportion() for trial in search.trials.values())
-    best = next(trial for trial in trials if trial.recommended)
-    alike = [t for t in trials if t.setting.way == best.setting.way and t.seconds]
+    return _result(search, facts, first, unit=unit, bandwidth=bandwidth, ranks=ranks, began=began)
+
+
+@dataclass(frozen=True)
+class _ModelFacts:
+    """The size and place of a model, known after it is gone."""
+
+    device: torch.device
+    dtype: torch.dtype
+    held_bytes: int
+    trained: int
+    gradient_bytes: int
+
+    @staticmethod
+    def of(model: nn.Module) -> _ModelFacts:
+        first = next(model.parameters())
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return _ModelFacts(
+            first.device,
+            first.dtype,
+            sum(p.numel() * p.element_size() for p in model.parameters()),
+            sum(p.numel() for p in trained),
+            sum(p.nbytes for p in trained),
+        )
+
+    def budget(self, memory: Budget) -> int:
+        """Return the budget of the rank that has the least: all ranks try the same settings."""
+        sharing = sharing_processes(self.device, _ranks_here())
+        free = parse_memory(memory, device=self.device, held=self.held_bytes, processes=sharing)
+        return -int(OverRanks(self.device)(-float(free)))
+
+
+def _result(
+    search: Search,
+    facts: _ModelFacts,
+    batch: Any,
+    *,
+    unit: str,
+    bandwidth: float | None,
+    ranks: Sequence[int],
+    began: float,
+) -> Tuned:
+    """Return the recommendation with its evidence."""
+    best, trials = _recommendation(search)
+    mode, device = best.setting.mode, facts.device
+    alike = [trial for trial in trials if trial.setting.mode == mode]
     copies = copy_bandwidth(device)
     # A micro-step reads the parameters in forward and backward, and writes their gradients.
-    fixed = fixed_cost(alike, moving=3 * gradient_bytes / copies)
-    used = share_of_arithmetic(subject, best, first, device=device, dtype=dtype)
-    smaller = max(
-        (t for t in trials if t.setting.way == best.setting.way and t.steps > best.steps),
-        key=lambda t: t.setting.micro_batch,
-        default=None,
-    )
-    measured = reduce_bandwidth(device, numbers)
+    moving = 3 * facts.gradient_bytes / copies
+    fixed = fixed_cost([trial for trial in alike if trial.seconds], moving=moving)
+    used = share_of_arithmetic(search.workload, best, batch, device=device, dtype=facts.dtype)
+    fewer = [trial for trial in alike if trial.steps > best.steps]
+    smaller = max(fewer, key=lambda trial: trial.setting.micro_batch, default=None)
+    measured = reduce_bandwidth(device, facts.trained)
     link = bandwidth or measured
     model_of_ranks = None
     if link is not None:
-        model_of_ranks = _over_ranks(
-            best, gradient_bytes, link, measured=bandwidth is None
-        ).to_dict(ranks)
-    way = best.setting.way
+        over = _over_ranks(best, facts.gradient_bytes, link, measured=bandwidth is None)
+        model_of_ranks = over.to_dict(ranks)
+    size = best.setting.micro_batch
     return Tuned(
         best=best,
         trials=trials,
         settings={
-            "batch_size": samples,
-            "micro_batch": best.setting.micro_batch,
-            "precision": way.precision,
-            "checkpointing": way.checkpointing,
-            "execute": way.execute,
+            "batch_size": search.samples,
+            "micro_batch": size,
+            "precision": mode.precision,
+            "checkpointing": mode.checkpointing,
+            "execute": mode.execute,
         },
-        advice=advice_of(best, trials, budget=budget, unit=unit),
+        advice=_advice(best, trials, budget=search.budget, unit=unit),
         bottleneck=name_bottleneck(best, fixed=fixed, used=used, bandwidth=copies),
         accumulation=accumulation(best, fixed=fixed, smaller=smaller),
-        batch_size=samples,
+        batch_size=search.samples,
         unit=unit,
         device=_device_said(device),
-        budget=budget,
+        budget=search.budget,
         seconds=time.perf_counter() - began,
         memory={
-            "points": predicted.points(way),
-            "budget": budget,
-            "precision": way.precision,
-            "micro_batch": best.setting.micro_batch,
+            "points": search.predicted.points(mode),
+            "budget": search.budget,
+            "precision": mode.precision,
+            "micro_batch": size,
         },
         ranks=model_of_ranks,
     )
@@ -199,33 +228,21 @@ def _sizes(given: Sequence[int] | None, samples: int) -> list[int]:
     return sorted(set(given), reverse=True)
 
 
-def _nothing(trials: Any) -> str:
+def _recommendation(search: Search) -> tuple[Trial, tuple[Trial, ...]]:
+    """Return the recommended trial, and all trials with their splits in proportion."""
+    best = search.recommended()
+    if best is None:
+        raise WindowError(_nothing(search.trials.values()))
+    search.trials[best.setting] = best.with_(recommended=True)
+    trials = tuple(trial.in_proportion() for trial in search.trials.values())
+    return next(trial for trial in trials if trial.recommended), trials
+
+
+def _nothing(trials: Iterable[Trial]) -> str:
     # The smallest first: it shows how much more memory is needed.
     ordered = sorted(trials, key=lambda trial: trial.predicted or 0)
     reasons = list(dict.fromkeys(f"{t.setting.said()}: {t.why}" for t in ordered))
     return "no setting could be measured; " + "; ".join(reasons[:3])
-
-
-def share_of_arithmetic(
-    subject: Subject, best: Trial, batch: Any, *, device: torch.device, dtype: torch.dtype
-) -> float | None:
-    """Return the share of a large matrix product's speed that forward and backward reach."""
-    parts = ("forward", "backward", "micro-step", "addition")
-    seconds = sum(best.split.get(part, 0.0) for part in parts)
-    precision = best.setting.way.precision
-    model: nn.Module = subject.make()[0]
-    inner = getattr(model, "module", model)
-    size = min(best.setting.micro_batch, 8)
-    static = subject.options.get("static", ())
-    try:
-        micro = to_device(resize_batch(batch, size, static=static), device)
-        counted = flops_of(inner, subject.loss, micro, precision=precision)
-    except (RuntimeError, UnsupportedError):
-        return None  # The loss cannot run on these samples: do without this evidence.
-    if counted is None or not seconds:
-        return None
-    samples = batch_size_of(batch, static=static)
-    return counted / size * samples / seconds / best_flops(device, precision, dtype)
 
 
 def _over_ranks(best: Trial, gradient_bytes: int, link: float, *, measured: bool) -> RanksModel:
@@ -302,39 +319,43 @@ class Tuned:
         write_json(path, self.to_dict())
 
 
-def advice_of(best: Trial, trials: tuple[Trial, ...], *, budget: int, unit: str) -> tuple[str, ...]:
+def _advice(best: Trial, trials: Sequence[Trial], *, budget: int, unit: str) -> tuple[str, ...]:
     """Return the recommendation in sentences; the first one is the answer."""
-    way, size = best.setting.way, best.setting.micro_batch
-    rate = best.units_per_second or 0.0
+    mode, rate = best.setting.mode, rate_of(best)
     speed = f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
-    divided = [trial for trial in trials if trial.steps > 1 and trial.units_per_second]
     if best.steps == 1:
-        head = f"do not accumulate: the batch fits undivided ({way.said()}), {speed}"
+        head = f"do not accumulate: the batch fits undivided ({mode.said()}), {speed}"
     else:
-        head = f"micro-batch {size} × {best.steps} steps ({way.said()}), {speed}"
-    said = [head]
-    if best.steps == 1 and divided:
-        other = max(divided, key=lambda trial: trial.units_per_second or 0.0)
+        size = best.setting.micro_batch
+        head = f"micro-batch {size} × {best.steps} steps ({mode.said()}), {speed}"
+    said = [head, *_beside(best, trials)]
+    if memory_of(best):
+        said.append(f"Peak memory {bytes_said(memory_of(best))} of {bytes_said(budget)}.")
+    if mode.precision in ("bf16", "fp16"):
         said.append(
-            f"With micro-batches it reaches {(other.units_per_second or 0.0) / rate:.0%} of that "
-            f"at best ({other.setting.said()})."
-        )
-    whole = [trial for trial in trials if trial.steps == 1 and trial.setting.way == way]
-    if best.steps > 1 and whole:
-        one = whole[0]
-        if one.is_measured and one.units_per_second:
-            faster = rate / one.units_per_second - 1
-            how = f"{faster:.0%} slower" if faster > 0.005 else "no faster"
-            memory = f", and takes {bytes_said(one.peak)}" if one.peak else ""
-            said.append(f"Undivided, the batch fits too, but is {how}{memory}.")
-        else:
-            said.append(f"Undivided: {one.why}.")
-    peak = best.peak or best.predicted
-    if peak:
-        said.append(f"Peak memory {bytes_said(peak)} of {bytes_said(budget)}.")
-    if way.precision in ("bf16", "fp16"):
-        said.append(
-            f"{way.precision} rounds more than full precision: the update is that of the undivided "
-            f"batch in {way.precision}."
+            f"{mode.precision} rounds more than full precision: the update is that of the "
+            f"undivided batch in {mode.precision}."
         )
     return tuple(said)
+
+
+def _beside(best: Trial, trials: Sequence[Trial]) -> list[str]:
+    """Return the best divided setting beside an undivided one, or the other way around."""
+    rate = rate_of(best)
+    if best.steps == 1:
+        divided = [trial for trial in trials if trial.steps > 1 and trial.units_per_second]
+        if not divided:
+            return []
+        other = max(divided, key=rate_of)
+        share = f"{rate_of(other) / rate:.0%}"
+        return [f"With micro-batches it reaches {share} of that at best ({other.setting.said()})."]
+    mode = best.setting.mode
+    whole = next((t for t in trials if t.steps == 1 and t.setting.mode == mode), None)
+    if whole is None:
+        return []
+    if not (whole.is_measured and whole.units_per_second):
+        return [f"Undivided: {whole.why}."]
+    faster = rate / whole.units_per_second - 1
+    how = f"{faster:.0%} slower" if faster > 0.005 else "no faster"
+    memory = f", and takes {bytes_said(whole.peak)}" if whole.peak else ""
+    return [f"Undivided, the batch fits too, but is {how}{memory}."]

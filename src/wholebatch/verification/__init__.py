@@ -2,7 +2,7 @@
 
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.mistakes import MISTAKES
-from wholebatch.verification.verdicts import Cause, LoopVerdict, Trial, Verdict
+from wholebatch.verification.verdicts import Cause, LoopTrial, LoopVerdict, Verdict
 from wholebatch.verification.verify_loop import verify_loop
 from wholebatch.verification.verify_model import verify
 
@@ -11,8 +11,8 @@ __all__ = [
     "ZOO",
     "Case",
     "Cause",
+    "LoopTrial",
     "LoopVerdict",
-    "Trial",
     "Verdict",
     "verify",
     "verify_loop",

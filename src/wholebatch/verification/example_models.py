@@ -1,5 +1,4 @@
-"""Small models with data, on which a training loop is tried out: a classifier, a language model,
-a convolutional network.
+"""Small models with data to try a training loop on: a classifier, a language model and a CNN.
 
 All three take `model(micro["x"])` to logits with the classes last, and `micro["y"]` are the labels,
 -100 where none counts; so one loop runs on all:
@@ -10,7 +9,7 @@ All three take `model(micro["x"])` to logits with the classes last, and `micro["
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.loss import Loss, cross_entropy
+from wholebatch.core.splitting import batch_size_of
+from wholebatch.core.splitting.samples import layout_of
 
-__all__ = ["ZOO", "Case"]
+__all__ = ["ZOO", "Case", "loss", "thinned"]
 
 Micro = dict[str, Tensor]
 
@@ -39,7 +40,7 @@ class Case:
 
 
 def loss(model: nn.Module, micro: Micro) -> Loss:
-    """Cross-entropy as a sum over the labels that count."""
+    """Return the cross-entropy as a sum over the labels that count."""
     return cross_entropy(model(micro["x"]), micro["y"])
 
 
@@ -89,7 +90,7 @@ def _cnn() -> nn.Module:
 
 
 def _sizes(steps: int, even: bool, rank: int) -> list[int]:
-    """4, 4, 4, 4 or, for example, 5, 2, 7, 1: a mean of means is far from the mean."""
+    """Return 4, 4, 4, 4 or, for example, 5, 2, 7, 1: a mean of means is far from the mean."""
     if even:
         return [4] * steps
     uneven = [5, 2, 7, 1, 6, 3]
@@ -111,7 +112,7 @@ def _classified(shape: tuple[int, ...], classes: int, spread: float) -> Callable
 
 
 def _texts(steps: int, even: bool, rank: int) -> list[Micro]:
-    """Three texts of 12 tokens in each micro-batch, of which different numbers count."""
+    """Return micro-batches of three texts of 12 tokens, of which different numbers count."""
     generator = torch.Generator().manual_seed(200 + rank)
     counted = [8] * steps if even else [min(12, 2 * n - 1) for n in _sizes(steps, False, rank)]
     micros = []
@@ -128,3 +129,13 @@ ZOO: dict[str, Case] = {
     "cnn": Case("cnn", _cnn, loss, _classified((1, 10, 10), 4, 2.0)),
 }
 """The built-in cases by name."""
+
+
+def thinned(micros: Sequence[Any]) -> list[Any]:
+    """Return the micro-batches with very different numbers of samples, if they have several."""
+    result = []
+    for index, micro in enumerate(micros):
+        size = batch_size_of(micro)
+        keep = max(1, size - index * size // max(len(micros), 2))
+        result.append(layout_of(micro).take(slice(0, keep)) if keep < size else micro)
+    return result

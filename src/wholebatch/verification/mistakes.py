@@ -8,32 +8,30 @@ otherwise, and each has the variants that are seen in the wild.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wholebatch.verification.batch_reading import Reading, joined
-from wholebatch.verification.model_runs import Bench
-from wholebatch.verification.observed_window import Run, Seen, Start, Watch
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
-from wholebatch.verification.undivided_batch import any_rank, apart, largest, over_ranks, ranks
+from wholebatch.verification.model_runs import DividedBatch, ModelRuns, joined
+from wholebatch.verification.observed_window import SeenStep, WindowObserver, WindowRun
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, Vectors, distance
+from wholebatch.verification.undivided_batch import any_rank, largest, over_ranks, ranks
 
 __all__ = [
     "MISTAKES",
     "RIGHT",
-    "Guess",
     "Mistake",
-    "Parts",
+    "MistakeFit",
     "always_active",
+    "apart",
     "fits_of",
-    "guesses",
+    "flat",
     "moved_otherwise",
     "parts_of",
 ]
-
 
 RIGHT = "right"
 
@@ -129,8 +127,8 @@ MISTAKES: dict[str, Mistake] = {
 
 
 @dataclass(frozen=True)
-class Fit:
-    """How far the observed gradients are from those of one hypothesis."""
+class MistakeFit:
+    """The distance of the observed gradients from those of one hypothesis."""
 
     key: str
     variant: str
@@ -143,8 +141,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Guess:
-    """What the optimizer's steps would see if this were the mistake (or the right thing)."""
+class Hypothesis:
+    """The gradients that the optimizer's steps would see with this mistake, or without any."""
 
     key: str
     variant: str
@@ -152,141 +150,252 @@ class Guess:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """One window taken apart, on this rank: flat gradients in float64.
-
-    `over_ranks` adds a tensor over the ranks and returns it; on one rank it returns it as it is.
-    """
+class WindowParts:
+    """One window taken apart, on this rank: flat gradients in float64."""
 
     right: Tensor
     means: Sequence[Tensor]
     units: Sequence[float]
     nominal: int
-    ranks: int
-    over_ranks: Callable[[Tensor], Tensor]
     clip_norm: float | None = None
 
     @property
     def count(self) -> int:
         return len(self.means)
 
+    @property
+    def units_everywhere(self) -> float:
+        """Return the units of all ranks."""
+        return float(over_ranks(torch.tensor([float(sum(self.units))], dtype=torch.float64)))
+
+    def weighted(self, weights: Sequence[float]) -> Tensor:
+        """Return the weighted sum of the micro-batches' mean gradients."""
+        result = torch.zeros_like(self.right)
+        for mean, weight in zip(self.means, weights, strict=True):
+            result += mean * weight
+        return result
+
     def clip(self, gradient: Tensor) -> Tensor:
-        """As torch clips, by the norm."""
+        """Return the gradient clipped by its norm, as torch clips."""
         if self.clip_norm is None:
             return gradient
         return gradient * min(1.0, self.clip_norm / (float(gradient.norm()) + 1e-6))
 
     def average(self, local: Tensor) -> Tensor:
-        """What averaging over the ranks makes of every rank's own."""
-        return self.over_ranks(local.clone()) / self.ranks
+        """Return the mean of every rank's own gradient."""
+        return over_ranks(local) / ranks()
+
+    def weightings(self) -> dict[str, list[float]]:
+        """Return the usual weights of the micro-batches' means, by what is added with them."""
+        total = sum(self.units)
+        return {
+            f"mean losses / {self.count}": [1 / self.count] * self.count,
+            f"mean losses / {self.nominal}": [1 / self.nominal] * self.count,
+            "shares of the units": [u / total for u in self.units],
+            "mean losses": [1.0] * self.count,
+            "sums": list(self.units),
+        }
 
 
-def guesses(parts: Parts) -> Iterator[Guess]:
-    """The right gradient first, then every mistake that has exactly one step."""
-    yield Guess(RIGHT, "the undivided batch", (parts.clip(parts.right),))
+def parts_of(
+    runs: ModelRuns, micros: Sequence[Any], *, steps: int, clip_norm: float | None = None
+) -> tuple[WindowParts, float]:
+    """Take a window apart; return also how far rounding brings the right gradient from itself."""
+    like = runs.parameters
+    means, units = [], []
+    for micro in micros:
+        gradient, counted = runs.gradient_of(micro)
+        means.append(flat(gradient, like) / (counted[0] or 1.0))
+        units.append(counted[0])
+    parts = WindowParts(torch.zeros_like(means[0]), means, units, steps, clip_norm)
+    everywhere = parts.units_everywhere
+    added = torch.stack([m * u for m, u in zip(means, units, strict=True)]).sum(0)
+    added = over_ranks(added) / everywhere
+    right, floor = added, runs.unit
+    whole = joined(micros)
+    if whole is not None:
+        right = over_ranks(flat(runs.gradient_of(whole)[0], like)) / everywhere
+        reversed_, _ = DividedBatch(whole).in_other_orders()
+        turned = over_ranks(flat(runs.gradient_of(reversed_)[0], like)) / everywhere
+        floor = max(floor, apart(turned, right))
+    limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
+    coupled = apart(added, right)
+    if coupled <= limit:  # else a layer couples the samples, and that is no rounding
+        floor = max(floor, coupled)
+    return replace(parts, right=right), min(floor, limit)
+
+
+def fits_of(
+    runs: ModelRuns, parts: WindowParts, run: WindowRun, micros: Sequence[Any], floor: float
+) -> tuple[list[MistakeFit], str, float]:
+    """Return every hypothesis with its distance to what was observed, the nearest first.
+
+    Return also if gradients or updates were compared, and the tolerance.
+    """
+    tolerance = TIMES_THE_FLOOR * floor
+    if (fit := _without_one_update(runs, run)) is not None:
+        return [fit, MistakeFit(RIGHT, "the undivided batch", 1.0, False)], "steps", tolerance
+    candidates = list(_hypotheses(parts))
+    if len(run.steps) > 1 and len(run.steps) == parts.count:
+        candidates += _stepped(runs, micros, parts, run.steps)
+    if run.steps:
+        observed = [flat(step.gradients, runs.parameters) for step in run.steps]
+        by = "gradients"
+    else:  # an engine of its own stepped: what is left to see is the update
+        observed = [flat(run.update, runs.parameters)]
+        candidates = [
+            replace(one, steps=(_update_of(runs, one.steps[0], ()),)) for one in candidates
+        ]
+        by = "updates"
+        size = float(observed[0].norm())
+        tolerance += _rounded_away(runs, size) if size else 0.0
+    best: dict[str, MistakeFit] = {}
+    right = candidates[0].steps
+    for one in candidates:
+        if one.key != RIGHT and largest(_steps_apart(one.steps, right)) <= tolerance:
+            continue  # cannot be told from the right one in this window
+        far = largest(_steps_apart(observed, one.steps))
+        if one.key not in best or far < best[one.key].distance:
+            best[one.key] = MistakeFit(one.key, one.variant, far, far <= tolerance)
+    ordered = sorted(best.values(), key=lambda fit: (fit.distance, fit.key != RIGHT))
+    return ordered, by, tolerance
+
+
+def _without_one_update(runs: ModelRuns, run: WindowRun) -> MistakeFit | None:
+    """Return the mistake of a window with no step, or with other numbers of steps on the ranks."""
+    moved = any(float(change.double().norm()) > 0 for change in run.update)
+    if not any_rank(bool(run.steps)) and not any_rank(moved):
+        return MistakeFit("no-update", "no optimizer step", 0.0, True)
+    if largest(len(run.steps)) != -largest(-len(run.steps)):
+        return MistakeFit("unsynchronised-ranks", "another number of steps on each rank", 0.0, True)
+    return None
+
+
+def _rounded_away(runs: ModelRuns, size: float) -> float:
+    """Return the share of an update of this size that adding it to the parameters rounds away."""
+    before = [float(runs.start.before(p).double().norm()) for p in runs.parameters]
+    return TIMES_THE_FLOOR * 6e-8 * math.hypot(*before) / size
+
+
+def moved_otherwise(runs: ModelRuns, run: WindowRun) -> list[str]:
+    """Return a note if the update is not the one that the optimizer makes of what it saw."""
+    if len(run.steps) != 1 or len(run.steps[0].groups) != len(runs.optimizer.param_groups):
+        return []
+    made = _update_of(runs, flat(run.gradients, runs.parameters), run.steps[0].groups)
+    limit = 1e-4 + _rounded_away(runs, max(float(made.norm()), 1e-30))
+    if apart(flat(run.update, runs.parameters), made) <= limit:
+        return []
+    return [
+        "the parameters did not move as the optimizer moves them with this gradient: the loop "
+        "changes them, or its optimizer, in another place too"
+    ]
+
+
+def always_active(parts: WindowParts) -> float:
+    """Return a limit of the norm at which every clipping, wherever it stands, cuts something."""
+    smallest = min(float(mean.norm()) for mean in parts.means) / max(parts.count, parts.nominal)
+    limit = 0.5 * min(float(parts.right.norm()), smallest)
+    return -largest(-limit)
+
+
+# ------------------------------------------------------------------- hypotheses
+
+
+def _hypotheses(parts: WindowParts) -> Iterator[Hypothesis]:
+    """Yield the right gradient first, then every mistake that has exactly one step."""
+    yield Hypothesis(RIGHT, "the undivided batch", (parts.clip(parts.right),))
     if parts.clip_norm is not None:
         by_hand = min(1.0, parts.clip_norm / max(float(parts.right.norm()), 1e-30))
-        yield Guess(
+        yield Hypothesis(
             RIGHT, "the undivided batch, clipped without torch's 1e-6", (parts.right * by_hand,)
         )
-    local = dict(_locals(parts))
-    added = _weighted(parts, [u / sum(parts.units) for u in parts.units])
-    for (key, variant), gradient in local.items():
-        yield Guess(key, variant, (parts.clip(parts.average(gradient)),))
-    everywhere = parts.over_ranks(torch.tensor([float(sum(parts.units))], dtype=torch.float64))
-    summed = _weighted(parts, list(parts.units))
-    yield Guess(
+    for key, variant, gradient in _wrong_weights(parts):
+        yield Hypothesis(key, variant, (parts.clip(parts.average(gradient)),))
+    everywhere, summed = parts.units_everywhere, parts.weighted(parts.units)
+    yield Hypothesis(
         "coupled",
         "each micro-batch on its own, weighted rightly",
-        (parts.clip(parts.over_ranks(summed.clone()) / float(everywhere)),),
+        (parts.clip(over_ranks(summed) / everywhere),),
     )
-    yield from _clipped(parts)
-    if parts.ranks > 1:
-        means = _weighted(parts, [1 / parts.count] * parts.count)
-        yield Guess("unsynchronised-ranks", "this rank's own mean over units", (parts.clip(added),))
-        yield Guess("unsynchronised-ranks", "this rank's mean of means", (parts.clip(means),))
-        share = summed * (parts.ranks / float(everywhere))
-        yield Guess("unsynchronised-ranks", "this rank's share of all units", (parts.clip(share),))
-        yield Guess(
-            "mean-of-means",
-            "each rank's own mean, averaged over the ranks",
-            (parts.clip(parts.average(added)),),
-        )
-        for variant, gradient in (("means", means), ("means over units", added)):
-            total = parts.over_ranks(gradient.clone())
-            yield Guess("ranks-added", f"{variant} of the ranks, summed", (parts.clip(total),))
+    yield from _clipped_each(parts, everywhere)
+    if ranks() > 1:
+        for key, variant, gradient in _wrong_over_ranks(parts, summed, everywhere):
+            yield Hypothesis(key, variant, (parts.clip(gradient),))
 
 
-def _locals(parts: Parts) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Mistakes in how one rank weighs its micro-batches."""
+_Wrong = Iterator[tuple[str, str, Tensor]]
+"""The key, variant and gradient of mistakes."""
+
+
+def _wrong_over_ranks(parts: WindowParts, summed: Tensor, everywhere: float) -> _Wrong:
+    """Yield mistakes in how the ranks' gradients are put together."""
+    means = parts.weighted([1 / parts.count] * parts.count)
+    added = summed / sum(parts.units)
+    alone = "unsynchronised-ranks"
+    yield alone, "this rank's own mean over units", added
+    yield alone, "this rank's mean of means", means
+    yield alone, "this rank's share of all units", summed * (ranks() / everywhere)
+    yield "mean-of-means", "each rank's own mean, averaged over the ranks", parts.average(added)
+    for variant, gradient in (("means", means), ("means over units", added)):
+        yield "ranks-added", f"{variant} of the ranks, summed", over_ranks(gradient)
+
+
+def _wrong_weights(parts: WindowParts) -> _Wrong:
+    """Yield mistakes in how one rank weighs its micro-batches."""
     count, nominal, units = parts.count, parts.nominal, list(parts.units)
     total = sum(units)
-    means, last, first = _weighted(parts, [1.0] * count), parts.means[-1], parts.means[0]
-    sums = _weighted(parts, units)
-    yield ("mean-of-means", "mean losses divided by the number of micro-batches"), means / count
+    means, sums = parts.weighted([1.0] * count), parts.weighted(units)
+    yield "mean-of-means", "mean losses divided by the number of micro-batches", means / count
     if nominal != count:
-        yield ("nominal-count", f"mean losses divided by {nominal}"), means / nominal
+        yield "nominal-count", f"mean losses divided by {nominal}", means / nominal
         yield (
-            ("nominal-count", f"the mean, times {count}/{nominal}"),
+            "nominal-count",
+            f"the mean, times {count}/{nominal}",
             sums * count / (total * nominal),
         )
-        yield ("divided-twice", f"mean losses divided by {nominal}²"), means / nominal**2
-        yield (
-            ("divided-twice", f"mean losses divided by {count}·{nominal}"),
-            means / (count * nominal),
-        )
-        yield ("divided-twice", f"the mean divided by {nominal}"), sums / (total * nominal)
-    yield ("not-divided", "mean losses added"), means
-    yield ("not-divided", "sums added"), sums
-    yield ("divided-twice", f"mean losses divided by {count}²"), means / count**2
-    yield ("divided-twice", f"the mean divided by {count}"), sums / (total * count)
-    for key, one, size in (
-        ("only-the-last", last, units[-1]),
-        ("only-the-first", first, units[0]),
-    ):
-        scales = {
-            "its mean": 1.0,
-            f"its mean / {count}": 1 / count,
-            f"its mean / {nominal}": 1 / nominal,
-        }
-        scales |= {"its share of the units": size / total, "its sum": size}
-        for variant, scale in scales.items():
-            yield (key, variant), one * scale
-        which = key.rpartition("-")[2]
-        if count > 2:
-            yield ("left-out", f"the {which}, over the units"), (sums - one * size) / total
-            if total > size:
-                others = (sums - one * size) / (total - size)
-                yield ("left-out", f"the {which}, over the others' units"), others
-            yield ("left-out", f"the {which} of the means / {count}"), (means - one) / count
-            yield ("left-out", f"the {which} of the means"), (means - one) / (count - 1)
-        twice = sums + one * size
-        yield ("counted-twice", f"the {which}, over the units"), twice / total
-        yield ("counted-twice", f"the {which}, over the units and its own"), twice / (total + size)
-        yield ("counted-twice", f"the {which} of the means / {count}"), (means + one) / count
+        twice, both = f"mean losses divided by {nominal}²", f"{count}·{nominal}"
+        yield "divided-twice", twice, means / nominal**2
+        yield "divided-twice", f"mean losses divided by {both}", means / (count * nominal)
+        yield "divided-twice", f"the mean divided by {nominal}", sums / (total * nominal)
+    yield "not-divided", "mean losses added", means
+    yield "not-divided", "sums added", sums
+    yield "divided-twice", f"mean losses divided by {count}²", means / count**2
+    yield "divided-twice", f"the mean divided by {count}", sums / (total * count)
+    yield from _wrong_with_one(parts, "last", -1, means, sums)
+    yield from _wrong_with_one(parts, "first", 0, means, sums)
 
 
-def _weighted(parts: Parts, weights: Sequence[float]) -> Tensor:
-    result = torch.zeros_like(parts.right)
-    for mean, weight in zip(parts.means, weights, strict=True):
-        result += mean * weight
-    return result
+def _wrong_with_one(
+    parts: WindowParts, which: str, place: int, means: Tensor, sums: Tensor
+) -> _Wrong:
+    """Yield mistakes in which one micro-batch is alone, left out or counted twice."""
+    one, size = parts.means[place], parts.units[place]
+    count, total = parts.count, sum(parts.units)
+    scales = {"its mean": 1.0, f"its mean / {count}": 1 / count}
+    scales |= {f"its mean / {parts.nominal}": 1 / parts.nominal}
+    scales |= {"its share of the units": size / total, "its sum": size}
+    for variant, scale in scales.items():
+        yield f"only-the-{which}", variant, one * scale
+    if count > 2:
+        others = sums - one * size
+        yield "left-out", f"the {which}, over the units", others / total
+        if total > size:
+            yield "left-out", f"the {which}, over the others' units", others / (total - size)
+        yield "left-out", f"the {which} of the means / {count}", (means - one) / count
+        yield "left-out", f"the {which} of the means", (means - one) / (count - 1)
+    twice = sums + one * size
+    yield "counted-twice", f"the {which}, over the units", twice / total
+    yield "counted-twice", f"the {which}, over the units and its own", twice / (total + size)
+    yield "counted-twice", f"the {which} of the means / {count}", (means + one) / count
 
 
-def _clipped(parts: Parts) -> Iterator[Guess]:
-    """Clipped after every backward: the running sum, or each micro-batch's own gradient."""
+def _clipped_each(parts: WindowParts, everywhere: float) -> Iterator[Hypothesis]:
+    """Yield clipping after every backward: the running sum, or each micro-batch's gradient."""
     if parts.clip_norm is None or parts.count == 1:
         return
-    count, nominal, total = parts.count, parts.nominal, sum(parts.units)
-    scales: dict[str, list[float]] = {
-        f"mean losses / {count}": [1 / count] * count,
-        f"mean losses / {nominal}": [1 / nominal] * count,
-        "shares of the units": [u / total for u in parts.units],
-        "mean losses": [1.0] * count,
-        "sums": list(parts.units),
-    }
-    everywhere = float(parts.over_ranks(torch.tensor([float(total)], dtype=torch.float64)))
-    scales["shares of the units of all ranks"] = [u * parts.ranks / everywhere for u in parts.units]
+    key, count, total = "clipped-per-micro-batch", parts.count, sum(parts.units)
+    scales = parts.weightings()
+    scales["shares of the units of all ranks"] = [u * ranks() / everywhere for u in parts.units]
     for variant, weights in scales.items():
         running = torch.zeros_like(parts.right)
         alone = torch.zeros_like(parts.right)
@@ -294,47 +403,77 @@ def _clipped(parts: Parts) -> Iterator[Guess]:
             running = parts.clip(running + mean * weight)
             alone = alone + parts.clip(mean * weight)
         for how, gradient in (("running sum of", running), ("each of", alone)):
-            key = "clipped-per-micro-batch"
-            named = f"{how} {variant}"
-            averaged = parts.average(gradient)
-            yield Guess(key, named, (averaged,))
-            yield Guess(key, f"{named}, then divided by {count}", (averaged / count,))
-            yield Guess(key, f"{named}, then by the units", (averaged / total,))
-            if how == "each of":
-                yield Guess(key, f"{named}, and once more", (parts.clip(averaged),))
-                yield Guess(
-                    key,
-                    f"{named}, divided by {count} and once more",
-                    (parts.clip(averaged / count),),
-                )
+            named, averaged = f"{how} {variant}", parts.average(gradient)
+            yield Hypothesis(key, named, (averaged,))
+            yield Hypothesis(key, f"{named}, then divided by {count}", (averaged / count,))
+            yield Hypothesis(key, f"{named}, then by the units", (averaged / total,))
+        once_more = f"each of {variant}, and once more"
+        yield Hypothesis(key, once_more, (parts.clip(averaged),))
+        divided = f"each of {variant}, divided by {count} and once more"
+        yield Hypothesis(key, divided, (parts.clip(averaged / count),))
 
 
-def stepped_guesses(
-    parts: Parts, simulate: Callable[[Sequence[float], bool], Sequence[Tensor]]
-) -> Iterator[Guess]:
-    """The mistake with a step for every micro-batch.
-
-    `simulate(weights, cleared)` trains so, with these weights of the micro-batches' means and the
-    gradients cleared after each step or not, and returns what each step saw.
-    """
-    count, total = parts.count, sum(parts.units)
-    scales: dict[str, list[float]] = {
-        "mean losses": [1.0] * count,
-        f"mean losses / {count}": [1 / count] * count,
-        f"mean losses / {parts.nominal}": [1 / parts.nominal] * count,
-        "shares of the units": [u / total for u in parts.units],
-        "sums": list(parts.units),
-    }
-    for variant, weights in scales.items():
+def _stepped(
+    runs: ModelRuns, micros: Sequence[Any], parts: WindowParts, seen: Sequence[SeenStep]
+) -> Iterator[Hypothesis]:
+    """Yield the mistake with a step for every micro-batch; gradients are cleared, or never."""
+    weightings = parts.weightings()
+    # Of equally good fits the first is named: begin with what is most often written.
+    for variant in sorted(weightings, key=lambda name: name != "mean losses"):
         for cleared in (True, False):
+            steps = _steps(runs, micros, parts, seen, weightings[variant], cleared=cleared)
             left = "" if cleared else ", gradients never cleared"
-            yield Guess(
-                "stepped-every-micro-batch", variant + left, tuple(simulate(weights, cleared))
-            )
+            yield Hypothesis("stepped-every-micro-batch", variant + left, tuple(steps))
 
 
-def flat(tensors: Sequence[Any], like: Sequence[Tensor]) -> Tensor:
-    """All gradients one after the other, in float64; None is zero."""
+def _steps(
+    runs: ModelRuns,
+    micros: Sequence[Any],
+    parts: WindowParts,
+    seen: Sequence[SeenStep],
+    weights: Sequence[float],
+    *,
+    cleared: bool,
+) -> Iterator[Tensor]:
+    """Train with a step for every micro-batch, and yield what each step saw."""
+    runs.begin()
+    held = torch.zeros_like(parts.right)
+    for micro, weight, step in zip(micros, weights, seen, strict=True):
+        gradient, counted = runs.gradient_of(micro, from_start=False)
+        scale = weight / (counted[0] or 1.0)
+        held = parts.clip(held + parts.average(flat(gradient, runs.parameters) * scale))
+        yield held
+        _step(runs, held, step.groups)
+        runs.optimizer.zero_grad()
+        if cleared:
+            held = torch.zeros_like(held)
+
+
+def _update_of(runs: ModelRuns, gradient: Tensor, groups: Sequence[dict[str, Any]]) -> Tensor:
+    """Return the update that the optimizer makes of a gradient, with the loop's settings."""
+    runs.begin()
+    with WindowObserver(runs.model, runs.parameters) as observer:
+        _step(runs, gradient, groups)
+        return flat(observer.run(runs.start).update, runs.parameters)
+
+
+def _step(runs: ModelRuns, gradient: Tensor, groups: Sequence[dict[str, Any]]) -> None:
+    """Step on a flat gradient, with the settings of these parameter groups if there are any."""
+    parts = gradient.split([parameter.numel() for parameter in runs.parameters])
+    for parameter, part in zip(runs.parameters, parts, strict=True):
+        parameter.grad = part.view(parameter.shape).to(parameter.device, parameter.dtype)
+    optimizer = runs.optimizer
+    if len(groups) == len(optimizer.param_groups):
+        for group, seen in zip(optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in seen.items() if name in group})
+    optimizer.step()
+
+
+# -------------------------------------------------------------------- flat gradients
+
+
+def flat(tensors: Vectors, like: Sequence[Tensor]) -> Tensor:
+    """Return all gradients one after the other, in float64; None is zero."""
     return torch.cat(
         [
             torch.zeros(p.numel(), dtype=torch.float64)
@@ -345,178 +484,9 @@ def flat(tensors: Sequence[Any], like: Sequence[Tensor]) -> Tensor:
     )
 
 
-def parts_of(
-    bench: Bench, micros: Sequence[Any], *, steps: int, clip_norm: float | None = None
-) -> tuple[Parts, float]:
-    """The window taken apart, and how far rounding brings the right gradient from itself."""
-    like = bench.parameters
-    means, units = [], []
-    for micro in micros:
-        gradient, counted = bench.gradient_of(micro)
-        count = counted[0]
-        means.append(flat(gradient, like) / (count or 1.0))
-        units.append(count)
-    everywhere = float(over_ranks(torch.tensor([sum(units)], dtype=torch.float64)))
-    added = torch.stack([m * u for m, u in zip(means, units, strict=True)]).sum(0)
-    added = over_ranks(added) / everywhere
-    right, others = added, []
-    whole = joined(micros)
-    if whole is not None:
-        right = over_ranks(flat(bench.gradient_of(whole)[0], like)) / everywhere
-        reading = Reading()
-        order = list(reversed(range(reading.size(whole))))
-        turned = reading.permuted(whole, order)
-        others.append(over_ranks(flat(bench.gradient_of(turned)[0], like)) / everywhere)
-    unit = bench.numbers.unit(bench.model)
-    limit = math.sqrt(unit) / TIMES_THE_FLOOR
-    floor = max([unit, *(apart(other, right) for other in others)])
-    coupled = apart(added, right)
-    if coupled <= limit:  # else a layer couples the samples, and that is no rounding
-        floor = max(floor, coupled)
-    parts = Parts(
-        right=right,
-        means=means,
-        units=units,
-        nominal=steps,
-        ranks=ranks(),
-        over_ranks=over_ranks,
-        clip_norm=clip_norm,
-    )
-    return parts, min(floor, limit)
-
-
-def fits_of(
-    bench: Bench, parts: Parts, run: Run, micros: Sequence[Any], floor: float
-) -> tuple[list[Fit], str, float]:
-    """Every hypothesis with its distance to what was observed, the nearest first."""
-    like = bench.parameters
-    moved = math.hypot(*(float(u.double().norm()) for u in run.update)) > 0
-    tolerance = TIMES_THE_FLOOR * floor
-    missed = Fit(RIGHT, "the undivided batch", 1.0, False)
-    if not any_rank(bool(run.steps)) and not any_rank(moved):
-        return [Fit("no-update", "no optimizer step", 0.0, True), missed], "steps", tolerance
-    if largest(len(run.steps)) != -largest(-len(run.steps)):
-        alone = Fit("unsynchronised-ranks", "another number of steps on each rank", 0.0, True)
-        return [alone, missed], "steps", tolerance
-    candidates: Iterable[Guess] = guesses(parts)
-    if len(run.steps) > 1:
-        simulate = _simulation(bench, micros, parts, run.steps)
-        stepped = stepped_guesses(parts, simulate) if len(run.steps) == parts.count else ()
-        candidates = [*candidates, *stepped]
-    if run.steps:
-        observed = [flat(step.gradients, like) for step in run.steps]
-        by = "gradients"
-    else:  # an engine of its own stepped: what is left to see is the update
-        observed = [flat(run.update, like)]
-        candidates = [_as_update(bench, guess) for guess in candidates]
-        by = "updates"
-        before = [float(bench.start.before(p).double().norm()) for p in like]
-        size = float(observed[0].norm())
-        tolerance += TIMES_THE_FLOOR * 6e-8 * math.hypot(*before) / size if size else 0.0
-    best: dict[str, Fit] = {}
-    right: tuple[Tensor, ...] = ()
-    for guess in candidates:
-        right = right or guess.steps
-        if guess.key != RIGHT and largest(_steps_apart(guess.steps, right)) <= tolerance:
-            continue  # cannot be told from the right one in this window
-        far = largest(_steps_apart(observed, guess.steps))
-        if guess.key not in best or far < best[guess.key].distance:
-            best[guess.key] = Fit(guess.key, guess.variant, far, far <= tolerance)
-    ordered = sorted(best.values(), key=lambda fit: (fit.distance, fit.key != RIGHT))
-    return ordered, by, tolerance
-
-
-def _as_update(bench: Bench, guess: Guess) -> Guess:
-    return Guess(guess.key, guess.variant, (_update_of(bench, guess.steps[0], ()),))
-
-
-def _update_of(bench: Bench, gradient: Tensor, groups: Sequence[dict[str, Any]]) -> Tensor:
-    """What the optimizer makes of a gradient, with the settings that the loop's had."""
-    bench.begin()
-    _set_gradients(bench, gradient)
-    _set_groups(bench.optimizer, groups)
-    with Watch(bench.model, bench.parameters) as watch:
-        bench.optimizer.step()
-        return flat(watch.run(bench.start).update, bench.parameters)
-
-
-def _simulation(
-    bench: Bench, micros: Sequence[Any], parts: Parts, seen: Sequence[Seen]
-) -> Callable[[Sequence[float], bool], list[Tensor]]:
-    def simulate(weights: Sequence[float], cleared: bool) -> list[Tensor]:
-        bench.begin()
-        start, bench.start = bench.start, _Here(bench.start)
-        steps, held = [], torch.zeros_like(parts.right)
-        try:
-            for micro, weight, step in zip(micros, weights, seen, strict=True):
-                gradient, counted = bench.gradient_of(micro)
-                scale = weight / (counted[0] or 1.0)
-                held = held + parts.average(flat(gradient, bench.parameters) * scale)
-                held = parts.clip(held)
-                steps.append(held)
-                _set_gradients(bench, held)
-                _set_groups(bench.optimizer, step.groups)
-                bench.optimizer.step()
-                bench.optimizer.zero_grad()
-                if cleared:
-                    held = torch.zeros_like(held)
-        finally:
-            bench.start = start
-        return steps
-
-    return simulate
-
-
-def moved_otherwise(bench: Bench, run: Run) -> list[str]:
-    """A note where the update is not the one that the optimizer makes of what it saw."""
-    if len(run.steps) != 1:
-        return []
-    groups = run.steps[0].groups
-    if len(groups) != len(bench.optimizer.param_groups):
-        return []
-    observed = flat(run.update, bench.parameters)
-    gradient = flat(run.gradients, bench.parameters)
-    made = _update_of(bench, gradient, groups)
-    before = [float(bench.start.before(p).double().norm()) for p in bench.parameters]
-    size = max(float(made.norm()), 1e-30)
-    limit = 1e-4 + TIMES_THE_FLOOR * 6e-8 * math.hypot(*before) / size
-    if apart(observed, made) <= limit:
-        return []
-    return [
-        "the parameters did not move as the optimizer moves them with this gradient: the loop "
-        "changes them, or its optimizer, in another place too"
-    ]
-
-
-class _Here(Start):
-    """A start that stays where it is: gradients are taken at the weights of the moment."""
-
-    def __init__(self, other: Start) -> None:
-        self.__dict__.update(vars(other))
-
-    def restore(self) -> None:
-        return
-
-
-def _set_gradients(bench: Bench, gradient: Tensor) -> None:
-    at = 0
-    for parameter in bench.parameters:
-        part = gradient[at : at + parameter.numel()].view(parameter.shape)
-        parameter.grad = part.to(parameter.device, parameter.dtype)
-        at += parameter.numel()
-
-
-def _set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    if len(groups) == len(optimizer.param_groups):
-        for group, seen in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in seen.items() if name in group})
-
-
-def always_active(parts: Parts) -> float:
-    """A limit of the norm at which every clipping, wherever it stands, cuts something off."""
-    smallest = min(float(mean.norm()) for mean in parts.means) / max(parts.count, parts.nominal)
-    limit = 0.5 * min(float(parts.right.norm()), smallest)
-    return -largest(-limit)
+def apart(ours: Tensor, right: Tensor) -> float:
+    """Return the relative distance of two flat gradients."""
+    return distance([ours], [right])
 
 
 def _steps_apart(observed: Sequence[Tensor], guessed: Sequence[Tensor]) -> float:

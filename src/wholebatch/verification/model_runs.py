@@ -1,10 +1,10 @@
-"""The bench on which a proof is made: whole and accumulated windows from one start, observed."""
+"""Runs of one model from one start, observed: the undivided batch, and its micro-batches."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,34 +13,106 @@ from torch import Tensor, nn
 from wholebatch.core import random_state
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.options import grouped
-from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.samples import flatten
+from wholebatch.core.splitting import batch_size_of, drop_samples, split, to_device
+from wholebatch.core.splitting.samples import flatten, layout_of
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
-from wholebatch.errors import NonFiniteError
-from wholebatch.verification.batch_reading import Reading, joined
-from wholebatch.verification.observed_window import Run, Start, Watch
+from wholebatch.errors import NonFiniteError, WholebatchError
+from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
 from wholebatch.verification.undivided_batch import (
     Numbers,
     Objective,
-    add_over_ranks,
     clip,
     objective,
+    over_ranks,
     ranks,
     sharded,
 )
 
-__all__ = ["Bench", "in_other_orders", "wide_batch"]
-
+__all__ = ["DividedBatch", "ModelRuns", "joined"]
 
 # These policies change what the model is; its undivided batch is that of the changed model.
 _CHANGES_THE_MODEL = ("freeze", "group", "layer")
 
 
-class Bench:
-    """One model with its optimizer and loss; each run begins from the same start."""
+@dataclass(frozen=True)
+class DividedBatch:
+    """A whole batch, the size of its micro-batches, and how its samples are found."""
+
+    whole: Any
+    micro_batch: Any = None
+    batch_size: int | Callable[[Any], int] | None = None
+    static: str | Sequence[str] = ()
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples."""
+        return batch_size_of(self.whole, batch_size=self.batch_size, static=self.static)
+
+    def micro_batches(self) -> list[Any]:
+        """Return the micro-batches."""
+        return split(self.whole, self.micro_batch, batch_size=self.batch_size, static=self.static)
+
+    def first(self, samples: int) -> DividedBatch:
+        """Return the first samples; a micro-batch as large as all of them is made smaller."""
+        part = drop_samples(self.whole, samples, batch_size=self.batch_size, static=self.static)
+        size = samples if isinstance(self.batch_size, int) else self.batch_size
+        is_whole = isinstance(self.micro_batch, int) and self.micro_batch >= samples
+        micro_batch = uneven(samples) if is_whole else self.micro_batch
+        return replace(self, whole=part, micro_batch=micro_batch, batch_size=size)
+
+    def in_other_orders(self) -> list[Any]:
+        """Return the whole batch with its samples reversed, and shuffled."""
+        generator = torch.Generator().manual_seed(0)
+        layout = layout_of(self.whole, batch_size=self.batch_size, static=self.static)
+        shuffled = torch.randperm(self.samples, generator=generator).tolist()
+        return [layout.take(order) for order in (list(reversed(range(self.samples))), shuffled)]
+
+    def in_float64(self) -> DividedBatch:
+        """Return the batch with its floating-point tensors in float64."""
+        leaves, structure = flatten(self.whole)
+        values = [leaf.value for leaf in leaves]
+        wide = [
+            value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in values
+        ]
+        return replace(self, whole=structure.build(wide))
+
+
+def uneven(samples: int) -> int:
+    """Return a size that makes about four micro-batches, of which the last is smaller."""
+    size = -(-samples // 4)
+    return size if samples % size or size == 1 else max(1, size - 1)
+
+
+def joined(micros: Sequence[Any]) -> Any | None:
+    """Return the batch that micro-batches are parts of; None if they do not fit together.
+
+    >>> joined([{"x": torch.ones(2, 3), "t": 0.5}, {"x": torch.zeros(1, 3), "t": 0.5}])["x"].shape
+    torch.Size([3, 3])
+    """
+    try:
+        layouts = [layout_of(micro) for micro in micros]
+        leaves = []
+        for index, leaf in enumerate(layouts[0].leaves):
+            values = [layout.leaves[index].value for layout in layouts]
+            if not layouts[0].batched[index]:
+                leaves.append(leaf.value)
+            elif isinstance(leaf.value, Tensor):
+                leaves.append(torch.cat(values))
+            elif isinstance(leaf.value, list):
+                leaves.append([item for value in values for item in value])
+            else:
+                return None
+        return layouts[0].structure.build(leaves)
+    except (WholebatchError, RuntimeError, IndexError, TypeError):  # such as other paddings
+        return None
+
+
+class ModelRuns:
+    """Runs one model with its optimizer and loss, each time from the same start."""
 
     def __init__(
         self,
@@ -62,7 +134,7 @@ class Bench:
         self.clip_value = clip_value
         self.batchnorm = batchnorm
         self.options = dict(options or {})
-        self.start = Start(model, optimizer)
+        self.start = StartingState(model, optimizer)
         self.is_sharded = sharded(model)  # now: a forward leaves the root's parameters whole
         self.silences: list[Callable[[nn.Module], None]] = []
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -73,165 +145,38 @@ class Bench:
 
     @property
     def inner(self) -> nn.Module:
-        """The model without a wrapper that would reduce gradients on its own."""
+        """Return the model without a wrapper that would reduce gradients on its own."""
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             module: nn.Module = self.model.module
             return module
         return self.model
 
+    @property
+    def unit(self) -> float:
+        """Return the relative error of one rounding in the coarsest format that takes part."""
+        return self.numbers.unit(self.model)
+
     def begin(self) -> None:
-        """Back to the start, with randomness off where that was asked for."""
+        """Go back to the start, with randomness off where that was asked for."""
         self.start.restore()
         for silence in self.silences:
             silence(self.model)
 
-    def with_loss(self, loss: Callable[[Any, Any], Any]) -> Bench:
-        """The same bench, from the same start, with another loss; no graph is compiled for it."""
+    def with_loss(self, loss: Callable[[Any, Any], Any]) -> ModelRuns:
+        """Return the same runs from the same start with another loss, which is not compiled."""
         other = copy.copy(self)
         other.loss = loss
         other.silences = list(self.silences)
         other.options = {name: v for name, v in self.options.items() if name != "execute"}
         return other
 
-    def whole(self, batch: Any) -> Run:
-        """The update of the undivided batch."""
-        self.begin()
-        if self.batchnorm in _CHANGES_THE_MODEL:
-            choose_batchnorm(self.batchnorm, self.model)
-        with Watch(self.model, self.parameters) as watch:
-            loss = self.backward(batch)
-            clip(self.optimizer, self.clip_norm, self.clip_value)
-            self.optimizer.step()
-            return watch.run(self.start, loss)
-
-    def backward(self, batch: Any) -> float:
-        """Leave the gradient of the undivided (global) batch's mean in the parameters."""
-        model = self.model if self.is_sharded else self.inner
-        everyone = self._global_batch(batch)
-        found = objective(model, self.loss, everyone or batch, self.numbers)
-        scale = self.numbers.loss_scale
-        if everyone is not None:  # every rank has the whole of it: nothing is to be added
-            mean = found.mean()
-            (mean * scale).backward()
-        else:
-            device = self.parameters[0].device
-            units = torch.tensor([*found.units], dtype=torch.float64, device=device)
-            add_over_ranks([units])
-            mean = found.mean(units.tolist())
-            # Shards are averaged over the ranks by their own backward; that is undone here.
-            (mean * (scale * ranks() if self.is_sharded else scale)).backward()
-            if ranks() > 1 and not self.is_sharded:
-                for parameter in self.parameters:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                add_over_ranks([p.grad for p in self.parameters if p.grad is not None])
-        value = mean.detach().double()
-        if everyone is None:
-            add_over_ranks([value])
-        if scale != 1.0:
-            with torch.no_grad():
-                for parameter in self.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.div_(scale)
-        return float(value)
-
-    def _global_batch(self, batch: Any) -> Any | None:
-        """The batches of all ranks together, where BatchNorm wants the statistics of all."""
-        if ranks() == 1 or not any(uses_batch_statistics(m) for _, m in batchnorms(self.model)):
-            return None
-        gathered: list[Any] = [None] * ranks()
-        torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
-        return joined(gathered)
-
-    def accumulated(self, batch: Any, micro_batch: Any, reading: Reading) -> Run:
-        """The update that WholeBatch makes of it in micro-batches."""
-        self.begin()
-        options = dict(self.options)
-        if self.numbers.precision == "fp16":
-            options["scaler"] = torch.amp.GradScaler(
-                self.parameters[0].device.type, init_scale=self.numbers.loss_scale
-            )
-        flat = {
-            **options,
-            "micro_batch": micro_batch,
-            "batch_size": reading.batch_size,
-            "static": reading.static,
-            "clip_value": self.clip_value,
-            "batchnorm": self.batchnorm,
-        }
-        train = WholeBatch(
-            self.model,
-            self.optimizer,
-            loss=self.loss,
-            precision=self.numbers.precision,
-            clip_norm=self.clip_norm,
-            audit=False,  # what couples samples is to be shown here, not refused
-            **grouped(flat),
-        )
-        if options.get("execute") in ("compile", "graph"):
-            train.step(batch)  # the first window makes the graphs, the second runs on them
-            self.begin()
-        with Watch(self.model, self.parameters) as watch:
-            step = train.step(batch)
-            run = watch.run(self.start, step.loss)
-            if options.get("gradients", "device") != "device":
-                run = run.joined()
-        return replace(run, notes=(step.skipped,) if step.skipped else ())
-
-    def objective_of(self, batch: Any) -> Objective:
-        """One forward from the start; its graph is alive."""
-        self.begin()
-        return objective(self.inner, self.loss, batch, self.numbers)
-
-    def gradient_of(self, batch: Any) -> tuple[list[Tensor | None], tuple[float, ...]]:
-        """The gradient of a batch's weighted sums (not divided), and their units."""
-        found = self.objective_of(batch)
-        total = sum(
-            (total * weight for total, weight in zip(found.totals, found.weights, strict=True)),
-            start=found.totals[0].new_zeros(()),
-        )
-        scale = self.numbers.loss_scale
-        gradients = torch.autograd.grad(total * scale, self.parameters, allow_unused=True)
-        return [
-            None if g is None else g.to_dense().cpu().div_(scale) for g in gradients
-        ], found.units
-
-    def draws_random_numbers(self, batch: Any) -> bool:
-        """Whether the forward of the batch moves a random generator.
-
-        A model that gives no loss with what is switched off (a detector in evaluation mode returns
-        what it has detected) has not been silenced: it is said to draw.
-        """
-        self.begin()
-        try:
-            with torch.enable_grad():
-                found = objective(self.inner, self.loss, batch, self.numbers)
-        except Exception:
-            if not self.silences:
-                raise
-            return True
-        if self.silences and not any(total.requires_grad for total in found.totals):
-            return True
-        return not _equal(random_state.capture(), self.start.random)
-
-    def replayed(self, run: Run) -> Run:
-        """The update that the optimizer makes of the gradients this run saw."""
-        self.begin()
-        with torch.no_grad():
-            for parameter, gradient in zip(self.parameters, run.gradients, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient.to(parameter.device, parameter.dtype)
-        with Watch(self.model, self.parameters) as watch:
-            self.optimizer.step()
-            return watch.run(self.start)
-
-    def in_float64(self) -> Bench:
-        """The same bench on a copy of the model in float64."""
+    def in_float64(self) -> ModelRuns:
+        """Return the same runs on a copy of the model in float64."""
         self.begin()
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         model.double()
         optimizer.load_state_dict(optimizer.state_dict())  # casts its state like the parameters
-        wide = Bench(
+        wide = ModelRuns(
             model,
             optimizer,
             self.loss,
@@ -242,16 +187,151 @@ class Bench:
             options={k: v for k, v in self.options.items() if k != "scaler"},
         )
         wide.start.random = self.start.random
+        wide.silences = self.silences
         return wide
 
-    def find_loss_scale(self, batch: Any, micro_batch: Any, reading: Reading) -> None:
-        """fp16: the largest power of two, from 2^16 down, at which nothing overflows."""
+    # -------------------------------------------------------- the undivided batch
+
+    def whole(self, batch: Any) -> WindowRun:
+        """Make the update of the undivided batch."""
+        self.begin()
+        if self.batchnorm in _CHANGES_THE_MODEL:
+            choose_batchnorm(self.batchnorm, self.model)
+        with WindowObserver(self.model, self.parameters) as observer:
+            loss = self._backward(batch)
+            clip(self.optimizer, self.clip_norm, self.clip_value)
+            self.optimizer.step()
+            return observer.run(self.start, loss)
+
+    def in_other_orders(self, batch: DividedBatch) -> list[WindowRun]:
+        """Make the update of the undivided batch in other orders: they differ by rounding."""
+        return [self.whole(one) for one in batch.in_other_orders()]
+
+    def _backward(self, batch: Any) -> float:
+        """Leave the gradient of the undivided (global) batch's mean in the parameters."""
+        model = self.model if self.is_sharded else self.inner
+        scale = self.numbers.loss_scale
+        everyone = self._global_batch(batch)
+        if everyone is not None:  # every rank has the whole of it: nothing is to be added
+            mean = objective(model, self.loss, everyone, self.numbers).mean()
+            (mean * scale).backward()
+            value = mean.detach().double()
+        else:
+            found = objective(model, self.loss, batch, self.numbers)
+            units = over_ranks(torch.tensor(found.units, dtype=torch.float64))
+            mean = found.mean(units.tolist())
+            # Shards are averaged over the ranks by their own backward; that is undone here.
+            (mean * (scale * ranks() if self.is_sharded else scale)).backward()
+            if ranks() > 1 and not self.is_sharded:
+                for parameter in self.parameters:
+                    gradient = parameter.grad
+                    gradient = torch.zeros_like(parameter) if gradient is None else gradient
+                    parameter.grad = over_ranks(gradient)
+            value = over_ranks(mean.detach().double())
+        if scale != 1.0:
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale)
+        return float(value)
+
+    def _global_batch(self, batch: Any) -> Any | None:
+        """Return the batches of all ranks together, if BatchNorm wants the statistics of all."""
+        if ranks() == 1 or not any(uses_batch_statistics(m) for _, m in batchnorms(self.model)):
+            return None
+        gathered: list[Any] = [None] * ranks()
+        torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
+        return joined(gathered)
+
+    def gradient_of(
+        self, batch: Any, *, from_start: bool = True
+    ) -> tuple[list[Tensor | None], tuple[float, ...]]:
+        """Return the gradient of a batch's weighted sums (not divided), and their units.
+
+        With `from_start=False` it is taken at the weights of the moment.
+        """
+        if from_start:
+            self.begin()
+        found = objective(self.inner, self.loss, batch, self.numbers)
+        scale = self.numbers.loss_scale
+        total = found.weighted_total() * scale
+        gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
+        return [
+            None if g is None else g.to_dense().cpu().div_(scale) for g in gradients
+        ], found.units
+
+    def draws_random_numbers(self, batch: Any) -> bool:
+        """Tell if the forward of the batch moves a random generator.
+
+        A model that gives no loss with what is switched off (a detector in evaluation mode returns
+        what it has detected) has not been silenced: it counts as drawing.
+        """
+        self.begin()
+        try:
+            with torch.enable_grad():
+                found: Objective = objective(self.inner, self.loss, batch, self.numbers)
+        except Exception:
+            if not self.silences:
+                raise
+            return True
+        if self.silences and not any(total.requires_grad for total in found.totals):
+            return True
+        return not _equal(random_state.capture(), self.start.random)
+
+    # ------------------------------------------------------------ in micro-batches
+
+    def accumulated(self, batch: DividedBatch) -> WindowRun:
+        """Make the update of the batch by WholeBatch, in micro-batches."""
+        self.begin()
+        options = {
+            **self.options,
+            "micro_batch": batch.micro_batch,
+            "batch_size": batch.batch_size,
+            "static": batch.static,
+            "clip_value": self.clip_value,
+            "batchnorm": self.batchnorm,
+        }
+        if self.numbers.precision == "fp16":
+            options["scaler"] = torch.amp.GradScaler(
+                self.parameters[0].device.type, init_scale=self.numbers.loss_scale
+            )
+        train = WholeBatch(
+            self.model,
+            self.optimizer,
+            loss=self.loss,
+            precision=self.numbers.precision,
+            clip_norm=self.clip_norm,
+            audit=False,  # what couples samples is to be shown here, not refused
+            **grouped(options),
+        )
+        if options.get("execute") in ("compile", "graph"):
+            train.step(batch.whole)  # the first window makes the graphs, the second runs on them
+            self.begin()
+        with WindowObserver(self.model, self.parameters) as observer:
+            step = train.step(batch.whole)
+            run = observer.run(self.start, step.loss)
+        if options.get("gradients", "device") != "device":
+            run = run.joined()
+        return replace(run, notes=(step.skipped,) if step.skipped else ())
+
+    def replayed(self, run: WindowRun) -> WindowRun:
+        """Make the update that the optimizer makes of the gradients this run saw."""
+        self.begin()
+        for parameter, gradient in zip(self.parameters, run.gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+        with WindowObserver(self.model, self.parameters) as observer:
+            self.optimizer.step()
+            return observer.run(self.start)
+
+    def find_loss_scale(self, batch: DividedBatch) -> None:
+        """Set fp16's loss scale: the largest power of two up to 2^16 that overflows nothing."""
         scale = 2.0**16
         while scale >= 1.0:
             self.numbers = replace(self.numbers, loss_scale=scale)
-            run = self.accumulated(batch, micro_batch, reading)
-            if not run.notes and all(
-                g is None or bool(torch.isfinite(g).all()) for g in self.whole(batch).gradients
+            if not self.accumulated(batch).notes and all(
+                g is None or bool(torch.isfinite(g).all())
+                for g in self.whole(batch.whole).gradients
             ):
                 return
             scale /= 2.0
@@ -259,26 +339,6 @@ class Bench:
             "precision='fp16': the gradients are not finite at any loss scale down to 1, so there "
             "is no update to prove: verify in 'full' or 'bf16'"
         )
-
-
-def in_other_orders(bench: Bench, batch: Any, reading: Reading) -> list[Run]:
-    """The undivided batch with its samples reversed, and shuffled: what rounding alone does."""
-    samples = reading.size(batch)
-    generator = torch.Generator().manual_seed(0)
-    orders = [list(reversed(range(samples))), torch.randperm(samples, generator=generator).tolist()]
-    return [bench.whole(reading.permuted(batch, order)) for order in orders]
-
-
-def wide_batch(batch: Any) -> Any:
-    """The batch with its floating-point tensors in float64."""
-    leaves, structure = flatten(batch)
-    return structure.build([_wide(leaf.value) for leaf in leaves])
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.double()
-    return value
 
 
 def _equal(now: Any, before: Any) -> bool:

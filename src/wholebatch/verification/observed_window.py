@@ -1,11 +1,16 @@
-"""One window of training, observed from a starting state that every run comes back to."""
+"""One window of training, observed from a starting state that every run comes back to.
+
+All runs of a proof are made on the model itself, one after the other, and each begins by putting
+back what the one before has moved: wrapped and sharded models, which cannot be copied, are proven
+too.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +20,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholebatch.core import random_state
 
-__all__ = ["Run", "Seen", "Start", "Watch", "host_copy"]
+__all__ = ["SeenStep", "StartingState", "WindowObserver", "WindowRun"]
+
+# By its name: `torch.nn.utils` has a deprecated function that hides the module.
+_clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
 
 
-class Start:
+class StartingState:
     """A moment of a model and its optimizer, kept on the host, to come back to.
 
     Kept are parameters and buffers, whatever else the modules hold (modes, hooks, counters, the
@@ -30,10 +38,10 @@ class Start:
         self.model = model
         self.optimizer = optimizer
         self.random = random_state.capture()
-        self._tensors = [(tensor, _kept(tensor)) for tensor in _tensors_of(model)]
+        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+        self._tensors = [(tensor, _kept(tensor)) for tensor in tensors]
         self._kept = {id(tensor): kept for tensor, kept in self._tensors}
-        self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-        self._flags = [(p, p.requires_grad) for p in model.parameters()]
+        self._parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
         self._modules = [(module, _shallow(vars(module))) for module in model.modules()]
         self._groups: list[dict[str, Any]] = []
         self._state: dict[Tensor, dict[str, Any]] = {}
@@ -49,7 +57,7 @@ class Start:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Everything as it was, but without gradients: the next run begins."""
+        """Put everything back, without gradients: the next run begins."""
         for module, _ in self._modules:
             reshard: Any = getattr(module, "reshard", None)
             if callable(reshard):  # FSDP2, after a forward alone
@@ -58,27 +66,27 @@ class Start:
             _put_back(vars(module), attributes)
         for tensor, kept in self._tensors:
             tensor.copy_(kept)
-        for one, flag in self._flags:
-            one.grad = None
-            one.requires_grad_(flag)
+        for parameter, _, is_trained in self._parameters:
+            parameter.grad = None
+            parameter.requires_grad_(is_trained)
         if self.optimizer is not None:
             for group, settings in zip(self.optimizer.param_groups, self._groups, strict=True):
                 for name in set(group) - {"params", *settings}:
                     del group[name]
                 group.update({name: copy.copy(value) for name, value in settings.items()})
             self.optimizer.state.clear()
-            for parameter, state in self._state.items():
-                self.optimizer.state[parameter] = {n: _copied(v) for n, v in state.items()}
+            for one, state in self._state.items():
+                self.optimizer.state[one] = {n: _copied(v) for n, v in state.items()}
         random_state.restore(self.random)
 
     def leave(self) -> None:
-        """Everything as it was, the gradients too: the proof is over."""
+        """Put everything back with its gradients: the proof is over."""
         self.restore()
-        for parameter, gradient in self._gradients:
+        for parameter, gradient, _ in self._parameters:
             parameter.grad = gradient
 
     def changed_attributes(self) -> list[str]:
-        """`module.attribute` of every number or tensor, not a buffer, that is not as it was."""
+        """Return `module.attribute` of every changed number or tensor that is not a buffer."""
         names = {id(module): name for name, module in self.model.named_modules()}
         changed = []
         for module, attributes in self._modules:
@@ -90,21 +98,16 @@ class Start:
         return changed
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it was there at the start (a forward may have exchanged a buffer)."""
+        """Tell if a tensor was there at the start; a forward may have exchanged a buffer."""
         return id(tensor) in self._kept
 
     def before(self, tensor: Tensor) -> Tensor:
-        """The values that a parameter or buffer had at the start; of a shard, the whole of it."""
+        """Return the values of a parameter or buffer at the start; of a shard, the whole of it."""
         kept = self._kept[id(tensor)]
         if hasattr(kept, "full_tensor"):
             whole: Tensor = kept.full_tensor()
             return whole
         return kept
-
-
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ def _copied(value: Any) -> Any:
 
 
 def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes with their containers copied one level deep: `_modules`, hooks, lists."""
+    """Copy the attributes, and their containers one level deep: `_modules`, hooks, lists."""
     return {
         name: copy.copy(value) if isinstance(value, dict | list | set) else value
         for name, value in attributes.items()
@@ -127,7 +130,7 @@ def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_back(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
-    """In place where a container is still the same kind: handles of hooks refer to their dict."""
+    """Restore attributes; a dict is refilled in place, since handles of hooks refer to it."""
     for name in attributes.keys() - saved.keys():
         del attributes[name]
     for name, value in saved.items():
@@ -141,31 +144,26 @@ def _put_back(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
             attributes[name] = value
 
 
-# By its name: `torch.nn.utils` has a deprecated function that hides the module.
-_clip_grad: Any = importlib.import_module("torch.nn.utils.clip_grad")
-
-
 @dataclass(frozen=True)
-class Seen:
+class SeenStep:
     """One optimizer step: the gradients it was given, and the settings of its parameter groups."""
 
     gradients: tuple[Tensor | None, ...]
     groups: tuple[dict[str, Any], ...]
-    optimizer: int  # id of the optimizer that stepped
     stepped: frozenset[int] = frozenset()  # places of the parameters that it stepped on
 
 
 @dataclass(frozen=True)
-class Run:
+class WindowRun:
     """One window, observed: its steps and the change of every parameter, on the host."""
 
-    steps: tuple[Seen, ...]
+    steps: tuple[SeenStep, ...]
     update: tuple[Tensor, ...]
     loss: float | None = None
     notes: tuple[str, ...] = ()
 
-    def joined(self) -> Run:
-        """Steps on a few parameters at a time, seen as the one step that they make together."""
+    def joined(self) -> WindowRun:
+        """Return steps on a few parameters at a time as the one step that they make together."""
         if len(self.steps) < 2:
             return self
         gradients: list[Tensor | None] = [None] * len(self.update)
@@ -176,37 +174,35 @@ class Run:
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """What the only step saw."""
+        """Return the gradients that the only step saw."""
         return self.steps[0].gradients if self.steps else (None,) * len(self.update)
 
 
 @dataclass
-class Watch:
+class WindowObserver:
     """Watches every optimizer that steps on `parameters`, while it is entered.
 
     It also notes how clipping is called and under which autocast the model runs: a loop of
-    someone else's does not say. `clip_to` stands in for the loop's own limit of the norm.
+    someone else's does not say. `clip_to` replaces the loop's own limit of the norm.
     """
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]
     clip_to: float | None = None
-    steps: list[Seen] = field(default_factory=list)
-    clip_norms: list[float] = field(default_factory=list)
-    clip_values: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    steps: list[SeenStep] = field(default_factory=list)
+    clips: bool = False
     autocast: set[torch.dtype] = field(default_factory=set)
     scaler_steps: int = 0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> WindowObserver:
         self._mine = {id(parameter) for parameter in self.parameters}
-        self._undo: list[Callable[[], None]] = []
-        handle = register_optimizer_step_pre_hook(self._look)
-        self._undo.append(handle.remove)
-        self._undo.append(self.model.register_forward_pre_hook(self._forward).remove)
-        self._patch(_clip_grad, "_clip_grads_with_norm_", self._clips_norm)
-        self._patch(_clip_grad, "clip_grad_value_", self._clips_value)
-        self._patch(torch.nn.utils, "clip_grad_value_", self._clips_value)
+        self._undo: list[Callable[[], None]] = [
+            register_optimizer_step_pre_hook(self._before_step).remove,
+            self.model.register_forward_pre_hook(self._before_forward).remove,
+        ]
+        self._patch(_clip_grad, "_clip_grads_with_norm_", self._clip_norm)
+        self._patch(_clip_grad, "clip_grad_value_", self._clip_value)
+        self._patch(torch.nn.utils, "clip_grad_value_", self._clip_value)
         self._patch(torch.amp.GradScaler, "step", self._scaler_step)
         return self
 
@@ -214,10 +210,10 @@ class Watch:
         for undo in reversed(self._undo):
             undo()
 
-    def run(self, start: Start, loss: float | None = None) -> Run:
-        """What was seen, with the update since `start`."""
+    def run(self, start: StartingState, loss: float | None = None) -> WindowRun:
+        """Return what was seen, with the update since `start`."""
         update = tuple(_change(parameter, start.before(parameter)) for parameter in self.parameters)
-        return Run(tuple(self.steps), update, loss)
+        return WindowRun(tuple(self.steps), update, loss)
 
     def _patch(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         original = getattr(owner, name, None)
@@ -230,30 +226,30 @@ class Watch:
         setattr(owner, name, replaced)
         self._undo.append(lambda: setattr(owner, name, original))
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         groups = optimizer.param_groups
-        if not any(id(p) in self._mine for group in groups for p in group["params"]):
+        its_own = {id(p) for group in groups for p in group["params"]}
+        stepped = frozenset(i for i, p in enumerate(self.parameters) if id(p) in its_own)
+        if not stepped:
             return
-        scale = getattr(optimizer, "grad_scale", None)
         gradients = tuple(
-            None if parameter.grad is None else host_copy(parameter.grad)
+            None if parameter.grad is None else _dense(parameter.grad).to("cpu", copy=True)
             for parameter in self.parameters
         )
+        scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:  # a fused optimizer divides by it in its own kernel
             for gradient in gradients:
                 if gradient is not None:
                     gradient.div_(float(scale))
         settings = tuple({n: v for n, v in group.items() if n != "params"} for group in groups)
-        mine = {id(p) for group in groups for p in group["params"]}
-        stepped = frozenset(i for i, p in enumerate(self.parameters) if id(p) in mine)
-        self.steps.append(Seen(gradients, settings, id(optimizer), stepped))
+        self.steps.append(SeenStep(gradients, settings, stepped))
 
-    def _forward(self, *_: Any) -> None:
+    def _before_forward(self, *_: Any) -> None:
         kind = self.parameters[0].device.type
         if torch.is_autocast_enabled(kind):
             self.autocast.add(torch.get_autocast_dtype(kind))
 
-    def _clips_norm(
+    def _clip_norm(
         self,
         original: Any,
         parameters: Any,
@@ -263,16 +259,14 @@ class Watch:
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(id(parameter) in self._mine for parameter in parameters):
-            self.clip_norms.append(float(max_norm))
-            self.norms.append(float(total_norm))
+            self.clips = True
             if self.clip_to is not None:
                 max_norm = self.clip_to
         return original(parameters, max_norm, total_norm, foreach)
 
-    def _clips_value(
+    def _clip_value(
         self, original: Any, parameters: Any, clip_value: float, foreach: bool | None = None
     ) -> Any:
-        self.clip_values.append(float(clip_value))
         if self.clip_to is not None:
             clip_value = math.inf  # only the norm is tried out; the scale must be seen
         return original(parameters, clip_value, foreach)
@@ -284,23 +278,17 @@ class Watch:
 
 @torch.no_grad()
 def _change(parameter: Tensor, before: Tensor) -> Tensor:
-    """What was added to a parameter, on the host; made where the parameter is, for speed."""
-    now = dense(parameter)
-    return (now - dense(before).to(now.device)).cpu()
+    """Return what was added to a parameter, on the host; computed on its device, for speed."""
+    now = _dense(parameter)
+    return (now - _dense(before).to(now.device)).cpu()
 
 
 @torch.no_grad()
-def dense(tensor: Tensor) -> Tensor:
-    """The whole of a sharded or sparse tensor, in float32 or better."""
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded or sparse tensor, in float32 or better."""
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-@torch.no_grad()
-def host_copy(tensor: Tensor) -> Tensor:
-    """A dense copy on the host."""
-    return dense(tensor).to("cpu", copy=True)

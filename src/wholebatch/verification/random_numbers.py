@@ -1,8 +1,11 @@
-"""Random numbers that a loss draws, held still, so that what else differs can be seen.
+"""Random numbers in the forward, switched off or held still, so that other causes can be seen.
 
-A draw has the shape of the batch that the loss is given, so the undivided batch and its
-micro-batches get other numbers. Held, a draw gives the same row for every sample: it then depends
-neither on the division nor on the order of the samples.
+Dropout draws its masks for the batch that it is given, so the undivided batch and its micro-batches
+get different ones, rightly: both are samples of the same thing. It is switched off for a proof.
+
+Other draws of a loss are held. A draw has the shape of the batch that the loss is given, so the
+undivided batch and its micro-batches get other numbers. Held, a draw gives the same row for every
+sample: it then depends neither on the division nor on the order of the samples.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class Draws:
     """`operation (file:line)` of every draw that was seen, in their order."""
     escaped: bool = False
     """Draws were made outside the loss: a checkpointed block draws again in the backward."""
-    _records: list[_Record] = field(default_factory=list)
+    records: list[_Record] = field(default_factory=list)
 
     def holding(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return the loss with its draws held."""
@@ -52,7 +55,7 @@ class Draws:
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         record = _Record(self.places)
-        self._records.append(record)
+        self.records.append(record)
 
         def held(*args: Any) -> Any:
             record.is_open = True
@@ -70,11 +73,11 @@ class Draws:
     def steady(self) -> bool:
         """Tell if every call made the same draws, so that holding them has held everything."""
         return not self.escaped and all(
-            not record.other_shapes and len(record.counts) <= 1 for record in self._records
+            not record.other_shapes and len(record.counts) <= 1 for record in self.records
         )
 
     def watching(self) -> TorchDispatchMode:
-        """While this is entered, draws that are made outside the loss are noticed."""
+        """Return a mode that notices draws made outside the loss, while it is entered."""
         return _Outside(self)
 
     def __str__(self) -> str:
@@ -84,7 +87,7 @@ class Draws:
 
 @dataclass
 class _Record:
-    """What the draws of one function gave at first, by their number within a call."""
+    """The first values of one function's draws, by their number within a call."""
 
     places: dict[str, None]
     rows: dict[int, Tensor] = field(default_factory=dict)
@@ -139,7 +142,7 @@ class _Outside(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draws = self._draws
         if torch.Tag.nondeterministic_seeded in func.tags:
-            draws.escaped |= not any(record.is_open for record in draws._records)
+            draws.escaped |= not any(record.is_open for record in draws.records)
         return func(*args, **(kwargs or {}))
 
 
@@ -155,7 +158,7 @@ def _line() -> str:
 
 
 def dropouts(model: nn.Module) -> list[str]:
-    """The modules that drop something now, by name."""
+    """Return the names of the modules that drop something now."""
     return [name for name, module in model.named_modules() if _drops(module)]
 
 
@@ -179,7 +182,7 @@ def _no_dropout(model: nn.Module) -> None:
 
 
 def _evaluating(model: nn.Module) -> None:
-    """Evaluation mode for all but the normalisations: functional dropout asks `self.training`."""
+    """Set evaluation mode but for normalisations: functional dropout asks `self.training`."""
     for module in model.modules():
         if not isinstance(module, _BatchNorm | _InstanceNorm):
             module.training = False

@@ -1,4 +1,4 @@
-"""How far two runs are apart, and how far rounding alone would have brought them.
+"""The distance between two runs, and the distance that rounding alone would explain.
 
 Distances are relative, in the L2 norm: over all parameters together, and for each. The tolerance is
 ten times the *floor*, and the floor is measured: how far the undivided batch comes from itself when
@@ -16,30 +16,32 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wholebatch.verification.model_runs import Bench
-from wholebatch.verification.observed_window import Run
+from wholebatch.verification.model_runs import ModelRuns
+from wholebatch.verification.observed_window import WindowRun
 
 __all__ = [
     "Comparison",
     "Line",
     "Vectors",
     "compare",
+    "compare_gradients",
+    "compare_updates",
     "distance",
-    "gradients",
     "norm_of",
-    "roundoff",
-    "updates",
+    "percent",
 ]
-
 
 Vectors = Sequence[Tensor | None]
 
 TIMES_THE_FLOOR = 10.0
 
+_NOISE = 0.1
+"""A gradient whose undivided batch is this far from itself in another order is rounding."""
+
 
 @dataclass(frozen=True)
 class Line:
-    """One parameter: how far apart, what rounding explains, and whether that is too far."""
+    """One parameter: its distance, the distance that rounding explains, and if that is exceeded."""
 
     name: str
     numbers: int
@@ -50,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Gradients or updates of two runs. `same` says whether rounding explains the distance."""
+    """Gradients or updates of two runs; `same` if rounding explains the distance."""
 
     what: str
     distance: float
@@ -65,13 +67,13 @@ class Comparison:
 
     @property
     def differing(self) -> tuple[Line, ...]:
-        """The parameters that differ, the worst first."""
+        """Return the parameters that differ, the worst first."""
         if not self.judged_by_line:
             return ()
         return tuple(line for line in self.worst() if line.differs)
 
     def worst(self, number: int | None = None) -> list[Line]:
-        """Parameters by how far they are beyond their floor."""
+        """Return the parameters by how far they are beyond their floor."""
         ordered = sorted(
             self.lines,
             key=lambda line: (line.differs, line.distance / (line.floor or 1.0)),
@@ -80,14 +82,88 @@ class Comparison:
         return ordered[:number]
 
 
-def roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number: the relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2
+def compare_gradients(
+    what: str,
+    runs: ModelRuns,
+    ours: WindowRun,
+    whole: WindowRun,
+    others: Sequence[WindowRun],
+    *,
+    more: Sequence[Vectors] = (),
+) -> Comparison:
+    """Compare the gradients that the optimizer saw, for each parameter and in all.
+
+    `others` are runs that are right too, and `more` right gradients: they measure the floor.
+    """
+    return compare(
+        what,
+        runs.names,
+        ours.gradients,
+        whole.gradients,
+        also_right=[*(run.gradients for run in others), *more],
+        resolution=[runs.unit * norm_of(gradient) for gradient in whole.gradients],
+        unit=runs.unit,
+        devices=runs.devices,
+    )
 
 
-def norm_of(tensor: Tensor) -> float:
-    """The L2 norm, in float64."""
-    return float(torch.linalg.vector_norm(_wide(tensor, tensor.device)))
+def compare_updates(
+    runs: ModelRuns,
+    ours: WindowRun,
+    whole: WindowRun,
+    others: Sequence[WindowRun],
+    gradient: Comparison,
+) -> tuple[Comparison, list[str]]:
+    """Compare what the optimizer did, in all; notes tell where the rounding is its own."""
+    # Adam divides by the gradient's own size: of a gradient that is nothing but rounding (a bias
+    # before a normalisation) it makes an arbitrary update, for the undivided batch too.
+    lines = gradient.lines
+    kept = [i for i, line in enumerate(lines) if line.differs or line.floor < _NOISE]
+    # An update is added to the parameter: what the sum rounds away cannot be seen.
+    resolution = [
+        math.hypot(
+            _roundoff(runs.parameters[i]) * norm_of(runs.start.before(runs.parameters[i])),
+            gradient.floor * norm_of(whole.update[i]),
+        )
+        for i in kept
+    ]
+    devices = [runs.devices[i] for i in kept]
+
+    def of(run: WindowRun) -> list[Tensor]:
+        return [run.update[i] for i in kept]
+
+    found = compare(
+        "update",
+        [runs.names[i] for i in kept],
+        of(ours),
+        of(whole),
+        also_right=[of(run) for run in others],
+        resolution=resolution,
+        unit=runs.unit,
+        devices=devices,
+        judged_by_line=False,
+    )
+    notes = []
+    left_out = [line.name for i, line in enumerate(lines) if i not in kept]
+    if left_out and distance(ours.update, whole.update, runs.devices) > found.tolerance:
+        shown = ", ".join(left_out[:4]) + (f" and {len(left_out) - 4} more" if left_out[4:] else "")
+        notes.append(
+            f"the gradient of {shown} is zero but for rounding, so what the optimizer makes of it "
+            "is arbitrary for the undivided batch too: left out of the update's distance"
+        )
+    if found.same or not gradient.same:
+        return found, notes
+    # The same with single numbers of a gradient. If the optimizer makes this very update of the
+    # gradient that it saw, nothing else is in it.
+    own = distance(of(ours), of(runs.replayed(ours)), devices)
+    rounded = _ratio(math.hypot(*resolution), math.hypot(*map(norm_of, of(whole))))
+    if own > 10 * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
+        return found, notes
+    notes.append(
+        f"the update is {percent(found.distance)} off because the optimizer divides by numbers "
+        "that are rounding themselves; of the gradient it saw, it made the right update"
+    )
+    return replace(found, tolerance=max(found.tolerance, found.distance)), notes
 
 
 def compare(
@@ -102,7 +178,7 @@ def compare(
     devices: Sequence[torch.device],
     judged_by_line: bool = True,
 ) -> Comparison:
-    """Hold `ours` against `reference`; the floor is how far those `also_right` are from it.
+    """Compare `ours` with `reference`; the floor is how far those `also_right` are from it.
 
     `resolution` is, for each parameter, the norm below which a difference is no difference
     (rounding of the format, or of the parameter that an update is added to).
@@ -115,23 +191,21 @@ def compare(
     # error to speak of: what rounding of the whole gradient hides does not count in one parameter.
     noise = TIMES_THE_FLOOR * unit * all_size
     lines = []
-    for index, name in enumerate(names):
+    for index, (name, error, size) in enumerate(zip(names, errors, sizes, strict=True)):
         floor = max([resolution[index], *(one[index] for one in floors)])
-        size = sizes[index]
-        differs = errors[index] > TIMES_THE_FLOOR * floor and errors[index] > noise
-        tensor = reference[index]
-        tensor = ours[index] if tensor is None else tensor
+        differs = error > TIMES_THE_FLOOR * floor and error > noise
+        tensor = ours[index] if reference[index] is None else reference[index]
         lines.append(
             Line(
                 name=name,
                 numbers=0 if tensor is None else tensor.numel(),
-                distance=_ratio(errors[index], size),
+                distance=_ratio(error, size),
                 floor=_ratio(floor, size),
-                differs=differs or not math.isfinite(errors[index]),
+                differs=differs or not math.isfinite(error),
             )
         )
     floor = max([math.hypot(*resolution), *(math.hypot(*one) for one in floors)])
-    # A floor beyond the root of the resolution is no rounding: it must not excuse anything.
+    # The floor is capped at the root of the resolution: a larger one cannot be rounding.
     relative = min(_ratio(floor, all_size), math.sqrt(unit) / TIMES_THE_FLOOR)
     return Comparison(
         what=what,
@@ -146,7 +220,7 @@ def compare(
 def distance(
     ours: Vectors, reference: Vectors, devices: Sequence[torch.device] | None = None
 ) -> float:
-    """Relative L2 distance over all tensors together (`None` is zero)."""
+    """Return the relative L2 distance over all tensors together (`None` is zero)."""
     above = math.hypot(*_norms(ours, reference, devices))
     return _ratio(above, math.hypot(*_norms(reference, None, devices)))
 
@@ -154,28 +228,30 @@ def distance(
 def _norms(
     ours: Vectors, other: Vectors | None, devices: Sequence[torch.device] | None
 ) -> list[float]:
-    """For each parameter the norm of `ours`, or of its difference to `other`, in float64."""
-    result = []
-    for index, tensor in enumerate(ours):
-        minus = None if other is None else other[index]
-        device = torch.device("cpu") if devices is None else devices[index]
-        result.append(_norm(tensor, minus, device))
-    return result
+    """Return the norm of each tensor, or of its difference to `other`, in float64."""
+    where = [torch.device("cpu")] * len(ours) if devices is None else devices
+    minus = [None] * len(ours) if other is None else other
+    return [
+        norm_of(*(None if t is None else t.to(device) for t in pair))
+        for *pair, device in zip(ours, minus, where, strict=True)
+    ]
 
 
-def _norm(tensor: Tensor | None, minus: Tensor | None, device: torch.device) -> float:
-    if tensor is None and minus is None:
+def norm_of(tensor: Tensor | None, minus: Tensor | None = None) -> float:
+    """Return the L2 norm of a tensor, or of its difference to another; None is zero."""
+    wide = [_in_float64(one) for one in (tensor, minus) if one is not None]
+    if not wide:
         return 0.0
-    if tensor is None or minus is None:
-        one = minus if tensor is None else tensor
-        assert one is not None
-        return float(torch.linalg.vector_norm(_wide(one, device)))
-    return float(torch.linalg.vector_norm(_wide(tensor, device) - _wide(minus, device)))
+    return float(torch.linalg.vector_norm(wide[0] - wide[1] if len(wide) > 1 else wide[0]))
 
 
-def _wide(tensor: Tensor, device: torch.device) -> Tensor:
-    tensor = tensor.to(device)
+def _in_float64(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _roundoff(tensor: Tensor) -> float:
+    """Return the relative error of one rounding: half the distance from 1 to the next number."""
+    return torch.finfo(tensor.dtype).eps / 2
 
 
 def _ratio(above: float, below: float) -> float:
@@ -184,96 +260,10 @@ def _ratio(above: float, below: float) -> float:
     return 0.0 if above == 0 else math.inf
 
 
-_NOISE = 0.1
-"""A gradient whose undivided batch is this far from itself in another order is rounding."""
+def percent(value: float) -> str:
+    """Return a relative distance in words: percent, a power of ten, or a multiple.
 
-
-def gradients(
-    what: str,
-    bench: Bench,
-    ours: Run,
-    whole: Run,
-    others: Sequence[Run],
-    *,
-    more: Sequence[Vectors] = (),
-) -> Comparison:
-    """The gradients that the optimizer saw, for each parameter and in all.
-
-    `others` are runs that are right too, and `more` right gradients: they measure the floor.
-    """
-    unit = bench.numbers.unit(bench.model)
-    resolution = [
-        0.0 if gradient is None else unit * norm_of(gradient) for gradient in whole.gradients
-    ]
-    return compare(
-        what,
-        bench.names,
-        ours.gradients,
-        whole.gradients,
-        also_right=[*(run.gradients for run in others), *more],
-        resolution=resolution,
-        unit=unit,
-        devices=bench.devices,
-    )
-
-
-def updates(
-    bench: Bench, ours: Run, whole: Run, others: Sequence[Run], gradient: Comparison
-) -> tuple[Comparison, list[str]]:
-    """What the optimizer did, in all; with notes where rounding is the optimizer's own."""
-    # Adam divides by the gradient's own size: of a gradient that is nothing but rounding (a bias
-    # before a normalisation) it makes an arbitrary update, for the undivided batch too.
-    kept = [i for i, line in enumerate(gradient.lines) if line.differs or line.floor < _NOISE]
-    left_out = [line.name for i, line in enumerate(gradient.lines) if i not in kept]
-    # An update is added to the parameter: what the sum rounds away cannot be seen.
-    resolution = [
-        math.hypot(
-            roundoff(bench.parameters[i].dtype) * norm_of(bench.start.before(bench.parameters[i])),
-            gradient.floor * norm_of(whole.update[i]),
-        )
-        for i in kept
-    ]
-    devices = [bench.devices[i] for i in kept]
-
-    def of(run: Run) -> list[Tensor]:
-        return [run.update[i] for i in kept]
-
-    found = compare(
-        "update",
-        [bench.names[i] for i in kept],
-        of(ours),
-        of(whole),
-        also_right=[of(run) for run in others],
-        resolution=resolution,
-        unit=bench.numbers.unit(bench.model),
-        devices=devices,
-        judged_by_line=False,
-    )
-    notes = []
-    if left_out and distance(ours.update, whole.update, bench.devices) > found.tolerance:
-        shown = ", ".join(left_out[:4]) + (f" and {len(left_out) - 4} more" if left_out[4:] else "")
-        notes.append(
-            f"the gradient of {shown} is zero but for rounding, so what the optimizer makes of it "
-            "is arbitrary for the undivided batch too: left out of the update's distance"
-        )
-    if found.same or not gradient.same:
-        return found, notes
-    # The same with single numbers of a gradient. If the optimizer makes this very update of the
-    # gradient that it saw, nothing else is in it.
-    own = distance(of(ours), of(bench.replayed(ours)), devices)
-    size = math.hypot(*map(norm_of, of(whole)))
-    if own > 10 * (found.floor + (math.hypot(*resolution) / size if size else 0.0)):
-        return found, notes
-    notes.append(
-        f"the update is {said(found.distance)} off because the optimizer divides by numbers that "
-        "are rounding themselves; of the gradient it saw, it made the right update"
-    )
-    return replace(found, tolerance=max(found.tolerance, found.distance)), notes
-
-
-def said(value: float) -> str:
-    """
-    >>> said(0.334), said(2.04e-7), said(0.0), said(7.3), said(731)
+    >>> percent(0.334), percent(2.04e-7), percent(0.0), percent(7.3), percent(731)
     ('33%', '2.0e-07', '0', '730%', '7.3e+02 times')
     """
     if value == 0:
@@ -282,10 +272,6 @@ def said(value: float) -> str:
         return "infinitely far"
     if value >= 10:
         return f"{value:.2g} times"
-    return (
-        f"{float(f'{value:.2g}'):.0%}"
-        if value >= 0.095
-        else f"{value:.1e}"
-        if value < 0.001
-        else f"{value:.2%}"
-    )
+    if value >= 0.095:
+        return f"{float(f'{value:.2g}'):.0%}"
+    return f"{value:.1e}" if value < 0.001 else f"{value:.2%}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,7 @@ from wholebatch.core.splitting import to_device
 __all__ = [
     "Numbers",
     "Objective",
-    "add_over_ranks",
     "any_rank",
-    "apart",
     "clip",
     "largest",
     "objective",
@@ -34,38 +32,36 @@ __all__ = [
     "sharded",
 ]
 
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_TF32 = 2.0**-11
+"""The error of one rounding to TensorFloat-32, which CUDA devices may multiply float32 in."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """In which numbers a run computes: the precision, and the loss scale that fp16 needs."""
+    """The number formats of a run: its precision, and the loss scale that fp16 needs."""
 
     precision: str = "full"
     loss_scale: float = 1.0
 
     def unit(self, model: nn.Module) -> float:
-        """The relative error of one rounding in the coarsest format that takes part."""
+        """Return the relative error of one rounding in the coarsest format that takes part."""
         formats = [p.dtype.to_real() for p in model.parameters()]
         if self.precision in AUTOCAST:
             formats.append(AUTOCAST[self.precision])
         unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)
         return max(unit, _TF32) if torch.float32 in formats and _uses_tf32(model) else unit
 
-    def forward(self, device: torch.device) -> Any:
-        """The context of the forward."""
+    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context of the forward."""
         if self.precision not in AUTOCAST:
             return nullcontext()
         return torch.autocast(device.type, dtype=AUTOCAST[self.precision])
 
 
-_TF32 = 2.0**-11
-"""One rounding to TensorFloat-32, which CUDA devices may multiply float32 in."""
-
-
 def _uses_tf32(model: nn.Module) -> bool:
-    """Whether products of this model may be made in TensorFloat-32, by torch's settings now."""
+    """Tell if torch's settings allow TensorFloat-32 in products of this model."""
     if next(model.parameters()).device.type != "cuda":
         return False
     convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
@@ -89,7 +85,7 @@ class Objective:
     weights: tuple[float, ...]
 
     def mean(self, units: Sequence[float] | None = None) -> Tensor:
-        """Sum over terms of weight × total / units, with `units` for its own if given."""
+        """Return the sum of weight × total / units over the terms; `units` replaces their own."""
         over = self.units if units is None else units
         parts = [
             total * (weight / count if count else 0.0)
@@ -97,63 +93,46 @@ class Objective:
         ]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
+    def weighted_total(self) -> Tensor:
+        """Return the sum of weight × total over the terms, not divided."""
+        parts = [total * weight for total, weight in zip(self.totals, self.weights, strict=True)]
+        return sum(parts, start=parts[0].new_zeros(()))
+
 
 def objective(
     model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, numbers: Numbers
 ) -> Objective:
-    """One forward of the batch as it is."""
+    """Run one forward of the batch as it is."""
     device = next(model.parameters()).device
     with numbers.forward(device):
         result = as_loss(loss(model, to_device(batch, device)))
     if isinstance(result, Loss):
-        return Objective((_wide(result.total),), (float(result.units),), (1.0,))
+        return Objective((_widened(result.total),), (float(result.units),), (1.0,))
     terms = result.by_name.values()
     return Objective(
-        tuple(_wide(term.total) for term in terms),
+        tuple(_widened(term.total) for term in terms),
         tuple(float(term.units) for term in terms),
         tuple(term.weight for term in terms),
     )
 
 
-def _wide(total: Tensor) -> Tensor:
-    """16-bit sums are divided in float32: their mean is not what is to be judged."""
+def _widened(total: Tensor) -> Tensor:
+    """Return a 16-bit sum in float32, so that its division adds no rounding of its own."""
     return total.float() if total.dtype in (torch.bfloat16, torch.float16) else total
-
-
-def ranks() -> int:
-    """How many processes train together here."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()
-
-
-def sharded(model: nn.Module) -> bool:
-    """Whether the parameters are shards, whose backward reduces them whatever one does."""
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
-
-
-@torch.no_grad()
-def add_over_ranks(tensors: Sequence[Tensor]) -> None:
-    """Each tensor becomes its sum over the ranks, in place."""
-    if ranks() > 1:
-        for tensor in tensors:
-            torch.distributed.all_reduce(tensor)
 
 
 @torch.no_grad()
 def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: float | None) -> None:
-    """Clip the gradients as torch's own functions do."""
+    """Clip the gradients with torch's own functions."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     together = [parameter for group in groups for parameter in group]
     if clip_value is not None:
         nn.utils.clip_grad_value_(together, clip_value)
     if clip_norm is None:
         return
+    by_group = isinstance(clip_norm, Sequence)
     limits = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
-    for group, limit in zip(
-        groups if isinstance(clip_norm, Sequence) else [together], limits, strict=True
-    ):
+    for group, limit in zip(groups if by_group else [together], limits, strict=True):
         if limit is not None:
             norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
             # The norm of shards is a partial one, to which torch would add its 1e-6 on each rank.
@@ -161,20 +140,22 @@ def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: floa
             nn.utils.clip_grads_with_norm_(group, limit, norm)
 
 
-def apart(ours: Tensor, reference: Tensor) -> float:
-    size = float(reference.norm())
-    far = float((ours - reference).norm())
-    if size > 0:
-        return far / size
-    return 0.0 if far == 0 else math.inf
+def sharded(model: nn.Module) -> bool:
+    """Tell if the parameters are shards, whose backward always reduces them."""
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-def _device_of_collectives() -> torch.device:
-    nccl = torch.distributed.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+def ranks() -> int:
+    """Return the number of processes that train together."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
 
 
+@torch.no_grad()
 def over_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over the ranks."""
     if ranks() == 1:
         return tensor
     there = tensor.to(_device_of_collectives(), copy=True)
@@ -183,7 +164,7 @@ def over_ranks(tensor: Tensor) -> Tensor:
 
 
 def largest(value: float) -> float:
-    """The largest over the ranks: a hypothesis fits only if it fits on every one."""
+    """Return the largest over the ranks: a hypothesis fits only if it fits on every one."""
     if ranks() == 1:
         return value
     there = torch.tensor(min(value, 1e30), dtype=torch.float64, device=_device_of_collectives())
@@ -193,4 +174,10 @@ def largest(value: float) -> float:
 
 
 def any_rank(value: bool) -> bool:
+    """Tell if the value is true on any rank."""
     return largest(float(value)) > 0
+
+
+def _device_of_collectives() -> torch.device:
+    nccl = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wholebatch.core.json_files import finite
-from wholebatch.verification.mistakes import MISTAKES, RIGHT, Fit, Mistake
-from wholebatch.verification.run_comparison import Comparison, said
+from wholebatch.verification.mistakes import MISTAKES, RIGHT, Mistake, MistakeFit
+from wholebatch.verification.run_comparison import Comparison, percent
 
-__all__ = ["Cause", "Fit", "LoopVerdict", "Trial", "Verdict", "said", "table"]
+__all__ = ["Cause", "LoopTrial", "LoopVerdict", "Verdict", "listed"]
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why two updates differ: what kind of thing, where, the evidence, and what to do."""
+    """One reason why two updates differ: its kind, the place, the evidence, and what to do."""
 
     kind: str
     where: tuple[str, ...]
@@ -24,15 +24,15 @@ class Cause:
     advice: str
 
     def __str__(self) -> str:
-        where = f" in {_listed(self.where)}" if self.where else ""
+        where = f" in {listed(self.where)}" if self.where else ""
         return f"{self.kind}{where}: {self.evidence}. {self.advice}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether accumulation makes the update of the undivided batch, on this model and batch.
+    """The answer if accumulation makes the update of the undivided batch, on this model and batch.
 
-    True where it does. `gradient` and `update` compare what the optimizer saw and did, in the
+    It is true if it does. `gradient` and `update` compare what the optimizer saw and did, in the
     precision asked for; `float64` compares the gradients again with twice the digits.
     """
 
@@ -52,21 +52,21 @@ class Verdict:
     notes: tuple[str, ...]
     seconds: float
     approximate: bool = False
-    """Whether an approximation was asked for (`gradients="moments"`): never the same."""
+    """True if an approximation was asked for (`gradients="moments"`): never the same."""
 
     def __bool__(self) -> bool:
         return self.same
 
     @property
     def line(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         size = f"{self.samples} samples in {self.micro_batches} micro-batches"
         if self.samples < self.of_samples:
             size += f" (of {self.of_samples}: more do not fit undivided)"
         if self.ranks > 1:
             size += f" on each of {self.ranks} ranks"
         measured = ", ".join(
-            f"{one.what} {said(one.distance)} off ({said(one.tolerance)} is rounding)"
+            f"{one.what} {percent(one.distance)} off ({percent(one.tolerance)} is rounding)"
             for one in (self.gradient, self.update, self.float64)
             if one is not None
         )
@@ -76,44 +76,39 @@ class Verdict:
             return f"APPROXIMATE update: {measured}; {size}"
         because = f"; {self.causes[0].kind}" if self.causes else ""
         if self.causes and self.causes[0].where:
-            because += f" in {_listed(self.causes[0].where)}"
+            because += f" in {listed(self.causes[0].where)}"
         return f"DIFFERENT update: {measured}; {size}{because}"
 
     def __str__(self) -> str:
         parts = [self.line]
         if not self.same and not self.approximate:
             rows = [
-                (
-                    line.name,
-                    said(line.distance),
-                    said(line.floor),
-                    "differs" if line.differs else "",
-                )
-                for line in self.gradient.worst(8)
+                (one.name, percent(one.distance), percent(one.floor), "differs" * one.differs)
+                for one in self.gradient.worst(8)
             ]
-            parts.append(table(("parameter", "gradient off by", "rounding alone", ""), rows))
+            parts.append(_table(("parameter", "gradient off by", "rounding alone", ""), rows))
         parts += [f"cause: {cause}" for cause in self.causes]
         parts += [f"note: {note}" for note in self.notes]
         return "\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data; numbers that are not finite become None."""
+        """Return everything as plain data; numbers that are not finite become None."""
         data: dict[str, Any] = finite(asdict(self))
         data["line"] = self.line
         return data
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The verdict for a machine; `same` is the answer."""
+        """Return the verdict as JSON; `same` is the answer."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @property
     def exit_status(self) -> int:
-        """0 where the update is the same, 1 where it differs."""
+        """Return 0 if the update is the same, 1 if it differs."""
         return 0 if self.same else 1
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of plain text, two spaces apart."""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns of plain text, two spaces apart."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return "\n".join(
         "  "
@@ -122,14 +117,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return the first four names, and how many more there are."""
     shown = ", ".join(name or "(the model itself)" for name in names[:4])
     return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One window that the loop was given, what it did, and what that is."""
+class LoopTrial:
+    """One window that the loop was given, what it did, and the mistake that explains it."""
 
     case: str
     name: str
@@ -138,7 +134,7 @@ class Trial:
     optimizer_steps: int
     found: str | None
     """The key of what fits: "right", a mistake, or None where nothing does."""
-    fits: tuple[Fit, ...]
+    fits: tuple[MistakeFit, ...]
     """All hypotheses, the nearest first, one variant of each."""
     tolerance: float
     floor: float
@@ -146,16 +142,22 @@ class Trial:
     notes: tuple[str, ...] = ()
 
     @property
-    def right(self) -> Fit:
+    def right(self) -> MistakeFit:
+        """Return the fit of the right gradient."""
         return next(fit for fit in self.fits if fit.key == RIGHT)
+
+    @property
+    def found_fit(self) -> MistakeFit | None:
+        """Return the fit of the mistake that was found; None if right, or if no mistake fits."""
+        return next((f for f in self.fits if f.key == self.found != RIGHT), None)
 
 
 @dataclass(frozen=True)
 class LoopVerdict:
-    """Whether a loop makes the update of the undivided batch; true if it does, on every trial."""
+    """The answer if a loop makes the update of the undivided batch; true if so in every trial."""
 
     loop: str
-    trials: tuple[Trial, ...]
+    trials: tuple[LoopTrial, ...]
     precision: str
     ranks: int
     seconds: float
@@ -169,58 +171,49 @@ class LoopVerdict:
 
     @property
     def mistakes(self) -> tuple[str, ...]:
-        """Keys of the mistakes, that of the simplest window first."""
-        keys = [trial.found for trial in self.trials if trial.found not in (RIGHT, None)]
-        return tuple(dict.fromkeys(key for key in keys if key is not None))
+        """Return the keys of the mistakes, that of the simplest window first."""
+        fits = [trial.found_fit for trial in self.trials]
+        return tuple(dict.fromkeys(fit.key for fit in fits if fit is not None))
 
     @property
     def mistake(self) -> Mistake | None:
-        """The mistake to mend first."""
+        """Return the mistake to mend first."""
         return MISTAKES[self.mistakes[0]] if self.mistakes else None
 
     @property
     def line(self) -> str:
-        """The verdict in one line."""
+        """Return the verdict in one line."""
         where = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         if self.same:
             worst = max(self.trials, key=lambda trial: trial.right.distance / trial.tolerance)
             return (
-                f"same update: {self.loop} is at most {said(worst.right.distance)} from the "
+                f"same update: {self.loop} is at most {percent(worst.right.distance)} from the "
                 f"undivided batch over {len(self.trials)} windows{where}; rounding explains "
-                f"{said(worst.tolerance)}"
+                f"{percent(worst.tolerance)}"
             )
         first = next(trial for trial in self.trials if trial.found != RIGHT)
-        if first.found is None:
+        off, fit = percent(first.right.distance), first.found_fit
+        if fit is None:
             near = first.fits[0]
             return (
-                f"DIFFERENT update: {self.loop} is {said(first.right.distance)} off{where}, and no "
-                f"known mistake fits (nearest: {near.name}, {said(near.distance)} away)"
+                f"DIFFERENT update: {self.loop} is {off} off{where}, and no known mistake fits "
+                f"(nearest: {near.name}, {percent(near.distance)} away)"
             )
-        fit = next(f for f in first.fits if f.key == first.found)
-        also = [MISTAKES[key].name for key in self.mistakes if key != first.found]
+        also = [MISTAKES[key].name for key in self.mistakes if key != fit.key]
         more = f"; also: {', '.join(also)}" if also else ""
         return (
-            f"DIFFERENT update: {MISTAKES[first.found].name}: {self.loop} is "
-            f"{said(first.right.distance)} from the right gradient and {said(fit.distance)} from "
-            f"that of this mistake ({fit.variant}){where}{more}"
+            f"DIFFERENT update: {fit.name}: {self.loop} is {off} from the right gradient and "
+            f"{percent(fit.distance)} from that of this mistake ({fit.variant}){where}{more}"
         )
 
     def __str__(self) -> str:
-        parts = [self.line]
-        rows = []
+        parts, rows = [self.line], []
         for trial in self.trials:
-            found = "no known mistake" if trial.found is None else _name(trial.found)
-            fit = next((f for f in trial.fits if f.key == trial.found), trial.fits[0])
-            rows.append(
-                (
-                    f"{trial.case}: {trial.name}",
-                    str(trial.optimizer_steps),
-                    said(trial.right.distance),
-                    found,
-                    said(fit.distance) if trial.found not in (RIGHT, None) else "",
-                )
-            )
-        parts.append(table(("window", "steps", "off by", "found", "off from that"), rows))
+            off, fit = percent(trial.right.distance), trial.found_fit
+            found, there = (fit.name, percent(fit.distance)) if fit else (trial.found, "")
+            name, steps = f"{trial.case}: {trial.name}", str(trial.optimizer_steps)
+            rows.append((name, steps, off, found or "no known mistake", there))
+        parts.append(_table(("window", "steps", "off by", "found", "off from that"), rows))
         for key in self.mistakes:
             mistake = MISTAKES[key]
             parts.append(f"{mistake.name}: {mistake.does}. Instead: {mistake.instead}.")
@@ -229,20 +222,16 @@ class LoopVerdict:
         return "\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data; numbers that are not finite become None."""
+        """Return everything as plain data; numbers that are not finite become None."""
         data: dict[str, Any] = finite(asdict(self))
         data |= {"same": self.same, "mistakes": list(self.mistakes), "line": self.line}
         return data
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """The verdict for a machine; `same` is the answer."""
+        """Return the verdict as JSON; `same` is the answer."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @property
     def exit_status(self) -> int:
-        """0 where the loop is right, 1 where it is not."""
+        """Return 0 if the loop is right, 1 if it is not."""
         return 0 if self.same else 1
-
-
-def _name(key: str) -> str:
-    return "right" if key == RIGHT else MISTAKES[key].name

@@ -12,7 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,27 +23,27 @@ from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.mistakes import (
     RIGHT,
-    Fit,
+    MistakeFit,
     always_active,
+    apart,
     fits_of,
     flat,
     moved_otherwise,
     parts_of,
 )
-from wholebatch.verification.model_runs import Bench
-from wholebatch.verification.observed_window import Run, Start, Watch
+from wholebatch.verification.model_runs import ModelRuns
+from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
 from wholebatch.verification.random_numbers import SILENCES
-from wholebatch.verification.undivided_batch import Numbers, apart, ranks
-from wholebatch.verification.verdicts import LoopVerdict, Trial
+from wholebatch.verification.undivided_batch import AUTOCAST, Numbers, ranks
+from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 
-__all__ = ["Loop", "gentle_loss_scale", "verify_loop"]
-
+__all__ = ["Loop", "verify_loop"]
 
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NO_LIMIT = 1e30
+_LOW_SCALE = 2.0**6
 
 
 def verify_loop(
@@ -58,7 +58,9 @@ def verify_loop(
     device: torch.device | str = "cpu",
     name: str | None = None,
 ) -> LoopVerdict:
-    """Whether `loop(model, optimizer, micro_batches)` makes the update of the undivided batch.
+    """Return a verdict: does `loop(model, optimizer, micro_batches)` make the right update?
+
+    Right is the update of the undivided batch.
 
     >>> import torch
     >>> def loop(model, optimizer, micro_batches):                     # a mean of means
@@ -84,18 +86,11 @@ def verify_loop(
         raise OptionError(f"loop={loop!r}: must be a function of (model, optimizer, micro_batches)")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise OptionError(f"steps={steps!r}: must be a number of micro-batches, at least 2")
-    cases = [case] if isinstance(case, str | Case) else list(case)
-    trials: list[Trial] = []
+    trials: list[LoopTrial] = []
     precision = "full"
-    for one in cases:
-        found = _Trials(
-            loop,
-            _case(one),
-            steps=steps,
-            make=optimizer or _sgd,
-            clip_norm=clip_norm,
-            ddp=ddp,
-            device=torch.device(device),
+    for one in [case] if isinstance(case, str | Case) else case:
+        found = _CaseTrials(
+            loop, _case(one), steps, optimizer or _sgd, clip_norm, ddp, torch.device(device)
         )
         trials += found.all(uneven=uneven)
         precision = found.numbers.precision if precision == "full" else precision
@@ -126,186 +121,169 @@ class _Window:
     count: int
     clipped: bool = False
 
-    def said(self, units: Sequence[float], steps: int) -> str:
-        """What kind of window it is, by the units that its micro-batches turned out to have."""
+    def name(self, units: Sequence[float], steps: int) -> str:
+        """Return the kind of window, by the units that its micro-batches turned out to have."""
         kind = "equal" if len(set(units)) == 1 else "uneven"
         short = f" (short: {self.count} of {steps})" if self.count < steps else ""
         clipped = ", clipped" if self.clipped else ""
         return f"{self.count} {kind} micro-batches{short}{clipped}"
 
 
-class _Trials:
+@dataclass
+class _CaseTrials:
     """One case: its model as it is at the start, and the windows that the loop is given."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        case: Case,
-        *,
-        steps: int,
-        make: MakeOptimizer,
-        clip_norm: float | None,
-        ddp: bool,
-        device: torch.device,
-    ) -> None:
-        self.loop, self.case, self.steps, self.make = loop, case, steps, make
-        self.clip_norm = clip_norm
-        self.ddp = ddp
-        self.model = case.model().to(device)
-        self.device = device
-        self.numbers = Numbers()
-        self.notes: list[str] = []
+    loop: Loop
+    case: Case
+    steps: int
+    make_optimizer: MakeOptimizer
+    clip_norm: float | None
+    ddp: bool
+    device: torch.device
+    numbers: Numbers = field(default_factory=Numbers)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = self.case.model().to(self.device)
         self.rank = torch.distributed.get_rank() if ranks() > 1 else 0
         self._silence()
 
     def _silence(self) -> None:
-        """Dropout would give the loop other masks than the reference, and rightly so."""
-        bench = Bench(self.model, self.make(self.model), self.case.loss, numbers=self.numbers)
+        """Switch dropout off: its masks would rightly differ from those of the reference."""
+        runs = ModelRuns(
+            self.model, self.make_optimizer(self.model), self.case.loss, numbers=self.numbers
+        )
         micro = self.case.window(self.steps, True, self.rank)[0]
-        if bench.draws_random_numbers(micro):
-            bench.start.leave()
-            for silence in SILENCES[: 1 if _silent(bench, micro) else 2]:
-                silence(self.model)
+        silences: list[Callable[[nn.Module], None]] = []
+        if runs.draws_random_numbers(micro):
+            runs.silences = [SILENCES[0]]
+            silences = list(SILENCES[: 2 if runs.draws_random_numbers(micro) else 1])
             self.notes.append("dropout is off: its masks differ with the division, rightly so")
-        else:
-            bench.start.leave()
+        runs.start.leave()
+        for silence in silences:
+            silence(self.model)
 
-    def all(self, *, uneven: bool) -> list[Trial]:
+    def all(self, *, uneven: bool) -> list[LoopTrial]:
+        """Return the trials of full and short windows, with equal and uneven micro-batches."""
         full, short = self.steps, self.steps - 1
-        windows = [_Window(True, full), _Window(True, short)]
-        if uneven:
-            windows += [_Window(False, full), _Window(False, short)]
         trials, clips = [], False
-        for window in windows:
-            trial, watch = self._trial(window)
-            trials.append(trial)
-            clips = clips or bool(watch.clip_norms)
+        for even in (True, False) if uneven else (True,):
+            for count in (full, short):
+                trial, observer = self._trial(_Window(even, count))
+                trials.append(trial)
+                clips = clips or observer.clips
         if clips:
             trials.append(self._trial(_Window(True, full, clipped=True))[0])
         if ranks() == 1 and all(trial.found == RIGHT for trial in trials):
             trials += self._in_a_row(trials[0])
         return trials
 
-    def _in_a_row(self, first: Trial) -> list[Trial]:
-        """Where gradients are left behind: whether they are in the next window.
+    def _in_a_row(self, first: LoopTrial) -> list[LoopTrial]:
+        """Give the same window twice, from the same weights, if gradients are left behind.
 
-        The same window again, from the same weights: right loops see the same gradient again.
+        A right loop sees the same gradient again; with the first window's still there, twice that.
         """
         micros = self.case.window(self.steps, True, self.rank)
         model = copy.deepcopy(self.model)
-        optimizer = self.make(model)
-        start = Start(model, optimizer)
+        optimizer = self.make_optimizer(model)
+        start = StartingState(model, optimizer)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         seen: list[Tensor] = []
         for _ in range(2):
-            mine = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
-            with Watch(model, trained, clip_to=_NO_LIMIT) as watch:
+            with WindowObserver(model, trained, clip_to=_NO_LIMIT) as observer:
                 try:
-                    self.loop(model, optimizer, mine)
+                    self.loop(model, optimizer, self._copies(micros))
                 except Exception:  # one that sets things up cannot be called again: not our matter
                     return []
-                run = watch.run(start)
             left = [(one, one.grad) for one in model.parameters()]
-            if len(run.steps) != 1 or not any(_holds(gradient) for _, gradient in left):
+            if len(observer.steps) != 1 or not any(_holds(gradient) for _, gradient in left):
                 return []
-            seen.append(flat(run.steps[0].gradients, trained))
+            seen.append(flat(observer.steps[0].gradients, trained))
             start.restore()
             for parameter, gradient in left:
                 parameter.grad = gradient
         far, doubled = apart(seen[1], seen[0]), apart(seen[1], 2 * seen[0])
         if far <= first.tolerance or doubled > first.tolerance:
             return []
-        stale = Fit("never-cleared", "the same window twice in a row", doubled, True)
-        right = Fit(RIGHT, "the undivided batch", far, False)
-        named = replace(first, name="2 windows in a row", found=stale.key, fits=(stale, right))
-        return [named]
+        stale = MistakeFit("never-cleared", "the same window twice in a row", doubled, True)
+        right = MistakeFit(RIGHT, "the undivided batch", far, False)
+        return [replace(first, name="2 windows in a row", found=stale.key, fits=(stale, right))]
 
     # ---------------------------------------------------------------- one window
 
-    def _trial(self, window: _Window) -> tuple[Trial, Watch]:
+    def _trial(self, window: _Window) -> tuple[LoopTrial, WindowObserver]:
         micros = self.case.window(self.steps, window.even, self.rank)[: window.count]
-        bench: Bench | None = None
         clip_to = _NO_LIMIT
         if window.clipped:
-            bench = self._bench()
-            clip_to = always_active(parts_of(bench, micros, steps=self.steps)[0])
-        run, watch = self._watched(micros, clip_to)
-        if watch.autocast and self.numbers.precision == "full":
-            name = _NAMES.get(next(iter(watch.autocast)), "full")
+            clip_to = always_active(parts_of(self._model_runs(), micros, steps=self.steps)[0])
+        run, observer = self._observed(micros, clip_to)
+        if observer.autocast and self.numbers.precision == "full":
+            names = {dtype: name for name, dtype in AUTOCAST.items()}
+            name = names.get(next(iter(observer.autocast)), "full")
             self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
-            bench = None
-        bench = bench or self._bench()
+        runs = self._model_runs()
         limit = clip_to if window.clipped else self.clip_norm
-        parts, floor = parts_of(bench, micros, steps=self.steps, clip_norm=limit)
-        fits, observed_by, tolerance = fits_of(bench, parts, run, micros, floor)
+        parts, floor = parts_of(runs, micros, steps=self.steps, clip_norm=limit)
+        fits, observed_by, tolerance = fits_of(runs, parts, run, micros, floor)
         notes = list(self.notes)
         found = _found(fits)
         if found is not None and observed_by == "gradients":
-            notes += moved_otherwise(bench, run)
+            notes += moved_otherwise(runs, run)
         if not window.even and len(set(parts.units)) == 1 and len(micros) > 1:
             notes.append(
                 f"{self.case.name}: all micro-batches have equally many units, so a mean of means "
                 "cannot be told from the mean here"
             )
-        if watch.scaler_steps and not run.steps:
+        if observer.scaler_steps and not run.steps:
             notes.append("the loss scaler skipped the step: its gradients were not finite")
-        return (
-            Trial(
-                case=self.case.name,
-                name=window.said(parts.units, self.steps),
-                micro_batches=len(micros),
-                units=tuple(parts.units),
-                optimizer_steps=len(run.steps),
-                found=found,
-                fits=tuple(fits),
-                tolerance=tolerance,
-                floor=floor,
-                observed_by=observed_by,
-                notes=tuple(notes),
-            ),
-            watch,
+        trial = LoopTrial(
+            case=self.case.name,
+            name=window.name(parts.units, self.steps),
+            micro_batches=len(micros),
+            units=tuple(parts.units),
+            optimizer_steps=len(run.steps),
+            found=found,
+            fits=tuple(fits),
+            tolerance=tolerance,
+            floor=floor,
+            observed_by=observed_by,
+            notes=tuple(notes),
         )
+        return trial, observer
 
-    def _bench(self) -> Bench:
+    def _model_runs(self) -> ModelRuns:
         model = copy.deepcopy(self.model)
-        return Bench(model, self.make(model), self.case.loss, numbers=self.numbers)
+        return ModelRuns(model, self.make_optimizer(model), self.case.loss, numbers=self.numbers)
 
-    def _watched(self, micros: Sequence[Any], clip_to: float) -> tuple[Run, Watch]:
-        """Let the loop train one window on copies, and see what it does."""
-        run, watch = self._once(micros, clip_to)
-        if watch.scaler_steps and not run.steps:
-            with gentle_loss_scale():
-                run, watch = self._once(micros, clip_to)
-        return run, watch
+    def _observed(self, micros: Sequence[Any], clip_to: float) -> tuple[WindowRun, WindowObserver]:
+        """Let the loop train one window on copies; again, if its loss scaler skips the step."""
+        run, observer = self._once(micros, clip_to)
+        if observer.scaler_steps and not run.steps:
+            with _low_loss_scale():
+                run, observer = self._once(micros, clip_to)
+        return run, observer
 
-    def _once(self, micros: Sequence[Any], clip_to: float) -> tuple[Run, Watch]:
+    def _once(self, micros: Sequence[Any], clip_to: float) -> tuple[WindowRun, WindowObserver]:
         model = copy.deepcopy(self.model)
-        optimizer = self.make(model)
-        start = Start(model, optimizer)
+        optimizer = self.make_optimizer(model)
+        start = StartingState(model, optimizer)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         handed: nn.Module = model
         if self.ddp and ranks() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
-        mine = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
-        with Watch(model, trained, clip_to=clip_to) as watch:
-            self.loop(handed, optimizer, mine)
-            run = watch.run(start)
-        return run, watch
+        with WindowObserver(model, trained, clip_to=clip_to) as observer:
+            self.loop(handed, optimizer, self._copies(micros))
+            return observer.run(start), observer
+
+    def _copies(self, micros: Sequence[Any]) -> list[Any]:
+        return [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
 
 
 def _holds(gradient: Tensor | None) -> bool:
     return gradient is not None and bool(gradient.detach().abs().sum() > 0)
 
 
-def _silent(bench: Bench, micro: Any) -> bool:
-    bench.silences = [SILENCES[0]]
-    quiet = not bench.draws_random_numbers(micro)
-    bench.silences = []
-    bench.start.leave()
-    return quiet
-
-
-def _found(fits: Sequence[Fit]) -> str | None:
+def _found(fits: Sequence[MistakeFit]) -> str | None:
     right = next((fit for fit in fits if fit.key == RIGHT), None)
     if right is not None and right.fits:
         return RIGHT
@@ -315,8 +293,8 @@ def _found(fits: Sequence[Fit]) -> str | None:
     return fits[0].key if fits[0].fits else None
 
 
-def _consistent(trials: Sequence[Trial]) -> list[Trial]:
-    """Where several mistakes fit one window, the one that agrees most with the others.
+def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
+    """Name the mistake that agrees most with the other windows, where several fit one.
 
     A window that is right speaks against every mistake that would have shown in it.
     """
@@ -335,20 +313,17 @@ def _consistent(trials: Sequence[Trial]) -> list[Trial]:
     return result
 
 
-GENTLE = 2.0**6
-
-
 @contextmanager
-def gentle_loss_scale() -> Iterator[None]:
-    """Within it, every new GradScaler begins at 64 or lower instead of 65536."""
+def _low_loss_scale() -> Iterator[None]:
+    """Let every new GradScaler begin at 64 or lower instead of 65536: its first step is no skip."""
     original = torch.amp.GradScaler.__init__
 
-    def gentle(self: Any, *args: Any, **kwargs: Any) -> None:
+    def low(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.is_enabled():
-            self._init_scale = min(self._init_scale, GENTLE)
+            self._init_scale = min(self._init_scale, _LOW_SCALE)
 
-    setattr(torch.amp.GradScaler, "__init__", gentle)  # noqa: B010
+    setattr(torch.amp.GradScaler, "__init__", low)  # noqa: B010
     try:
         yield
     finally:

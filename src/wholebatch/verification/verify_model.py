@@ -15,26 +15,23 @@ from wholebatch.core.close import ClipNorm
 from wholebatch.core.options import BatchNorm, Samples, flattened
 from wholebatch.core.splitting import Tokens
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
-from wholebatch.verification.adam_accumulation_error import approximated
-from wholebatch.verification.batch_reading import Reading
-from wholebatch.verification.diagnose import Evidence, diagnose
-from wholebatch.verification.model_runs import Bench, in_other_orders, wide_batch
-from wholebatch.verification.observed_window import Run
+from wholebatch.verification.adam_accumulation_error import adam_accumulation_error
+from wholebatch.verification.diagnose import Evidence, diagnose, moved_buffers
+from wholebatch.verification.model_runs import DividedBatch, ModelRuns, uneven
+from wholebatch.verification.observed_window import WindowRun
 from wholebatch.verification.random_numbers import SILENCES, Draws, dropouts
 from wholebatch.verification.run_comparison import (
     Comparison,
     Vectors,
+    compare_gradients,
+    compare_updates,
     distance,
-    gradients,
-    roundoff,
-    said,
-    updates,
+    percent,
 )
 from wholebatch.verification.undivided_batch import Numbers, ranks
-from wholebatch.verification.verdicts import Cause, Verdict
+from wholebatch.verification.verdicts import Cause, Verdict, listed
 
-__all__ = ["Wide", "free_memory", "in_float64", "uneven", "verify"]
-
+__all__ = ["verify"]
 
 AS_FAR_AS_FLOAT64_ALLOWS = 1.25
 """Beyond so many times the undivided batch's own distance from float64 a note says so."""
@@ -53,7 +50,7 @@ def verify(
     float64: bool = True,
     **options: Any,
 ) -> Verdict:
-    """Whether `WholeBatch` makes the update of the undivided batch, on this model and batch.
+    """Return a verdict: does `WholeBatch` make the update of the undivided batch here?
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -65,9 +62,10 @@ def verify(
     (True, 3)
 
     The undivided batch is run by plain torch, the accumulated window by `WholeBatch` with the
-    same options (`**options`: any that it has); both from the same weights, optimizer state and
-    random numbers. What the optimizer saw and what it did are compared, for each parameter and in
-    all, against the measured rounding of the undivided batch itself. Model, optimizer and random
+    same options (`**options`: any that it has, such as `memory=wb.Memory(gradients="host")` and
+    `close=wb.Close(clip_value=1.0)`); both from the same weights, optimizer state and random
+    numbers. What the optimizer saw and what it did are compared, for each parameter and in all,
+    against the measured rounding of the undivided batch itself. Model, optimizer and random
     generators are afterwards as they were. `print(verdict)` tells the causes when it differs.
 
     `micro_batch=None` divides by about four, unevenly. `float64=False` leaves out the runs on a
@@ -77,11 +75,8 @@ def verify(
     """
     began = time.perf_counter()
     options = flattened({**options, "micro_batch": micro_batch, "batchnorm": batchnorm})
-    micro_batch, policy = options.pop("micro_batch"), options.pop("batchnorm")
-    clip_value = options.pop("clip_value", None)
     for left_out in ("scheduler", "ema"):
         options.pop(left_out, None)
-    precision = "full" if precision == "fp32" else precision
     if optimizer is None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
@@ -97,80 +92,81 @@ def verify(
             "a DeepSpeed engine: its parameters are not its own to run undivided; put one window "
             "of it into a function and use `wholebatch verify --loop`"
         )
-    reading = Reading(options.pop("batch_size", None), options.pop("static", ()))
-    bench = Bench(
+    divided = DividedBatch(
+        batch,
+        options.pop("micro_batch"),
+        options.pop("batch_size", None),
+        options.pop("static", ()),
+    )
+    runs = ModelRuns(
         model,
         optimizer,
         loss,
-        numbers=Numbers(precision),
+        numbers=Numbers("full" if precision == "fp32" else precision),
         clip_norm=clip_norm,
-        clip_value=clip_value,
-        batchnorm=policy,
+        clip_value=options.pop("clip_value", None),
+        batchnorm=options.pop("batchnorm"),
         options=options,
     )
     try:
-        return _Proof(bench, batch, micro_batch, reading, wanted_float64=float64).verdict(began)
+        return _Proof(runs, divided, began, wants_float64=float64).verdict()
     finally:
-        bench.start.leave()
+        runs.start.leave()
 
 
 @dataclass
 class _Proof:
-    bench: Bench
-    batch: Any
-    micro_batch: Any
-    reading: Reading
-    wanted_float64: bool
+    """Runs a proof: `verdict` tells its story, from top to bottom."""
+
+    runs: ModelRuns
+    batch: DividedBatch
+    began: float
+    wants_float64: bool
     notes: list[str] = field(default_factory=list)
     draws: Draws = field(default_factory=Draws)
-    held: Bench | None = None
+    held: ModelRuns | None = None
+    """The runs with every random draw held still, where that is possible."""
 
-    def verdict(self, began: float) -> Verdict:
-        bench = self.bench
-        of_samples = self.reading.size(self.batch)
-        self._divide(of_samples)
+    def verdict(self) -> Verdict:
+        runs = self.runs
+        self.of_samples = self.batch.samples
+        self._check_division()
         chance = self._silence()
-        whole = self._largest_that_fits(of_samples)
-        if bench.options.get("gradients") == "moments":
-            return self._approximate(of_samples, chance, began)
-        if bench.numbers.precision == "fp16":
-            bench.find_loss_scale(self.batch, self.micro_batch, self.reading)
-            whole = bench.whole(self.batch)
-        again = bench.whole(self.batch)
+        whole = self._largest_that_fits()
+        if runs.options.get("gradients") == "moments":
+            return self._approximate(chance)
+        if runs.numbers.precision == "fp16":
+            runs.find_loss_scale(self.batch)
+            whole = runs.whole(self.batch.whole)
+        again = runs.whole(self.batch.whole)
         # In another order every sample would get other random numbers, and in float64 as well.
-        others = [] if chance else in_other_orders(bench, self.batch, self.reading)
-        ours = self._accumulated(bench)
-        state = {name: buffer.detach().clone() for name, buffer in bench.model.named_buffers()}
-
-        wide = None
-        if self.wanted_float64 and not chance:
-            wide, note = in_float64(bench, self.batch, self.micro_batch, self.reading)
+        others = [] if chance else runs.in_other_orders(self.batch)
+        ours = self._accumulated(runs)
+        buffers = {name: buffer.detach().clone() for name, buffer in runs.model.named_buffers()}
+        float64, reference = None, None
+        if self.wants_float64 and not chance:
+            float64, reference, note = _in_float64(runs, self.batch)
             self.notes += [note] if note else []
         right = [again, *others]
-        more = [] if wide is None or wide.reference is None else [wide.reference]
-        gradient = gradients("gradient", bench, ours, whole, right, more=more)
-        update, notes = updates(bench, ours, whole, right, gradient)
+        more = [] if reference is None else [reference]
+        gradient = compare_gradients("gradient", runs, ours, whole, right, more=more)
+        update, notes = compare_updates(runs, ours, whole, right, gradient)
         self.notes += notes if gradient.same else []
         to_float64 = None
-        same = gradient.same and update.same
-        if wide is not None:
-            same = same and wide.comparison.same
-            if wide.reference is not None:
-                to_float64 = _to_float64(bench, ours, [whole, *others], wide.reference)
-                self.notes += _further_from_float64(bench, *to_float64)
-        float64 = None if wide is None else wide.comparison
-        evidence = replace(
-            self._evidence(bench, whole, again, others, gradient, update),
-            float64=float64,
-            state=state,
-        )
+        if reference is not None:
+            to_float64 = _to_float64(runs, ours, [whole, *others], reference)
+            self.notes += _further_from_float64(runs, *to_float64)
+        same = gradient.same and update.same and (float64 is None or float64.same)
         causes: list[Cause] = []
-        if not same:
-            causes = self._beside(chance) if chance else diagnose(evidence)
-        else:
-            self.notes += evidence.what_moved_otherwise()
+        if same:
+            self.notes += moved_buffers(runs, self.batch, buffers)
             if chance:
                 self.notes.append(f"{self._drawn}: here those of the undivided batch, in its order")
+        elif chance:
+            causes = self._beside(chance)
+        else:
+            evidence = Evidence(runs, self.batch, whole, again, others, gradient, float64)
+            causes = diagnose(evidence)
         return Verdict(
             same=same,
             gradient=gradient,
@@ -179,77 +175,56 @@ class _Proof:
             to_float64=to_float64,
             losses=(_number(whole.loss), _number(ours.loss)),
             causes=tuple(causes),
-            **self._about(of_samples, began),
+            **self._about(),
         )
 
-    def _about(self, of_samples: int, began: float) -> dict[str, Any]:
-        """What a verdict says of the proof itself."""
+    def _approximate(self, chance: list[Cause]) -> Verdict:
+        """Return how far the approximation that was asked for is from the undivided batch."""
+        found = adam_accumulation_error(self.runs, self.batch)
+        return Verdict(
+            same=False,
+            gradient=found.first_moment,
+            update=found.update,
+            float64=None,
+            to_float64=None,
+            losses=(_number(found.losses[0]), _number(found.losses[1])),
+            causes=(found.cause, *chance),
+            approximate=True,
+            **self._about(),
+        )
+
+    def _about(self) -> dict[str, Any]:
+        """Return what a verdict says of the proof itself."""
         return {
-            "samples": self.reading.size(self.batch),
-            "of_samples": of_samples,
-            "micro_batches": len(self.reading.split(self.batch, self.micro_batch)),
-            "precision": self.bench.numbers.precision,
-            "device": str(self.bench.parameters[0].device),
+            "samples": self.batch.samples,
+            "of_samples": self.of_samples,
+            "micro_batches": len(self.batch.micro_batches()),
+            "precision": self.runs.numbers.precision,
+            "device": str(self.runs.parameters[0].device),
             "ranks": ranks(),
             "notes": tuple(self.notes),
-            "seconds": time.perf_counter() - began,
+            "seconds": time.perf_counter() - self.began,
         }
 
-    def _evidence(
-        self,
-        bench: Bench,
-        whole: Run,
-        again: Run,
-        others: Sequence[Run],
-        gradient: Comparison,
-        update: Comparison,
-    ) -> Evidence:
-        return Evidence(
-            bench=bench,
-            batch=self.batch,
-            micro_batch=self.micro_batch,
-            reading=self.reading,
-            whole=whole,
-            again=again,
-            permuted=others,
-            gradient=gradient,
-            update=update,
-            float64=None,
-            state={},
-        )
+    def _check_division(self) -> None:
+        samples, micro_batch = self.of_samples, self.batch.micro_batch
+        if samples < 2:
+            raise OptionError("a batch of one sample: there is nothing to divide")
+        if micro_batch is None or micro_batch == "auto":
+            self.batch = replace(self.batch, micro_batch=uneven(samples))
+        elif isinstance(micro_batch, int) and micro_batch >= samples:
+            raise OptionError(
+                f"micro_batch={micro_batch}: is the whole batch of {samples} samples, so "
+                "nothing is divided and nothing proven; give fewer"
+            )
 
-    def _beside(self, chance: list[Cause]) -> list[Cause]:
-        """The draws as the cause, and what is found beside them when they are held."""
-        bench = self.held
-        if bench is None:
-            return chance
-        with self.draws.watching():
-            whole = bench.whole(self.batch)
-        again = bench.whole(self.batch)
-        others = in_other_orders(bench, self.batch, self.reading)
-        ours = self._accumulated(bench)
-        gradient = gradients("gradient", bench, ours, whole, [again, *others])
-        update, _ = updates(bench, ours, whole, [again, *others], gradient)
-        if not self.draws.steady:
-            return chance
-        held = "with every draw held, the same for each sample, the gradient is"
-        if gradient.same and update.same:
-            said_held = f"{held} that of the undivided batch ({said(gradient.distance)} off)"
-            return [replace(one, evidence=f"{one.evidence}; {said_held}") for one in chance]
-        said_held = f"{held} still {said(gradient.distance)} off: see the next cause"
-        evidence = self._evidence(bench, whole, again, others, gradient, update)
-        return [
-            *(replace(one, evidence=f"{one.evidence}; {said_held}") for one in chance),
-            *diagnose(evidence),
-        ]
-
-    def _accumulated(self, bench: Bench) -> Run:
+    def _accumulated(self, runs: ModelRuns) -> WindowRun:
         try:
-            return bench.accumulated(self.batch, self.micro_batch, self.reading)
+            return runs.accumulated(self.batch)
         except (WholebatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if not _raised_in(self.bench.loss, error):
+            if not _raised_in(self.runs.loss, error):
                 raise
             raise LossError(
                 f"the loss fails on a micro-batch, and not on the undivided batch: "
@@ -257,52 +232,55 @@ class _Proof:
                 "wb.Coupled(encode, loss), and another micro_batch= may leave no short last one"
             ) from error
 
-    def _approximate(self, of_samples: int, randomness: list[Cause], began: float) -> Verdict:
-        """What was asked for is not the update of the undivided batch: say how far it is."""
-        found = approximated(self.bench, self.batch, self.micro_batch, self.reading)
-        return Verdict(
-            same=False,
-            gradient=found.first,
-            update=found.update,
-            float64=None,
-            to_float64=None,
-            losses=(_number(found.losses[0]), _number(found.losses[1])),
-            causes=(found.cause, *randomness),
-            approximate=True,
-            **self._about(of_samples, began),
-        )
-
-    # ------------------------------------------------------------ what is run
-
-    def _divide(self, samples: int) -> None:
-        if samples < 2:
-            raise OptionError("a batch of one sample: there is nothing to divide")
-        if self.micro_batch is None or self.micro_batch == "auto":
-            self.micro_batch = uneven(samples)
-        if isinstance(self.micro_batch, int) and self.micro_batch >= samples:
-            raise OptionError(
-                f"micro_batch={self.micro_batch}: is the whole batch of {samples} samples, so "
-                "nothing is divided and nothing proven; give fewer"
+    def _largest_that_fits(self) -> WindowRun:
+        """Run the undivided batch, or the largest part of it whose undivided update fits."""
+        whole, samples, run = self.batch, self.of_samples, None
+        fits, fails, size = 0, samples + 1, samples
+        while True:
+            part = whole.first(size)
+            try:
+                run = self.runs.whole(part.whole)
+                fits, self.batch = size, part
+            except torch.OutOfMemoryError:
+                if ranks() > 1 or size == 1:
+                    raise  # several ranks cannot agree on less from inside a failure
+                fails = size
+                self.runs.begin()
+                _free_memory()
+            if run is None:
+                size = math.ceil(size / 2)
+                continue
+            # Come within an eighth of the largest; the gradient does not get truer beyond.
+            if fits == samples or fails - fits <= max(1, fits // 8):
+                break
+            size = (fits + fails) // 2
+        if fits < samples:
+            self.notes.append(
+                f"the undivided batch of {samples} samples does not fit in memory: this is proven "
+                f"on {fits}, the largest part that was found to fit"
             )
+            run = self.runs.whole(self.batch.whole)
+        return run
+
+    # ------------------------------------------------------------ random numbers
 
     def _silence(self) -> list[Cause]:
         """Switch randomness off as gently as it goes; what remains is a cause of difference."""
-        bench = self.bench
-        few, _ = self.reading.first(self.batch, min(4, self.reading.size(self.batch)))
-        if not bench.draws_random_numbers(few):
+        runs = self.runs
+        few = self.batch.first(min(4, self.of_samples)).whole
+        if not runs.draws_random_numbers(few):
             return []
-        names = dropouts(bench.model)
+        names = dropouts(runs.model)
         for silence in SILENCES:
-            bench.silences.append(silence)
-            if not bench.draws_random_numbers(few):
-                where = f"dropout in {', '.join(names[:4])}" if names else "functional dropout"
-                more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            runs.silences.append(silence)
+            if not runs.draws_random_numbers(few):
+                where = f"dropout in {listed(names)}" if names else "functional dropout"
                 self.notes.append(
-                    f"{where}{more} is off in this proof: it draws other masks for the whole "
+                    f"{where} is off in this proof: it draws other masks for the whole "
                     "batch than for its micro-batches, and rightly so"
                 )
                 return []
-        bench.silences.clear()
+        runs.silences.clear()
         self._hold(few)
         return [
             Cause(
@@ -322,48 +300,36 @@ class _Proof:
         return f"the loss or the model's forward draws random numbers{places}"
 
     def _hold(self, few: Any) -> None:
-        """Try to hold what is drawn; where that holds everything, `held` is the bench with it."""
-        bench = self.bench
+        """Try to hold what is drawn; if that holds everything, `held` are the runs with it."""
         for silences in ((), SILENCES[:1]):
-            held = bench.with_loss(self.draws.holding(bench.loss))
+            held = self.runs.with_loss(self.draws.holding(self.runs.loss))
             held.silences.extend(silences)
             if not held.draws_random_numbers(few):
                 self.held = held
                 return
 
-    def _largest_that_fits(self, samples: int) -> Run:
-        """The undivided batch, or the largest part of it whose undivided update fits."""
-        fits, fails, run = 0, samples + 1, None
-        size = samples
-        whole_batch, whole_reading = self.batch, self.reading
-        while True:
-            part, reading = whole_reading.first(whole_batch, size)
-            try:
-                run = self.bench.whole(part)
-                fits, self.batch, self.reading = size, part, reading
-            except torch.OutOfMemoryError:
-                if ranks() > 1 or size == 1:
-                    raise  # several ranks cannot agree on less from inside a failure
-                fails = size
-                self.bench.begin()
-                free_memory()
-            if run is None:
-                size = math.ceil(size / 2)
-                continue
-            # Come within an eighth of the largest; the gradient does not get truer beyond.
-            if fits == samples or fails - fits <= max(1, fits // 8):
-                break
-            size = (fits + fails) // 2
-        if fits < samples:
-            if isinstance(self.micro_batch, int) and self.micro_batch >= fits:
-                self.micro_batch = uneven(fits)
-            self.notes.append(
-                f"the undivided batch of {samples} samples does not fit in memory: this is proven "
-                f"on {fits}, the largest part that was found to fit"
-            )
-            run = self.bench.whole(self.batch)
-        assert run is not None
-        return run
+    def _beside(self, chance: list[Cause]) -> list[Cause]:
+        """Return the draws as the cause, and what is found beside them when they are held."""
+        runs = self.held
+        if runs is None:
+            return chance
+        with self.draws.watching():
+            whole = runs.whole(self.batch.whole)
+        again = runs.whole(self.batch.whole)
+        others = runs.in_other_orders(self.batch)
+        ours = self._accumulated(runs)
+        gradient = compare_gradients("gradient", runs, ours, whole, [again, *others])
+        update, _ = compare_updates(runs, ours, whole, [again, *others], gradient)
+        if not self.draws.steady:
+            return chance
+        off, more = percent(gradient.distance), []
+        if gradient.same and update.same:
+            found = f"that of the undivided batch ({off} off)"
+        else:
+            found = f"still {off} off: see the next cause"
+            more = diagnose(Evidence(runs, self.batch, whole, again, others, gradient))
+        held = f"with every draw held, the same for each sample, the gradient is {found}"
+        return [*(replace(one, evidence=f"{one.evidence}; {held}") for one in chance), *more]
 
 
 def _raised_in(loss: Any, error: BaseException) -> bool:
@@ -375,90 +341,76 @@ def _raised_in(loss: Any, error: BaseException) -> bool:
     return frame is not None
 
 
+def _in_float64(
+    runs: ModelRuns, batch: DividedBatch
+) -> tuple[Comparison | None, Vectors | None, str | None]:
+    """Run all in float64, on as many samples as fit.
+
+    Return the comparison, the gradient of the undivided batch if all samples fit, and a note.
+    """
+    if runs.numbers.precision == "full" and runs.unit <= torch.finfo(torch.float64).eps / 2:
+        return None, None, None  # it is float64 already
+    if runs.is_sharded or ranks() > 1:
+        return None, None, "not run in float64: a model on several ranks is not copied"
+    try:
+        wide, batch = runs.in_float64(), batch.in_float64()
+        part, whole = _whole_in_float64(wide, batch)
+        others = wide.in_other_orders(part)
+        comparison = compare_gradients(
+            "gradient in float64", wide, wide.accumulated(part), whole, others
+        )
+        size, samples = part.samples, batch.samples
+        if size < samples:
+            return comparison, None, f"in float64 on {size} of {samples} samples: more do not fit"
+        return comparison, whole.gradients, None
+    except torch.OutOfMemoryError:
+        why = "there is not enough memory"
+    except Exception as error:  # what a module or loss says to being copied, or to float64
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    finally:
+        _free_memory()
+    return None, None, f"not run in float64: {why}"
+
+
+def _whole_in_float64(runs: ModelRuns, batch: DividedBatch) -> tuple[DividedBatch, WindowRun]:
+    """Run the undivided batch, or half of its samples as often as they do not fit."""
+    size = batch.samples
+    while True:
+        part = batch.first(size)
+        try:
+            return part, runs.whole(part.whole)
+        except torch.OutOfMemoryError:
+            if size <= 2:
+                raise
+        size = math.ceil(size / 2)
+        runs.begin()
+        _free_memory()
+
+
+def _free_memory() -> None:
+    """Give cached device memory back, so that the next try finds it in one piece."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _to_float64(
-    bench: Bench, ours: Run, right: Sequence[Run], reference: Vectors
+    runs: ModelRuns, ours: WindowRun, right: Sequence[WindowRun], reference: Vectors
 ) -> tuple[float, float]:
-    """How far the undivided batch (in its worst order) and ours are from float64."""
-    whole = max(distance(run.gradients, reference, bench.devices) for run in right)
-    return whole, distance(ours.gradients, reference, bench.devices)
+    """Return how far the undivided batch (in its worst order) and ours are from float64."""
+    whole = max(distance(run.gradients, reference, runs.devices) for run in right)
+    return whole, distance(ours.gradients, reference, runs.devices)
 
 
-def _further_from_float64(bench: Bench, whole: float, ours: float) -> list[str]:
-    """16 bits: every micro-batch's gradient is rounded, and where they cancel that adds up."""
-    if bench.numbers.precision == "full" or ours <= AS_FAR_AS_FLOAT64_ALLOWS * whole:
+def _further_from_float64(runs: ModelRuns, whole: float, ours: float) -> list[str]:
+    """Return a note if accumulation is further off: in 16 bits the roundings may add up."""
+    if runs.numbers.precision == "full" or ours <= AS_FAR_AS_FLOAT64_ALLOWS * whole:
         return []
     return [
-        f"in {bench.numbers.precision} accumulation is {ours / whole:.1f} times as far from "
-        f"float64 ({said(ours)}) as the undivided batch ({said(whole)}): each micro-batch's "
+        f"in {runs.numbers.precision} accumulation is {ours / whole:.1f} times as far from "
+        f"float64 ({percent(ours)}) as the undivided batch ({percent(whole)}): each micro-batch's "
         "gradient is rounded on its own; a larger micro-batch brings it down"
     ]
 
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-@dataclass(frozen=True)
-class Wide:
-    """The comparison in float64, and the undivided batch's gradient if it was the same batch."""
-
-    comparison: Comparison
-    reference: Vectors | None
-
-
-def in_float64(
-    bench: Bench, batch: Any, micro_batch: Any, reading: Reading
-) -> tuple[Wide | None, str | None]:
-    """All runs in float64, on as many samples as fit; else None, and a note that says why."""
-    if bench.numbers.precision == "full" and bench.numbers.unit(bench.model) <= roundoff(
-        torch.float64
-    ):
-        return None, None  # it is float64 already
-    if bench.is_sharded or ranks() > 1:
-        return None, "not run in float64: a model on several ranks is not copied"
-    try:
-        return _runs(bench, wide_batch(batch), micro_batch, reading)
-    except torch.OutOfMemoryError:
-        why = "there is not enough memory"
-    except Exception as error:  # what a module or loss says to being copied, or to float64
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    finally:
-        free_memory()
-    return None, f"not run in float64: {why}"
-
-
-def _runs(bench: Bench, batch: Any, micro_batch: Any, reading: Reading) -> tuple[Wide, str | None]:
-    wide = bench.in_float64()
-    wide.silences = bench.silences
-    samples = size = reading.size(batch)
-    while True:
-        try:
-            part, of_part = reading.first(batch, size)
-            whole = wide.whole(part)
-            break
-        except torch.OutOfMemoryError:
-            if size <= 2:
-                raise
-        size = math.ceil(size / 2)
-        wide.begin()
-        free_memory()
-    if size < samples and isinstance(micro_batch, int) and micro_batch >= size:
-        micro_batch = uneven(size)
-    ours = wide.accumulated(part, micro_batch, of_part)
-    others = in_other_orders(wide, part, of_part)
-    comparison = gradients("gradient in float64", wide, ours, whole, others)
-    if size < samples:
-        return Wide(comparison, None), f"in float64 on {size} of {samples} samples: more do not fit"
-    return Wide(comparison, whole.gradients), None
-
-
-def uneven(samples: int) -> int:
-    """About four micro-batches, of which the last is smaller."""
-    size = math.ceil(samples / 4)
-    return size if samples % size or size == 1 else max(1, size - 1)
-
-
-def free_memory() -> None:
-    """Give cached device memory back, so that the next try finds it in one piece."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

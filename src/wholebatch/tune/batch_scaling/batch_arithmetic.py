@@ -122,34 +122,26 @@ def solve(
         "steps": steps,
         "ranks": ranks,
     }
-    for name, value in given.items():
-        if value is not None:
-            check_count(name, value)
-    if ranks is None and None in (global_batch, micro_batch, steps):
-        ranks = 1
-    missing = [name for name, value in given.items() if value is None and name != "ranks"]
-    if len(missing) > 1:
-        has = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    known = {name: value for name, value in given.items() if value is not None}
+    for name, value in known.items():
+        check_count(name, value)
+    missing = given.keys() - known.keys()
+    if len(missing - {"ranks"}) > 1:
+        has = ", ".join(f"{name}={value}" for name, value in known.items())
         raise OptionError(
             f"{has or 'nothing'} given: two of global_batch, micro_batch and steps are needed "
             "(ranks is 1 unless given), the rest follows"
         )
-    if global_batch is None:
-        assert micro_batch is not None
-        assert steps is not None
-        assert ranks is not None
-        return solve(global_batch=micro_batch * steps * ranks, micro_batch=micro_batch, ranks=ranks)
-    if micro_batch is None:
-        assert steps is not None
-        assert ranks is not None
-        most = -(-global_batch // ranks)
-        return _within_reason(Arithmetic(global_batch, -(-most // steps), ranks))
-    if ranks is None:
-        assert steps is not None
-        fewest = -(-global_batch // (micro_batch * steps))
-        return _within_reason(Arithmetic(global_batch, micro_batch, fewest))
-    found = _within_reason(Arithmetic(global_batch, micro_batch, ranks))
-    if steps is not None and found.steps != steps:
+    if missing == {"ranks"}:
+        known["ranks"] = -(-known["global_batch"] // (known["micro_batch"] * known["steps"]))
+    known.setdefault("ranks", 1)
+    if "global_batch" in missing:
+        known["global_batch"] = known["micro_batch"] * known["steps"] * known["ranks"]
+        check_count("global_batch", known["global_batch"])
+    elif "micro_batch" in missing:
+        known["micro_batch"] = -(-known["global_batch"] // (known["ranks"] * known["steps"]))
+    found = _within_reason(Arithmetic(known["global_batch"], known["micro_batch"], known["ranks"]))
+    if not missing and found.steps != steps:
         raise OptionError(
             f"global_batch={global_batch}, micro_batch={micro_batch}, ranks={ranks} make "
             f"{found.steps} steps, not steps={steps}: leave one of the four out, and it follows"
