@@ -156,7 +156,7 @@ class Accumulator:
 
     @steps.setter
     def steps(self, steps: int | dict[int, int] | Steps) -> None:
-        """Takes effect with the next window."""
+        """Set the micro-batches of the next window."""
         self._steps = Steps.of(steps)
 
     def _next_size(self) -> int:
@@ -305,7 +305,7 @@ class Accumulator:
     # --------------------------------------------------------------- the loop
 
     def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
-        """The loader's micro-batches, in windows of `steps`; the tail makes a window of its own.
+        """Yield the loader's micro-batches, in windows of `steps`; the tail makes a short window.
 
         `continue_window=True` goes on with a window that an earlier loop was left in.
         """
@@ -320,7 +320,7 @@ class Accumulator:
             )
 
     def _open_place(self) -> None:
-        """The first place of a window: its size, and that no BatchNorm has come to life."""
+        """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
         self._watch(self._size)
         for policy in self._batchnorms:
@@ -333,7 +333,7 @@ class Accumulator:
         self._window.has_more = has_more
 
     def _stand_in(self, weightless: bool) -> None:
-        """Say whether the micro-batch that comes only takes part in the others' collectives.
+        """Set whether the next micro-batch only takes part in the others' collectives.
 
         Its forward leaves no trace: what it changes is put back before the window closes.
         """
@@ -351,7 +351,7 @@ class Accumulator:
         self._before = []
 
     def _leave_place(self) -> None:
-        """The loop's body is over. A body without a backward has used its place all the same."""
+        """End the loop's body. One without a backward has used its place all the same."""
         if self._place_done:
             return
         self._places += 1
@@ -380,7 +380,7 @@ class Accumulator:
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
         saved = state.progress("Accumulator", self._window)
         feed = self._feed
         saved.update(
@@ -471,7 +471,7 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
 
 
 def _own_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
-    """Each rank at its own pace: all meet where windows close, also those without data left."""
+    """Yield micro-batches at the pace of this rank; all ranks meet where windows close."""
     shared = any(accumulator._window.sync.ranks > 1 for accumulator in accumulators)
     if shared:
         for accumulator in accumulators:
@@ -495,7 +495,7 @@ def _own_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any
 
 
 def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
-    """Every rank runs equally many forwards: the window's items are held until all agree.
+    """Yield micro-batches where every rank must run equally many forwards.
 
     A rank with fewer runs its last item again, with weight zero and its buffers put back.
     """

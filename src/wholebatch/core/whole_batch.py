@@ -180,7 +180,7 @@ class WholeBatch:
 
     @property
     def recoveries(self) -> int:
-        """How often a window ran out of memory and was begun again with smaller micro-batches."""
+        """Windows that ran out of memory and were begun again with smaller micro-batches."""
         return len(self._fitting.recovered)
 
     @property
@@ -209,7 +209,7 @@ class WholeBatch:
         return None if self._probe is None else self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
-        """One update from the whole batch. After an error nothing of the batch is left behind.
+        """Make one update from the whole batch. After an error nothing of it is left behind.
 
         `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
         it, and the step with the same batch after `load_state_dict()` goes on from there.
@@ -232,7 +232,7 @@ class WholeBatch:
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:
-        """Let "auto" choose for batches like this one now, not at the first step; what, and why.
+        """Let "auto" choose for batches like this one now; return what it chose, and why.
 
         Two lines, or None where nothing was predicted. On several ranks, all of them call it.
         """
@@ -418,7 +418,7 @@ class WholeBatch:
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
         if self._turn.taken and self._runner.whole_loss is not None:
             raise StateError(
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
