@@ -112,6 +112,7 @@ class Accumulator:
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
+        self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
@@ -279,7 +280,7 @@ class Accumulator:
         if self._driver is not None:
             self._driver.closed.append(self)
         try:
-            self.last_step = self._window.close()
+            self.last_step = self._window.close(has_more=self._has_more)
             for policy in self._batchnorms:
                 policy.end_window()
         finally:
@@ -324,7 +325,7 @@ class Accumulator:
     def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
         self._is_last = is_last
         self._place_done = False
-        self._window.has_more = has_more
+        self._has_more = has_more
 
     def _stand_in(self, weightless: bool) -> None:
         """Set whether the next micro-batch only takes part in the others' collectives.
@@ -364,12 +365,10 @@ class Accumulator:
 
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing to add."""
-        more = self._window.has_more
         self._places = 0
         self.last_step = self._window.join()
         for policy in self._batchnorms:
             policy.end_window()  # a meeting of the ranks
-        self._window.has_more = more
 
     # ----------------------------------------------------------------- state
 
