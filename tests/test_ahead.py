@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.offload import close_on_device as ahead
+from wholebatch.core import device_store as ahead
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.offload.host_store import Staying
 from wholebatch.offload.packed_moments import keys_of, pack, pack_together, unpack_together
-from wholebatch.offload.staying_sums import Staying
 
 Micro = dict[str, Tensor]
 MIB = 2**20

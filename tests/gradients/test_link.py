@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholebatch.offload.device_to_host import Link, ring_bytes
+from wholebatch.offload.transfer_to_host import Link, ring_bytes
 
 
 @pytest.mark.usefixtures("streams")

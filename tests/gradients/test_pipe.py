@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from wholebatch.offload.adder_thread import Pipe, add_on_host
-from wholebatch.offload.host_norm import total_norm
-from wholebatch.offload.host_sums import Sums, flat_of, like
+from wholebatch.offload.host_sums import Sums, flat_of, like, total_norm
+from wholebatch.offload.transfer_to_host import Pipe, add_on_host
 
 
 def test_pipe_bounds_what_waits_and_passes_failures_on() -> None:
@@ -50,7 +49,7 @@ def test_pipe_ends_its_thread() -> None:
 
 
 def test_addition_of_sixteen_bit_gradients_rounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.offload.adder_thread._CAST", 7)
+    monkeypatch.setattr("wholebatch.offload.transfer_to_host._CAST", 7)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(50, generator=generator).bfloat16() for _ in range(9)]
     total = torch.empty(50)

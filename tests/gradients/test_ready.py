@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.offload.moment_keys import Ready
+from wholebatch.offload.adam_accumulation import Ready
 from wholebatch.offload.packed_moments import keys_of
 
 

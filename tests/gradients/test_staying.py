@@ -15,9 +15,9 @@ from tests.gradients.seen import watching
 from tests.gradients.test_host import fused, in_pieces, made
 from tests.support import EXACT, Whole, adamw, distance, mlp, samples, sgd
 from wholebatch.offload import host_store as host
-from wholebatch.offload import staying_sums as staying
-from wholebatch.offload.device_to_host import Link
-from wholebatch.offload.staying_sums import Staying
+from wholebatch.offload import host_store as staying
+from wholebatch.offload.host_store import Staying
+from wholebatch.offload.transfer_to_host import Link
 
 
 @pytest.fixture

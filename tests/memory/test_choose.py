@@ -20,12 +20,12 @@ from wholebatch.memory.choose_micro_batch import (
     choose_micro_batch,
     choose_tokens,
     largest_fitting,
+    resize_batch,
     spare,
 )
 from wholebatch.memory.make_it_fit import fit, ladder
 from wholebatch.memory.predict import Prediction, predict_peak
-from wholebatch.memory.prediction_correction import Correction, calibrate, measure_step
-from wholebatch.memory.resized_batches import resize_batch
+from wholebatch.memory.trial_step import Correction, calibrate, measure_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

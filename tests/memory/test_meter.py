@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.live_bytes import CATEGORIES, Ledger
-from wholebatch.memory.meter import peak_with_recordings
+from wholebatch.memory.meter import CATEGORIES, Ledger, peak_with_recordings
 
 KIB = 1024
 

@@ -8,7 +8,8 @@ store's affair alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,17 +17,48 @@ from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions
 from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.optimizer_step import foreign_code
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, StateError, WindowError
-from wholebatch.offload.close_on_device import Ahead, Numbers, Sums
-from wholebatch.offload.partial_steps import refuse_foreign_code
-from wholebatch.offload.undo_step import Before
+from wholebatch.errors import LossError, StateError, UnsupportedError, WindowError
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["Store", "refuse_stray"]
+__all__ = [
+    "Ahead",
+    "Before",
+    "Left",
+    "Numbers",
+    "Store",
+    "WindowSums",
+    "refuse_foreign_code",
+    "refuse_stray",
+]
+
+
+Numbers = Mapping[str, Sequence[Tensor | float]]
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """What a window has collected, and what its backwards started from."""
+
+    totals: Numbers
+    units: Numbers
+    known: Mapping[str, float] | None
+    seed: Tensor | float
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The numbers of a window, read once; `closed` is None where the device did not step."""
+
+    totals: dict[str, list[float]]
+    units: dict[str, list[float]]
+    seed: float
+    closed: Closed | None
 
 
 class Store(ABC):
@@ -142,7 +174,7 @@ class Store(ABC):
     def close_ahead(
         self,
         groups: Sequence[Sequence[nn.Parameter]],
-        sums: Sums,
+        sums: WindowSums,
         hooks: DeferredHooks,
         while_waiting: Callable[[], None] | None,
     ) -> Ahead | None:
@@ -249,3 +281,109 @@ def refuse_stray(target: Target) -> None:
                     "window too (backward(..., more=True))"
                 )
             parameter.grad = None
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a failed step has left behind."""
+
+    changed: int
+    """Parameters that it had changed already."""
+    unknown: bool
+    """Whether it may have changed others, or state that was there before."""
+
+
+class Before:
+    """What a step finds: as little as it takes to tell afterwards whether it has begun.
+
+    An optimizer begins with the first parameter of a group. Where not all are stepped `at_once`,
+    but in parts and in an order of their own, the state of every one is looked at.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        *,
+        at_once: bool,
+    ) -> None:
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._versions = [parameter._version for parameter in parameters]
+        self._states = [len(optimizer.state) for optimizer in optimizers]
+        self._there = [
+            (tensor, tensor._version)
+            for optimizer in optimizers
+            if optimizer.state
+            for tensor in _tensors(
+                _first_states(optimizer) if at_once else optimizer.state.values()
+            )
+        ]
+
+    def undo(self) -> Left:
+        """Take away the state that the step has made; what is left of it nevertheless."""
+        changed = sum(
+            parameter._version != version
+            for parameter, version in zip(self._parameters, self._versions, strict=True)
+        )
+        unknown = any(tensor._version != version for tensor, version in self._there)
+        for optimizer, there in zip(self._optimizers, self._states, strict=True):
+            # A dictionary keeps the order of insertion: what the step has made comes last.
+            made = [optimizer.state.pop(key) for key in [*optimizer.state][there:]]
+            unknown = unknown or self._may_have_begun(optimizer, made, has_older=there > 0)
+        return Left(changed, unknown)
+
+    def _may_have_begun(
+        self, optimizer: torch.optim.Optimizer, made: list[dict[str, Any]], *, has_older: bool
+    ) -> bool:
+        """Whether it may have changed something although no change was counted."""
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return True  # what it counts, and what else it keeps, is not known
+        groups = optimizer.param_groups
+        if has_older and any(len(_kinds([group])) > 1 for group in groups):
+            return True  # it may have begun with any of these kinds
+        if torch._C._len_torch_dispatch_stack() and any(
+            group.get("foreach", False) is not False for group in groups
+        ):
+            return True  # below a dispatch mode, such as a meter, foreach operations do not count
+        if not any(group.get("fused") for group in groups):
+            return False
+        if isinstance(optimizer, torch.optim.SGD):
+            # Momentum is made before its only kernel, and kept after it.
+            alone = len(self._optimizers) == len(_kinds(groups)) == len(groups) == 1
+            return has_older or not alone or not made or any(made)
+        return any(tensor._version > 0 for tensor in _tensors(made))
+
+
+def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[Mapping[str, Any]]:
+    """Of each group, the state of the first parameter that has a gradient, if there is any."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                if parameter in optimizer.state:
+                    yield optimizer.state[parameter]
+                break
+
+
+def _tensors(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    for state in states:
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield value
+
+
+def _kinds(groups: Iterable[Mapping[str, Any]]) -> set[tuple[torch.device, torch.dtype]]:
+    """Parameters of one device and dtype are what an optimizer steps with one call."""
+    return {(p.device, p.dtype) for group in groups for p in group["params"]}
+
+
+def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:
+    """Refuse code of the user's in a step that never has all gradients at once."""
+    for optimizer in optimizers:
+        found = foreign_code(optimizer)
+        if found is not None:
+            raise UnsupportedError(
+                f"{option} with {found} on {type(optimizer).__name__}: it would find the gradients "
+                "of a few parameters at a time, or none; remove it, or keep the gradients on the "
+                'device (gradients="device")'
+            )

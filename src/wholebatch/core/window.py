@@ -31,15 +31,15 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
+from wholebatch.core.device_store import DeviceStore
 from wholebatch.core.gradient_hooks import DeferredHooks, OnGradient, check_same_norm
+from wholebatch.core.gradient_store import Store, WindowSums, refuse_stray
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Target, step_scheduler
 from wholebatch.core.step_result import Step
 from wholebatch.core.units import SINGLE
 from wholebatch.distributed import Sync
 from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
-from wholebatch.offload import DeviceStore, Store, refuse_stray
-from wholebatch.offload.close_on_device import Sums
 
 __all__ = ["Window"]
 
@@ -327,7 +327,7 @@ class Window:
         """Let the device close the window while the host waits; the numbers are read either way."""
         if not self.totals:
             return None
-        sums = Sums(self.totals, self.units, self.known, self.seed, self.loss_scale)
+        sums = WindowSums(self.totals, self.units, self.known, self.seed, self.loss_scale)
         ahead = self.store.close_ahead(self.groups, sums, self._hooks, self.while_waiting)
         if ahead is None:
             return None

@@ -14,16 +14,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wholebatch.core.splitting import Tokens, batch_size_of, split
-from wholebatch.core.splitting.layout import Static, layout_of
+from wholebatch.core.splitting.layout import Static, layout_of, take
 from wholebatch.core.splitting.lengths import lengths_of
+from wholebatch.coupled.batchnorm.lock_step import Hold
+from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
 from wholebatch.errors import OptionError
 from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.predict import Prediction, Predictor
-from wholebatch.memory.resized_batches import resize_batch
 
-__all__ = ["Choice", "choose_micro_batch", "choose_tokens", "largest_fitting"]
+__all__ = [
+    "Choice",
+    "choose_in_lock_step",
+    "choose_micro_batch",
+    "choose_tokens",
+    "largest_fitting",
+    "resize_batch",
+]
 
 CLOSE_ENOUGH = 0.04
 """A size is good enough when one larger by this share is known not to fit."""
@@ -301,3 +310,101 @@ def _extremes(batches: Sequence[Any], by: Tokens, static: Static) -> tuple[_Samp
     assert longest is not None
     assert shortest is not None
     return longest, shortest
+
+
+_SAID: dict[Hold, str] = {
+    "graphs": "in lock-step (exact BatchNorm)",
+    "inputs": "in lock-step (exact BatchNorm), blocks computed again",
+    "host": "in lock-step (exact BatchNorm), waiting in host memory",
+}
+
+
+def choose_in_lock_step(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    budget: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str = "full",
+    static: Static = (),
+) -> tuple[Choice, Hold]:
+    """Return the largest micro-batch that fits, with as much held as possible.
+
+    The whole batch is tried first.
+    """
+    samples = batch_size_of(batch, static=static)
+    predictor = Predictor(model, loss, optimizer=optimizer)
+    target = predictor.device
+    found: dict[tuple[Hold | None, int], Prediction] = {}
+
+    def at(size: int, hold: Hold | None) -> int:
+        """Return the bytes that one size needs; for `host`, those of an ordinary window."""
+        if (hold, size) not in found:
+            in_lock_step = hold is not None and hold != "host"
+            found[hold, size] = predictor.peak(
+                resize_batch(batch, size, static=static),
+                precision=precision,
+                micro_batches=-(-samples // size) if hold is not None else 1,
+                lock_step=hold if in_lock_step else None,
+            )
+        return found[hold, size].peak + spare(found[hold, size], target)
+
+    whole = at(samples, None)
+    if whole <= budget or samples == 1:
+        prediction = found[None, samples]
+        return Choice(samples, prediction, budget, whole <= budget, {samples: whole}), "graphs"
+    ways: list[Hold] = ["graphs"]
+    ways += ["inputs"] if blocks_of(model) else []
+    ways += ["host"] if target.type == "cuda" else []
+    least = whole
+    for hold in ways:
+        tried = {samples: whole}
+        size = largest_fitting(
+            lambda size, hold=hold: at(size, hold),  # type: ignore[misc]
+            budget=budget,
+            most=samples - 1,
+            tried=tried,
+        )
+        least = min(least, tried[size])
+        if tried[size] <= budget:
+            choice = Choice(size, found[hold, size], budget, False, tried)
+            return replace(choice, way=_SAID[hold]), hold
+    raise OptionError(
+        f"memory={bytes_said(budget)}: exact BatchNorm has all {samples} samples of a batch in "
+        f"memory, which need {bytes_said(whole)} at once and {bytes_said(least)} in micro-batches; "
+        'use a smaller batch, or another batchnorm= ("statistics" keeps one micro-batch at a time)'
+    )
+
+
+def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:
+    """Return a batch of `samples` samples: the first of `batch`, repeated as often as needed.
+
+    It works on real, fake and meta tensors. Leaves without samples are passed on unchanged.
+
+    >>> resize_batch({"x": torch.tensor([1, 2, 3]), "name": "a"}, 5)
+    {'x': tensor([1, 2, 3, 1, 2]), 'name': 'a'}
+    """
+    if samples < 1:
+        raise OptionError(f"samples={samples}: must be at least 1")
+    layout = layout_of(batch, static=static)
+    if samples == layout.size:
+        return batch
+
+    def resized(value: Any) -> Any:
+        if samples < layout.size:
+            return take(value, slice(0, samples))
+        times, rest = divmod(samples, layout.size)
+        parts = [value] * times + ([take(value, slice(0, rest))] if rest else [])
+        if isinstance(value, Tensor):
+            return torch.cat(parts)  # Unlike indexing, this keeps the memory format.
+        if isinstance(value, (list, tuple)):
+            return type(value)(one for part in parts for one in part)
+        return take(value, [row % layout.size for row in range(samples)])
+
+    return layout.structure.build(
+        [
+            resized(leaf.value) if batched else leaf.value
+            for leaf, batched in zip(layout.leaves, layout.batched, strict=True)
+        ]
+    )

@@ -7,32 +7,44 @@ those. The real model is read (its shapes), never written.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn import functional
 
+from wholebatch.core.splitting.structure import Leaf, flatten
 from wholebatch.errors import UnsupportedError
-from wholebatch.memory.fake_op_cache import NOT_LOOKED_AT, Shapes
-from wholebatch.memory.kernel_outputs import asked_of
-from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.resized_batches import map_tensors
 
 __all__ = [
-    "FakeMeter",
+    "as_on_cuda",
+    "asked_of",
     "fake_batch",
     "fake_mode_of",
     "fake_model",
     "fake_optimizer",
     "fake_tensor",
+    "map_tensors",
+    "masks_as_for",
 ]
+
+
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the same nested batch with `function` applied to every tensor."""
+    leaves, structure = flatten(batch)
+    return structure.build(
+        [
+            function(leaf.value) if isinstance(leaf.value, torch.Tensor) else leaf.value
+            for leaf in leaves
+        ]
+    )
 
 
 def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode:
@@ -145,109 +157,157 @@ def _fake_like(
     return fake
 
 
-class FakeMeter(MemoryMeter):
-    """The meter over fake tensors, with what they lack to run a whole step."""
+_aten = torch.ops.aten
 
-    def __init__(
-        self,
-        *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        granule: int,
-    ) -> None:
-        super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
-        self._answers = False
-        self._shapes: Shapes | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled on fake tensors, and asking costs more than the answer
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is _DEVICE_OF:  # asked of fake tensors at every turn; makes nothing
-            of = args[0]
-            return of.fake_device if isinstance(of, FakeTensor) else func(*args)
-        return self._counted(func, args, kwargs or {})
-
-    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """As the meter's own, quicker for what is remembered: nearly everything is."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
-        if self._shapes is None or func.__name__.startswith(_CHANGE_LISTS):
-            return super()._counted(func, args, kwargs)
-        result = self._shapes.call(func, args, kwargs, self._asked, self._see_given)
-        if result is NOT_LOOKED_AT:
-            return super()._counted(func, args, kwargs)
-        self._see((result,), "temporaries")
-        return result
-
-    def _see_given(self, tensors: Sequence[FakeTensor]) -> None:
-        live, kind = self._ledger.live, self._device_type
-        for tensor in tensors:  # all of them strided
-            if tensor.fake_device.type == kind:
-                storage = tensor.untyped_storage()
-                # The size of one that is known changes where it is told (`resize_`) or returned.
-                if storage._cdata not in live:
-                    self._ledger.see(storage, "inputs")
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Answer 1 where a number is read out of a tensor, as optimizers do with their steps.
-
-        The memory of an update does not depend on it. That of a loss might, so there the error of
-        the fake tensor stands.
-        """
-        self._answers = True
-        try:
-            yield
-        finally:
-            self._answers = False
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What is not remembered."""
-        if self._shapes is None:
-            mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
-            if mode is not None:
-                self._shapes = Shapes(mode)
-            return self._asked(func, args, kwargs)
-        changes = func.__name__.startswith(_CHANGE_LISTS) and not func._schema.returns
-        if changes and all(_is_unknown(one) for one in args):
-            return None  # nothing is made, and nothing that was known is forgotten
-        if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
-            known = args[0].constant
-            if known is not None:
-                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-                    return known.item()
-            if self._answers:
-                return 1
-        return self._asked(func, args, kwargs)
-
-    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        try:
-            return asked_of(func, args, kwargs)
-        except DataDependentOutputException:
-            if not self._answers:
-                raise
-            return 1
+_WEIGHT_OF = {
+    _aten.native_batch_norm.default: 1,
+    _aten._native_batch_norm_legit.default: 1,
+    _aten._native_batch_norm_legit.no_stats: 1,
+    _aten.native_group_norm.default: 1,
+    _aten.native_layer_norm.default: 2,
+}
+"""Normalisations that save statistics for their backward: which argument is the weight."""
 
 
-def _is_unknown(value: Any) -> bool:
-    """Whether there are no numbers known of tensors, which a change would make wrong."""
-    if isinstance(value, list | tuple):
-        return all(_is_unknown(one) for one in value)
-    if isinstance(value, torch.Tensor):
-        local = getattr(value, "_local_tensor", value)  # of a sharded one
-        return type(local) is FakeTensor and local.constant is None
-    return True
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Products of groups of rows (experts): the kernel takes fp32 too, the shape function bf16."""
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    elif a.dim() == b.dim():
+        shape = [a.shape[0], a.shape[1], b.shape[2]]
+    else:
+        shape = [a.shape[-2], b.shape[-1]]
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
-_CHANGE_LISTS = ("_foreach_", "_fused_")
-_DEVICE_OF = torch.ops.prim.device.default
-_NUMBER_OF = torch.ops.aten._local_scalar_dense.default
+def _rand(size: Any, **options: Any) -> torch.Tensor:
+    """One random number decides whether a layer is left out (LayerDrop): none is, as is larger."""
+    return torch.rand(size, **options) if size else torch.tensor(1.0)
+
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {_aten.rand.default: _rand}
+if hasattr(_aten, "_grouped_mm"):
+    _INSTEAD[_aten._grouped_mm.default] = _grouped_mm
+
+
+def asked_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of `func` on fake tensors, with the bytes that its kernel would have made."""
+    result = _INSTEAD.get(func, func)(*args, **kwargs)
+    place = _WEIGHT_OF.get(func)
+    if place is not None and args[place] is not None and args[place].dtype != args[0].dtype:
+        # 16-bit input with fp32 weights: mean and deviation are saved in the dtype of the weights.
+        output, *saved = result
+        return (output, *(one.to(args[place].dtype) for one in saved))
+    return result
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """While this is entered, dropout takes on a CPU what CUDA's fused kernels take.
+
+    Fused attention draws its dropout anew in the backward: it keeps q, k, v, the output and the
+    sums of the softmax, with dropout as without. A CPU has such a kernel only without, and makes
+    the matrix of all pairs otherwise. Dropout keeps a mask of one byte for each number on CUDA; on
+    a CPU the mask has the dtype of the input.
+    """
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
+
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        if "dropout_p" in kwargs and _attends_in_one_kernel():
+            kwargs["dropout_p"] = 0.0
+        elif len(args) > _DROPOUT_P and _attends_in_one_kernel():
+            args = (*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :])
+        return attention(*args, **kwargs)
+
+    def dropped(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if inplace or not training or not 0.0 < p < 1.0:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, train=True)[0]
+
+    functional.scaled_dot_product_attention, functional.dropout = attended, dropped
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+
+
+_DROPOUT_P = 4  # its place among the arguments of attention
+
+
+def _attends_in_one_kernel() -> bool:
+    """Tell if a fused kernel may be chosen: `sdpa_kernel(SDPBackend.MATH)` forbids them all."""
+    return bool(
+        torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
+    )
+
+
+@contextmanager
+def masks_as_for(batch: Any) -> Iterator[None]:
+    """While this is entered, transformers makes the masks of fake tensors as it would for `batch`.
+
+    What cannot be read of the batch counts as padded, which is the larger of the two.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
+        return
+    leaves, _ = flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    instead: dict[str, Callable[[Any], Any]] = {}
+    if not any(_may_be_padding(leaf.value) for leaf in tensors):
+        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+            instead[name] = _without_padding
+    if not any(_is_packed(leaf) for leaf in tensors):
+        instead["find_packed_sequence_indices"] = _never_packed
+    before = {name: getattr(masking, name) for name in instead if hasattr(masking, name)}
+    for name, function in before.items():
+        setattr(masking, name, instead[name](function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masking, name, function)
+
+
+def _without_padding(function: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        is_fake = isinstance(padding_mask, FakeTensor)
+        return function(None if is_fake else padding_mask, *args, **kwargs)
+
+    return asked
+
+
+def _never_packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(position_ids: Any) -> Any:
+        return None if isinstance(position_ids, FakeTensor) else function(position_ids)
+
+    return asked
+
+
+def _may_be_padding(tensor: torch.Tensor) -> bool:
+    """Whether this may be a mask that hides something: zeros and ones, one row for each sample."""
+    if tensor.dim() != 2:
+        return False
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return True
+    hidden = tensor == 0
+    return bool(hidden.any()) and bool((hidden | (tensor == 1)).all())
+
+
+def _is_packed(leaf: Leaf) -> bool:
+    """Whether these are positions that begin again within a row."""
+    tensor: torch.Tensor = leaf.value
+    if "position" not in leaf.name or tensor.dim() != 2:
+        return False
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return True
+    return bool((tensor.diff(dim=-1) != 1).any())

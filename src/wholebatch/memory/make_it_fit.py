@@ -22,10 +22,9 @@ from wholebatch.memory.activation_checkpointing import (
     with_checkpoints,
 )
 from wholebatch.memory.budget import bytes_said
-from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, spare
+from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, resize_batch, spare
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
-from wholebatch.memory.resized_batches import resize_batch
 
 __all__ = ["Fit", "Rung", "fit", "ladder", "lower_precisions", "refusal"]
 

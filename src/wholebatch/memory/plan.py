@@ -19,11 +19,10 @@ from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
     repeated_blocks,
 )
-from wholebatch.memory.choose_micro_batch import largest_fitting, spare
+from wholebatch.memory.choose_micro_batch import largest_fitting, resize_batch, spare
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.make_it_fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
-from wholebatch.memory.resized_batches import resize_batch
 
 __all__ = ["Plan", "Point", "Variant", "make_plan"]
 

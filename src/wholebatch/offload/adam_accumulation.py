@@ -31,7 +31,8 @@ same numbers on every rank, and does not travel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,17 +41,32 @@ from torch import Tensor, nn
 from wholebatch.core.close import Closed, CloseOptions, read_scalars
 from wholebatch.core.gradient_hooks import DeferredHooks
 from wholebatch.core.gradient_store import Store
+from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
-from wholebatch.errors import StateError, UnsupportedError, WindowError
-from wholebatch.offload.adam_state import Owner, owners_of, state_of
+from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
 from wholebatch.offload.host_sums import bucket_bytes
-from wholebatch.offload.moment_keys import Ready, real
-from wholebatch.offload.packed_moments import pack, pack_together, unpack, unpack_together
+from wholebatch.offload.packed_moments import (
+    Key,
+    keys_of,
+    pack,
+    pack_together,
+    unpack,
+    unpack_together,
+)
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["MomentsStore"]
+__all__ = [
+    "MomentsStore",
+    "Owner",
+    "Ready",
+    "check_adam",
+    "check_moments",
+    "owners_of",
+    "real",
+    "state_of",
+]
 
 _BUCKET_BYTES = 64 * 2**20
 """Moments that are reduced, or stepped with, together."""
@@ -355,3 +371,179 @@ def _in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.P
         buckets[-1].append(parameter)
         filled += size
     return buckets
+
+
+def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) -> None:
+    """Refuse what cannot be had without a whole gradient, with the reason."""
+    option = 'gradients="moments"'
+    if options.clip_norm is not None or options.clip_value is not None:
+        raise OptionError(
+            f"{option} with clip_norm= or clip_value=: clipping needs the whole gradient, which is "
+            'never there; leave it out, or use gradients="host"'
+        )
+    if not counts_units:
+        raise OptionError(
+            f"{option} without units=: what has gone into a moment cannot be divided again when "
+            "the total is known at last; count it before, with units=, a function of the "
+            "micro-batch"
+        )
+    if target.scale is not None:
+        raise OptionError(
+            f"{option} with a loss scale: what has gone into a moment cannot be divided by it at "
+            'the close; use precision="bf16" or full precision'
+        )
+    for optimizer in target.optimizers:
+        check_adam(optimizer, option, "be added into")
+        name = type(optimizer).__name__
+        for group in optimizer.param_groups:
+            decoupled = group.get("decoupled_weight_decay", name == "AdamW")
+            if group["weight_decay"] and not decoupled:
+                raise UnsupportedError(
+                    f"{option} with {name}(weight_decay={group['weight_decay']}): a decay that "
+                    "is part of the gradient would be squared with it; use AdamW"
+                )
+            for flag in ("amsgrad", "capturable", "differentiable"):
+                if group.get(flag):
+                    raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
+    for group_of in target.groups():
+        for parameter in group_of:
+            if parameter.dtype in SIXTEEN_BIT:
+                raise UnsupportedError(
+                    f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
+                    "are 16-bit too, and lose what is added in small parts; keep the parameters in "
+                    'float32 and use precision="bf16"'
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a parameter is, and what its first moment is multiplied with in a window."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    beta1: float
+    sign: float
+
+    @property
+    def decay(self) -> float:
+        """What the old moment counts in a sum of gradients: β₁ / (1 − β₁)."""
+        return self.sign * self.beta1 / (1.0 - self.beta1)
+
+    @property
+    def share(self) -> float:
+        """What the sum counts in the new moment."""
+        return self.sign * (1.0 - self.beta1)
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The parameter's state, which is there already."""
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        return state
+
+
+def check_adam(optimizer: torch.optim.Optimizer, option: str, what: str) -> None:
+    """Refuse an optimizer whose moments are not Adam's; `what` gradients would do to them."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedError(
+            f"{option} with {type(optimizer).__name__}: gradients can {what} the moments of "
+            'torch\'s Adam and AdamW only; use one of these, or gradients="host"'
+        )
+
+
+def owners_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Owner]:
+    """By the parameter's id; one for all parameters of a group."""
+    owners: dict[int, Owner] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            beta1 = float(group["betas"][0])
+            if not 0.0 <= beta1 < 1.0:
+                raise UnsupportedError(
+                    f"betas={group['betas']}: gradients can be added up in Adam's first moment if "
+                    "the first of its betas is at least 0 and below 1"
+                )
+            owner = Owner(optimizer, group, beta1, -1.0 if group["maximize"] else 1.0)
+            owners.update((id(parameter), owner) for parameter in group["params"])
+    return owners
+
+
+def state_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
+    """The parameter's state, made as Adam's own first step would make it where there is none."""
+    state: dict[str, Any] = optimizer.state[parameter]
+    if not state:
+        on = parameter.device if group.get("fused") else torch.device("cpu")
+        made = {"step": torch.zeros((), dtype=_step_dtype(group), device=on)}
+        names = ["exp_avg", "exp_avg_sq"]
+        for name in names + (["max_exp_avg_sq"] if group["amsgrad"] else []):
+            made[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            made[name].requires_grad_(False)
+        state.update(made)  # all or nothing: memory may have run out on the way
+    return state
+
+
+def _step_dtype(group: dict[str, Any]) -> torch.dtype:
+    if group.get("fused"):
+        return torch.float32
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A key, and the moments that it is of."""
+
+    key: Key
+    moments: tuple[Tensor, Tensor]
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, state: State, key: Key) -> _Made:
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        return cls(key, (first, second), (first._version, second._version))
+
+    def holds(self, state: State) -> bool:
+        """Whether the moments are what they were."""
+        first, second = self.moments
+        return (
+            state["exp_avg"] is first
+            and state["exp_avg_sq"] is second
+            and (first._version, second._version) == self.versions
+        )
+
+
+class Ready:
+    """Keys that wait for their use, for moments that nobody has changed since."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}
+
+    def key(self, number: int, state: State, everyones: Callable[[], Mapping[int, State]]) -> Key:
+        """The key of these moments; where it is not there, those of `everyones` are made too."""
+        made = self._made.get(number)
+        if made is None or not made.holds(state):
+            self._make({**everyones(), number: state})
+        return self._made[number].key
+
+    def _make(self, states: Mapping[int, State]) -> None:
+        kinds: dict[Any, dict[int, State]] = {}
+        for number, state in states.items():
+            first = state["exp_avg"]
+            kinds.setdefault((first.dtype, first.device), {})[number] = state
+        for alike in kinds.values():
+            keys = keys_of(
+                [real(state["exp_avg"]) for state in alike.values()],
+                [real(state["exp_avg_sq"]) for state in alike.values()],
+                [state["step"] for state in alike.values()],
+            )
+            for (number, state), key in zip(alike.items(), keys, strict=True):
+                self._made[number] = _Made.of(state, key)
+
+    def clear(self) -> None:
+        self._made.clear()
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The tensor, or both parts of its complex numbers, in the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -9,13 +9,12 @@ from torch import nn
 
 from wholebatch.core.close import CloseOptions
 from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_store import Store
+from wholebatch.core.gradient_store import Store, refuse_foreign_code
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.offload.adam_accumulation import MomentsStore
-from wholebatch.offload.adam_accumulation_limits import check_moments
+from wholebatch.offload.adam_accumulation import MomentsStore, check_moments
 from wholebatch.offload.host_store import HostStore
-from wholebatch.offload.partial_steps import check_parts, refuse_foreign_code
+from wholebatch.offload.partial_steps import check_parts
 from wholebatch.offload.release_store import ReleaseStore, check_release
 from wholebatch.offload.swap_store import SwapStore, check_swap
 

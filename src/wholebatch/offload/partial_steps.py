@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.optimizer_step import foreign_code
+from wholebatch.core.gradient_store import refuse_foreign_code
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["check_parts", "in_parts", "only", "refuse_foreign_code"]
+__all__ = ["check_parts", "in_parts", "only"]
 
 
 @contextmanager
@@ -47,18 +47,6 @@ def in_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer._optimizer_step_post_hooks = hooks
     for hook in list(hooks.values()):
         hook(optimizer, (), {})
-
-
-def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:
-    """Refuse code of the user's in a step that never has all gradients at once."""
-    for optimizer in optimizers:
-        found = foreign_code(optimizer)
-        if found is not None:
-            raise UnsupportedError(
-                f"{option} with {found} on {type(optimizer).__name__}: it would find the gradients "
-                "of a few parameters at a time, or none; remove it, or keep the gradients on the "
-                'device (gradients="device")'
-            )
 
 
 def check_parts(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from wholebatch.core.close import Closed, CloseOptions, check_counts, read_scalars
 from wholebatch.core.device_store import DeviceStore
 from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.gradient_store import Numbers
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError
-from wholebatch.offload.close_on_device import Numbers
 from wholebatch.offload.host_sums import bucket_bytes
 from wholebatch.offload.partial_steps import only
 

@@ -27,7 +27,7 @@ from wholebatch.core.gradient_hooks import DeferredHooks
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
-from wholebatch.offload.adam_state import check_adam, state_of
+from wholebatch.offload.adam_accumulation import check_adam, state_of
 from wholebatch.offload.host_sums import Bucket, Sums, flat_of, like
 from wholebatch.offload.partial_steps import in_parts, only
 

@@ -12,7 +12,7 @@ from wholebatch.core.loss import Loss
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.budget import Memory, parse_memory
-from wholebatch.memory.prediction_correction import choose_on_device
+from wholebatch.memory.trial_step import choose_on_device
 
 __all__ = ["most_that_fit"]
 

@@ -9,14 +9,18 @@ layouts and operations that return numbers go to torch every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-__all__ = ["NOT_LOOKED_AT", "Shapes"]
+from wholebatch.memory.fake_tensors import asked_of
+from wholebatch.memory.meter import MemoryMeter
+
+__all__ = ["FakeMeter"]
 
 _MOST = 1 << 14
 """The number of cached answers; a model asks some hundred different questions for each size."""
@@ -211,3 +215,111 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> int:
     if 0 in shape:
         return 0
     return size * (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))
+
+
+class FakeMeter(MemoryMeter):
+    """The meter over fake tensors, with what they lack to run a whole step."""
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        granule: int,
+    ) -> None:
+        super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
+        self._answers = False
+        self._shapes: Shapes | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled on fake tensors, and asking costs more than the answer
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _DEVICE_OF:  # asked of fake tensors at every turn; makes nothing
+            of = args[0]
+            return of.fake_device if isinstance(of, FakeTensor) else func(*args)
+        return self._counted(func, args, kwargs or {})
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """As the meter's own, quicker for what is remembered: nearly everything is."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
+        if self._shapes is None or func.__name__.startswith(_CHANGE_LISTS):
+            return super()._counted(func, args, kwargs)
+        result = self._shapes.call(func, args, kwargs, self._asked, self._see_given)
+        if result is NOT_LOOKED_AT:
+            return super()._counted(func, args, kwargs)
+        self._see((result,), "temporaries")
+        return result
+
+    def _see_given(self, tensors: Sequence[FakeTensor]) -> None:
+        live, kind = self._ledger.live, self._device_type
+        for tensor in tensors:  # all of them strided
+            if tensor.fake_device.type == kind:
+                storage = tensor.untyped_storage()
+                # The size of one that is known changes where it is told (`resize_`) or returned.
+                if storage._cdata not in live:
+                    self._ledger.see(storage, "inputs")
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer 1 where a number is read out of a tensor, as optimizers do with their steps.
+
+        The memory of an update does not depend on it. That of a loss might, so there the error of
+        the fake tensor stands.
+        """
+        self._answers = True
+        try:
+            yield
+        finally:
+            self._answers = False
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What is not remembered."""
+        if self._shapes is None:
+            mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
+            if mode is not None:
+                self._shapes = Shapes(mode)
+            return self._asked(func, args, kwargs)
+        changes = func.__name__.startswith(_CHANGE_LISTS) and not func._schema.returns
+        if changes and all(_is_unknown(one) for one in args):
+            return None  # nothing is made, and nothing that was known is forgotten
+        if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
+            known = args[0].constant
+            if known is not None:
+                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+                    return known.item()
+            if self._answers:
+                return 1
+        return self._asked(func, args, kwargs)
+
+    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return asked_of(func, args, kwargs)
+        except DataDependentOutputException:
+            if not self._answers:
+                raise
+            return 1
+
+
+def _is_unknown(value: Any) -> bool:
+    """Whether there are no numbers known of tensors, which a change would make wrong."""
+    if isinstance(value, list | tuple):
+        return all(_is_unknown(one) for one in value)
+    if isinstance(value, torch.Tensor):
+        local = getattr(value, "_local_tensor", value)  # of a sharded one
+        return type(local) is FakeTensor and local.constant is None
+    return True
+
+
+_CHANGE_LISTS = ("_foreach_", "_fused_")
+_DEVICE_OF = torch.ops.prim.device.default
+_NUMBER_OF = torch.ops.aten._local_scalar_dense.default
