@@ -84,7 +84,9 @@ def test_moments_for_every_decay_and_kind_of_weight(
 ) -> None:
     monkeypatch.setattr(Adding, "anywhere", adds)
     monkeypatch.setattr("wholebatch.offload.adam_accumulation._SMALL", small)
-    monkeypatch.setattr("wholebatch.offload.host_sums._SMALLEST_BUCKET", 400)  # several wait
+    monkeypatch.setattr(
+        "wholebatch.offload.parameter_buckets._SMALLEST_BUCKET", 400
+    )  # several wait
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, **settings)

@@ -1,4 +1,12 @@
-"""Gradients stay in `.grad`, beside the parameters: the plain window."""
+"""Gradients stay in `.grad`, beside the parameters: the plain window.
+
+A close on the host reads the units, then the norm, and only then starts the optimizer's step: the
+device has nothing to do meanwhile. A fused optimizer takes its factor, and whether to step at all,
+from tensors. So where it can, the store asks the device for the arithmetic of `close`, in the same
+order and in float64, and for the step after it. The host reads the numbers while the device steps.
+If the device finds that it must not step (something is not finite, there are no units, or they are
+not those that were counted), it leaves everything as it was, and the close on the host decides.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +37,11 @@ __all__ = ["DeviceStore", "can_close_ahead", "close_ahead"]
 
 
 class DeviceStore(Store):
-    """Autograd adds into `.grad`; the close and the optimizer read them there."""
+    """Autograd adds into `.grad`; the close and the optimizer read it there."""
 
-    at_once = True
     steps_on_all = True
     opened: Callable[[], None] | None = None
-    """Called when a window opens and no gradient is there yet."""
+    """Called when a window opens, before there is a gradient."""
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
@@ -52,7 +59,7 @@ class DeviceStore(Store):
         while_waiting: Callable[[], None] | None,
     ) -> Ahead | None:
         target = self.target
-        if not self.in_grad:  # gradients, or the state beside them, are not all there at once
+        if not self.in_grad:  # gradients and optimizer state are not all there at once
             return None
         if self.sync.ranks > 1 or self.sync.grows_own_graph or hooks or target.sixteen_bit:
             return None
@@ -114,7 +121,7 @@ class DeviceStore(Store):
 
     @torch.no_grad()
     def hand_over(self, remaining: float) -> None:
-        """Leave the gradients to the user, as `.grad` of the parameters' own dtype.
+        """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
 
         They are new tensors: a compiled micro-step writes into the old ones in every window.
         """
@@ -152,7 +159,7 @@ _STEPS_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
 def can_close_ahead(
     optimizers: Sequence[torch.optim.Optimizer], options: CloseOptions, device: torch.device
 ) -> bool:
-    """Whether the device can do all of it, and the host would only wait."""
+    """True if the device can make the whole close without the host."""
     return (
         device.type == "cuda"
         and options.clip_value is None
@@ -182,27 +189,19 @@ def close_ahead(
     total_norm: Callable[[Sequence[Tensor]], Tensor],
     while_waiting: Callable[[], None] | None = None,
 ) -> Ahead | None:
-    """Norm, factor and step on the device, then the numbers; None where there is no gradient."""
+    """Compute norm, factor and step on the device, then read the numbers; None without gradients.
+
+    `while_waiting` runs on the host while the device steps.
+    """
     gradients = [gradient for group in groups for gradient in dense_gradients(group)]
     if not gradients:
         return None
     device = gradients[0].device
     names = sorted(sums.totals)
-    totals = {name: _column(sums.totals[name], device) for name in names}
-    units = {name: _column(sums.units[name], device) for name in names}
-    sum_of = torch.stack([totals[name].sum() for name in names])
-    units_of = torch.stack([units[name].sum() for name in names])
+    totals = [_column(sums.totals[name], device) for name in names]
+    units = [_column(sums.units[name], device) for name in names]
     seed = scalar_on(device, sums.seed, torch.float64)
-    largest = units_of.max()
-    good = sum_of.isfinite().all() & (largest > 0)
-    if sums.known is None:
-        normalise = 1.0 / (largest * seed)
-    else:
-        counted = torch.tensor([sums.known[name] for name in names], dtype=torch.float64)
-        counted = counted.to(device, non_blocking=True)
-        good = good & torch.isclose(units_of, counted, rtol=1e-6, atol=0.0).all()
-        normalise = torch.ones((), dtype=torch.float64, device=device)
-    normalise = normalise / sums.loss_scale
+    normalise, good = _normalise(sums, names, totals, units, seed)
     norm = total_norm(gradients).double() * normalise
     clip = torch.ones_like(norm)
     if options.clip_norm is not None:
@@ -210,31 +209,48 @@ def close_ahead(
         limit = torch.full_like(norm, options.clip_norm)
         clip = (limit / (norm + 1e-6)).clamp(max=1.0)
     good = good & norm.isfinite()
-    ones = torch.ones_like(norm)  # a number of Python's would be copied from the host
+    ones = torch.ones_like(norm)  # a Python number would be copied from the host
     scale = torch.where(good, 1.0 / (normalise * clip), ones).float()
     bad = good.logical_not()
 
-    columns = [torch.stack([norm, clip, bad.double(), seed])]
-    columns += [column for name in names for column in (totals[name], units[name])]
+    columns = [torch.stack([norm, clip, bad.double(), seed]), *totals, *units]
     reading = _Reading(torch.cat(columns))
     for optimizer in optimizers:
         _step(optimizer, scale, bad.float())
     if while_waiting is not None:
         while_waiting()
 
-    (norm_is, clip_is, bad_is, seed_is), *lists = reading.wait(
-        [column.numel() for column in columns]
-    )
+    (norm_is, clip_is, bad_is, seed_is), *lists = reading.wait([len(column) for column in columns])
     return Ahead(
-        totals=dict(zip(names, lists[0::2], strict=True)),
-        units=dict(zip(names, lists[1::2], strict=True)),
+        totals=dict(zip(names, lists[: len(names)], strict=True)),
+        units=dict(zip(names, lists[len(names) :], strict=True)),
         seed=seed_is,
         closed=None if bad_is else Closed(norm=norm_is, clip=clip_is, finite=True, stepped=True),
     )
 
 
+def _normalise(
+    sums: WindowSums,
+    names: Sequence[str],
+    totals: Sequence[Tensor],
+    units: Sequence[Tensor],
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the factor that normalises the gradients, and whether the sums allow a step."""
+    total = torch.stack([column.sum() for column in totals])
+    count = torch.stack([column.sum() for column in units])
+    largest = count.max()
+    good = total.isfinite().all() & (largest > 0)
+    if sums.known is None:
+        return 1.0 / (largest * seed) / sums.loss_scale, good
+    known = torch.tensor([sums.known[name] for name in names], dtype=torch.float64)
+    known = known.to(seed.device, non_blocking=True)
+    good = good & torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
+    return torch.ones((), dtype=torch.float64, device=seed.device) / sums.loss_scale, good
+
+
 def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Numbers and 0-dim tensors, in their order, as one column on the device."""
+    """Return numbers and 0-dim tensors as one column on the device."""
     if all(isinstance(value, Tensor) for value in values):
         tensors = cast("Sequence[Tensor]", values)
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
@@ -247,7 +263,7 @@ def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 
 class _Reading:
-    """Numbers on their way to the host; later work of the device is not waited for."""
+    """Copies numbers to the host without waiting for later work of the device."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

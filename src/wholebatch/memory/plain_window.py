@@ -17,8 +17,7 @@ from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.gradient_buckets import Buckets
 from wholebatch.errors import OptionError
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
-from wholebatch.offload.host_sums import bucket_bytes
-from wholebatch.offload.partial_steps import only
+from wholebatch.offload.parameter_buckets import bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
 
 __all__ = [

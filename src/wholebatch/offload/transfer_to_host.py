@@ -1,15 +1,17 @@
-"""Gradients of a CUDA device on their way to sums on the host, added by the device.
+"""Gradients on their way to sums on the host, beside the backward that makes them.
 
-A backward hands over each gradient as it is made. It is copied at once into a slot of a small ring
-(widened to the dtype of its sum), so that its own memory is free again in the order in which
-autograd took it. Meanwhile that part of the sum comes from the host into the same slot; the device
-adds, and the new sum goes back. The link works in both directions at once, and the host adds
-nothing: it would have to read and write more memory for that than the link brings. What a window
-adds first becomes the sum without coming first. A sum that is complete then may stay on the device.
-
-Three streams do this beside the computation, in the order in which gradients were made, so a sum
-has the same bits as one that is never moved. The ring is taken once and bounds what is under way:
+`CudaTransfer` serves a CUDA device. Each gradient is copied at once into a slot of a small ring on
+the device (widened to the dtype of its sum), so that its own memory is free again in the order in
+which autograd took it. Meanwhile that part of the sum comes from the host into the same slot; the
+device adds, and the new sum goes back. The link works in both directions at once, and the host adds
+nothing: that would read and write more host memory than the link carries. The first gradient of a
+window becomes the sum without fetching one. A sum that is complete may stay on the device. Three
+streams do this beside the computation. The ring is allocated once and bounds what is under way:
 without a free slot the device waits for the link.
+
+`HostTransfer` serves gradients that are on the host: a thread adds them.
+
+Both add in the order in which gradients were made, so a sum has the same bits as one in `.grad`.
 """
 
 from __future__ import annotations
@@ -25,16 +27,21 @@ from torch import Tensor
 
 from wholebatch.offload.host_sums import norm_of_row
 
-__all__ = ["Link", "Pipe", "add_on_host", "ring_bytes"]
+__all__ = ["CudaTransfer", "HostTransfer", "add_on_host", "ring_bytes"]
 
 _SLOTS = 4
 """One is filled, one gets its sums, one adds, one leaves."""
 _LARGEST = 16 * 2**20
 _SMALLEST = 64 * 2**10
+_WAITING_BYTES = 96 * 2**20
+"""Gradients that may wait for the thread: at most these, and at most a 32nd of all gradients, so
+that the peak does not grow with the number of micro-batches."""
+_CAST = 2**19
+"""Elements for each thread that are added together: what its cache holds."""
 
 
 def ring_bytes(nbytes: int) -> int:
-    """What the ring on the device takes, for sums of so many bytes."""
+    """Return the size of the ring on the device, for sums of `nbytes` bytes."""
     return 2 * _SLOTS * _slot_bytes(nbytes)
 
 
@@ -42,9 +49,17 @@ def _slot_bytes(nbytes: int) -> int:
     return min(_LARGEST, max(_SMALLEST, nbytes // 256 // 512 * 512))
 
 
+def _check_sizes(gradient: Tensor, total: Tensor) -> None:
+    if total.shape != gradient.shape:
+        raise ValueError(f"a gradient of {gradient.numel()} for a sum of {total.numel()}")
+
+
+# CUDA
+
+
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """Memory for gradients and for their sums; free again when the sums have left."""
+    """Memory for gradients and for their sums; free again after the event `left`."""
 
     made: Tensor
     sums: Tensor
@@ -52,11 +67,8 @@ class _Slot:
 
 
 @dataclass(eq=False, slots=True)
-class _Part:
-    """Some of a gradient: where it lies in its slot, and the part of its sum.
-
-    That is on the host, and comes into the slot; or it has come to where it stays.
-    """
+class _SlotPart:
+    """A part of a gradient in its slot, and that part of its sum."""
 
     begin: int
     end: int
@@ -76,10 +88,14 @@ class _Load:
     made: Tensor
     sums: Tensor
     filled: int = 0
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_SlotPart] = field(default_factory=list)
+
+    def sum_of(self, part: _SlotPart) -> Tensor:
+        """Return the place where the device adds this part."""
+        return part.total if part.stays else self.sums[part.begin : part.end]
 
 
-class Link:
+class CudaTransfer:
     """Adds gradients of one CUDA device into pinned sums; `nbytes` is the size of all sums."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -92,8 +108,8 @@ class Link:
         self._load: _Load | None = None
         self._in, self._add, self._out = (torch.cuda.Stream(device) for _ in range(3))
         for stream in (self._in, self._add, self._out):
-            stream.wait_stream(torch.cuda.current_stream(device))  # the slots' memory is ours
-        self._sent: set[int] = set()  # sums that are on their way back, by their place
+            stream.wait_stream(torch.cuda.current_stream(device))  # the slots' memory is free now
+        self._sent: set[int] = set()  # addresses of sums that are on their way back
 
     @torch.no_grad()
     def put(
@@ -105,50 +121,51 @@ class Link:
         norms: list[Tensor] | None = None,
         stays: Tensor | None = None,
     ) -> None:
-        """Take a flat gradient over: it is added to `total`, or becomes it, soon.
+        """Take over a flat gradient: it is added to `total`, or becomes it, soon.
 
         `norms`, if given, gets the norms of the pieces of the sum, on the device. `stays`, new
-        memory of the device, gets the sum in the place of `total`, which is not true any more.
+        memory of the device, gets the sum in place of `total`, which is then out of date.
         """
-        if total.shape != gradient.shape:
-            raise ValueError(f"a gradient of {gradient.numel()} for a sum of {total.numel()}")
+        _check_sizes(gradient, total)
         if total.data_ptr() in self._sent:  # twice in one backward
             self.backward_made()
-        self._sent.add((total if stays is None else stays).data_ptr())
+        place = total if stays is None else stays
+        self._sent.add(place.data_ptr())
         stream = torch.cuda.current_stream(self.device)
-        if stays is not None:
-            self._in.wait_event(stream.record_event())  # what its memory was used for is over
+        if stays is not None:  # wait until earlier users of its memory are done
+            self._in.wait_event(stream.record_event())
             self._add.wait_event(stream.record_event())
         start = 0
         while start < gradient.numel():
-            load = self._load
-            if load is not None and (load.dtype is not total.dtype or load.stream != stream):
-                self.flush()
-                load = None
-            if load is None:
-                load = self._load = self._empty(total.dtype, stream)
+            load = self._load_for(total.dtype, stream)
             stop = min(gradient.numel(), start + len(load.made) - load.filled)
             end = load.filled + stop - start
             load.made[load.filled : end].copy_(gradient[start:stop])
-            place = total if stays is None else stays
-            if not first:
-                to = load.sums[load.filled : end] if stays is None else stays[start:stop]
-                with torch.cuda.stream(self._in):
-                    to.copy_(total[start:stop], non_blocking=True)
             stay = stays is not None
-            load.parts.append(_Part(load.filled, end, place[start:stop], stay, first, norms))
+            part = _SlotPart(load.filled, end, place[start:stop], stay, first, norms)
+            if not first:
+                with torch.cuda.stream(self._in):
+                    load.sum_of(part).copy_(total[start:stop], non_blocking=True)
+            load.parts.append(part)
             load.filled, start = end, stop
             if end == len(load.made):
                 self.flush()
 
-    def _empty(self, dtype: torch.dtype, stream: torch.cuda.Stream) -> _Load:
-        """The next slot; the device waits until what was in it has left."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        if slot.left is not None:
-            stream.wait_event(slot.left)
-            self._in.wait_event(slot.left)
-        return _Load(slot, dtype, stream, slot.made.view(dtype), slot.sums.view(dtype))
+    def _load_for(self, dtype: torch.dtype, stream: torch.cuda.Stream) -> _Load:
+        """Return the open load, or one in the next slot: the device waits until that is free."""
+        load = self._load
+        if load is not None and (load.dtype is not dtype or load.stream != stream):
+            self.flush()
+            load = None
+        if load is None:
+            slot = self._slots[self._next]
+            self._next = (self._next + 1) % len(self._slots)
+            if slot.left is not None:
+                stream.wait_event(slot.left)
+                self._in.wait_event(slot.left)
+            load = _Load(slot, dtype, stream, slot.made.view(dtype), slot.sums.view(dtype))
+            self._load = load
+        return load
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -165,24 +182,23 @@ class Link:
             else:
                 for part in load.parts:
                     made = load.made[part.begin : part.end]
-                    row = part.total if part.stays else load.sums[part.begin : part.end]
                     if part.first:
-                        row.copy_(made)
+                        load.sum_of(part).copy_(made)
                     else:
-                        row.add_(made)
+                        load.sum_of(part).add_(made)
             for part in load.parts:
                 if part.norms is not None:
-                    row = part.total if part.stays else load.sums[part.begin : part.end]
+                    row = load.sum_of(part)
                     part.norms.append(torch.linalg.vector_norm(row, dtype=torch.float64))
         self._out.wait_event(self._add.record_event())
         with torch.cuda.stream(self._out):
             for part in leave:
-                part.total.copy_(load.sums[part.begin : part.end], non_blocking=True)
+                part.total.copy_(load.sum_of(part), non_blocking=True)
         load.slot.left = self._out.record_event()
         self.bytes_out += sum(part.total.nbytes for part in leave)
 
     def backward_made(self) -> None:
-        """All gradients of a backward are there: sums come again only after they have left."""
+        """End a backward: sums are fetched again only after they have left."""
         self.flush()
         self._in.wait_event(self._out.record_event())
         self._sent.clear()
@@ -190,30 +206,26 @@ class Link:
     def drain(self) -> None:
         """Wait until everything that was handed over is in its sum."""
         self.backward_made()
-        self._out.synchronize()  # it comes after what the others have been given
+        self._out.synchronize()  # it runs after the work of the other two
 
     def forget(self) -> None:
-        """Wait like `drain`, for sums that nobody wants any more."""
+        """Wait like `drain`, for sums that are no longer wanted."""
         self._load = None
         self._sent.clear()
         for stream in (self._in, self._add, self._out):
             stream.synchronize()
 
 
-_WAITING_BYTES = 96 * 2**20
-"""Gradients that may wait for the thread: at most these, and at most a 32nd of all gradients, so
-that the peak does not grow with the number of micro-batches."""
-_CAST = 2**19
-"""Elements for each thread that are worked on together: what its cache holds."""
+# CPU
 
 
 @torch.no_grad()
 def add_on_host(
     total: Tensor, part: Tensor, *, first: bool, norms: list[Tensor] | None = None
 ) -> None:
-    """`total += part`, or `total = part`, for flat tensors on the host; `part` may be 16-bit.
+    """Compute `total += part`, or `total = part`, for flat host tensors; `part` may be 16-bit.
 
-    Where `norms` is given, the norms of the pieces of the new `total` are added to it.
+    If `norms` is given, the norms of the pieces of the new `total` are appended to it.
     """
     # Piece by piece: torch would write a widened copy of all of it to memory first, and the norm
     # finds in the cache what has just been added.
@@ -232,28 +244,31 @@ def add_on_host(
 
 
 @dataclass(eq=False, slots=True)
-class _Work:
-    """What the thread is to add, and where."""
+class _Addition:
+    """One addition for the thread to make."""
 
     gradient: Tensor
     total: Tensor
     first: bool
     norms: list[Tensor] | None
-    size: int
+
+    @property
+    def size(self) -> int:
+        return self.gradient.nbytes
 
 
-class _Shared:
-    """What the two threads share. The worker holds this and not the Pipe, which can so end it."""
+class _Queue:
+    """The state that both threads share; the thread holds no reference to the transfer itself."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.queue: deque[_Work | None] = deque()
+        self.additions: deque[_Addition | None] = deque()
         self.waiting = 0  # bytes
         self.open = 0
         self.failure: BaseException | None = None
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
-        """With `changed` held: wait, but not for a thread that has failed."""
+        """Wait, holding `changed`, while `condition` holds; raise a failure of the thread."""
         while condition() and self.failure is None:
             self.changed.wait()
         if self.failure is not None:
@@ -261,75 +276,82 @@ class _Shared:
             raise failure
 
 
-class Pipe:
-    """Adds gradients into sums beside the backward; `nbytes` is the size of all sums."""
+class HostTransfer:
+    """Adds gradients into sums in a thread of its own; `nbytes` is the size of all sums."""
 
     def __init__(self, nbytes: int = 0, *, waiting_bytes: int | None = None) -> None:
         self.bytes_out = 0
         self._limit = min(_WAITING_BYTES, nbytes // 32) if waiting_bytes is None else waiting_bytes
-        self._shared = _Shared()
+        self._queue = _Queue()
         self._thread: threading.Thread | None = None
 
     def put(
-        self, gradient: Tensor, total: Tensor, *, first: bool, norms: list[Tensor] | None = None
+        self,
+        gradient: Tensor,
+        total: Tensor,
+        *,
+        first: bool,
+        norms: list[Tensor] | None = None,
+        stays: Tensor | None = None,
     ) -> None:
-        """Take a flat gradient over: it is added to `total`, or becomes it, soon.
+        """Take over a flat gradient: it is added to `total`, or becomes it, soon.
 
-        `norms`, if given, gets the norms of the pieces of the sum.
+        `norms`, if given, gets the norms of the pieces of the sum. Nothing `stays`: the host is the
+        device.
         """
-        if total.shape != gradient.shape:
-            raise ValueError(f"a gradient of {gradient.numel()} for a sum of {total.numel()}")
+        assert stays is None
+        _check_sizes(gradient, total)
         if self._thread is None:
             self._start()
-        shared = self._shared
-        size = gradient.numel() * gradient.element_size()
-        with shared.changed:
-            shared.wait_while(lambda: shared.waiting > self._limit)
-            shared.waiting += size
-            shared.queue.append(_Work(gradient, total, first, norms, size))
-            shared.open += 1
-            shared.changed.notify_all()
-        self.bytes_out += size
+        queue = self._queue
+        addition = _Addition(gradient, total, first, norms)
+        with queue.changed:
+            queue.wait_while(lambda: queue.waiting > self._limit)
+            queue.waiting += addition.size
+            queue.additions.append(addition)
+            queue.open += 1
+            queue.changed.notify_all()
+        self.bytes_out += addition.size
 
     def backward_made(self) -> None:
-        """All gradients of a backward are there; nothing waits for more of them."""
+        """Take note that a backward is over; the thread needs no such end."""
         return
 
     def drain(self) -> None:
         """Wait until everything that was handed over is in its sum."""
-        with self._shared.changed:
-            self._shared.wait_while(lambda: self._shared.open > 0)
+        with self._queue.changed:
+            self._queue.wait_while(lambda: self._queue.open > 0)
 
     def forget(self) -> None:
-        """Wait like `drain`, for sums that nobody wants any more: a failure is forgotten too."""
-        with self._shared.changed:
-            while self._shared.open and self._shared.failure is None:
-                self._shared.changed.wait()
-            self._shared.failure = None
+        """Wait like `drain`, for sums that are no longer wanted: drop a failure too."""
+        with self._queue.changed:
+            while self._queue.open and self._queue.failure is None:
+                self._queue.changed.wait()
+            self._queue.failure = None
 
     def _start(self) -> None:
         self._thread = threading.Thread(
-            target=_work, args=(self._shared,), name="wholebatch-gradients", daemon=True
+            target=_work, args=(self._queue,), name="wholebatch-gradients", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _end, self._shared, self._thread)
+        weakref.finalize(self, _end, self._queue, self._thread)
 
 
-def _end(shared: _Shared, thread: threading.Thread) -> None:
-    """The pipe, or the interpreter, goes: no thread may be inside torch by then."""
-    with shared.changed:
-        shared.queue.append(None)
-        shared.changed.notify_all()
+def _end(queue: _Queue, thread: threading.Thread) -> None:
+    """End the thread: it must not be inside torch when the interpreter ends."""
+    with queue.changed:
+        queue.additions.append(None)
+        queue.changed.notify_all()
     if thread is not threading.current_thread():
         thread.join(timeout=10.0)
 
 
-def _work(shared: _Shared) -> None:
+def _work(queue: _Queue) -> None:
     while True:
-        with shared.changed:
-            while not shared.queue:
-                shared.changed.wait()
-            work = shared.queue.popleft()
+        with queue.changed:
+            while not queue.additions:
+                queue.changed.wait()
+            work = queue.additions.popleft()
         if work is None:
             return
         failure: BaseException | None = None
@@ -337,14 +359,14 @@ def _work(shared: _Shared) -> None:
             add_on_host(work.total, work.gradient, first=work.first, norms=work.norms)
         except BaseException as error:  # raised again in the thread that trains
             failure = error
-        with shared.changed:
-            shared.waiting -= work.size
-            shared.open -= 1
+        with queue.changed:
+            queue.waiting -= work.size
+            queue.open -= 1
             if failure is not None:
-                shared.failure = failure
-                for left in filter(None, shared.queue):
-                    shared.waiting -= left.size
-                    shared.open -= 1
-                shared.queue.clear()
-            shared.changed.notify_all()
-        del work  # not to hold a gradient while there is nothing to do
+                queue.failure = failure
+                for left in filter(None, queue.additions):
+                    queue.waiting -= left.size
+                    queue.open -= 1
+                queue.additions.clear()
+            queue.changed.notify_all()
+        del work  # do not hold a gradient while there is nothing to do

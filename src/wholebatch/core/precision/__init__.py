@@ -6,7 +6,7 @@ parameters in fp32.
 """
 
 from wholebatch.core.precision.autocast import Autocast, Full, Precision, choose
-from wholebatch.core.precision.fp32_accumulation import SIXTEEN_BIT, SixteenBit
+from wholebatch.core.precision.fp32_accumulation import SIXTEEN_BIT, SixteenBit, round_gradient
 from wholebatch.core.precision.loss_scale import LossScale
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "Precision",
     "SixteenBit",
     "choose",
+    "round_gradient",
 ]
