@@ -13,7 +13,7 @@ from wholebatch.memory.choose_micro_batch import (
     resize_batch,
 )
 from wholebatch.memory.make_it_fit import Fit, Rung, fit, ladder
-from wholebatch.memory.meter import CudaPeak, MemoryMeter, cuda_peak, reset_cuda_peak
+from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
 from wholebatch.memory.out_of_memory import Recovered, Recovery, within
 from wholebatch.memory.plan import Plan, make_plan
 from wholebatch.memory.predict import Prediction, predict_peak
@@ -29,7 +29,6 @@ from wholebatch.memory.trial_step import (
 __all__ = [
     "Choice",
     "Correction",
-    "CudaPeak",
     "Fit",
     "Memory",
     "MemoryMeter",
@@ -43,7 +42,6 @@ __all__ = [
     "choose_micro_batch",
     "choose_on_device",
     "choose_tokens",
-    "cuda_peak",
     "fit",
     "held_bytes",
     "ladder",

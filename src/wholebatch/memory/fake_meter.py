@@ -1,4 +1,4 @@
-"""A cache of the results of operations on fake tensors.
+"""The memory meter over fake tensors, and its cache of the results of operations on them.
 
 A fake tensor has no data, so the shapes, strides, dtypes and aliases of an operation's results
 follow from those of its inputs and from its other arguments. Asking torch takes 0.1 ms or more, and
@@ -17,17 +17,17 @@ from typing import Any, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from wholebatch.memory.fake_tensors import asked_of
-from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.fake_tensors import run_fake
+from wholebatch.memory.meter import MemoryMeter, storage_id
 
 __all__ = ["FakeMeter"]
 
 _MOST = 1 << 14
-"""The number of cached answers; a model asks some hundred different questions for each size."""
+"""The number of cached results; a model asks for some hundred different ones at each size."""
 
 
 @dataclass(frozen=True)
-class _Made:
+class _NewTensor:
     """A new tensor with its own storage."""
 
     shape: tuple[int, ...]
@@ -55,22 +55,22 @@ class _Same:
     argument: int
 
 
-_Part: TypeAlias = _Made | _View | _Same | None
+_Part: TypeAlias = _NewTensor | _View | _Same | None
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _CachedResult:
     """The result of an operation: one tensor, or a sequence of this type."""
 
     parts: tuple[_Part, ...]
     sequence: type | None
 
 
-_ANSWERS: dict[Any, _Answer | None] = {}
-"""The cached answers; None marks a question whose answer must not be reused."""
+_RESULTS: dict[Any, _CachedResult | None] = {}
+"""The cached results; None marks a question whose result must not be reused."""
 
 
-class Shapes:
+class _OpCache:
     """Cached results for the tensors of one fake mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -85,32 +85,32 @@ class Shapes:
         ask: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any],
         see: Callable[[Sequence[FakeTensor]], None],
     ) -> Any:
-        """Return the result of `func`, cached or from `ask`, or NOT_LOOKED_AT if it has no key.
+        """Return the result of `func`, cached or from `ask`, or _NOT_CACHED if it has no key.
 
         `see` is called first, with the tensors among the arguments.
         """
         given: list[FakeTensor] = []
         try:
             key = _question(func, args, kwargs, given)
-            answer = _ANSWERS.get(key, _UNKNOWN)
+            cached = _RESULTS.get(key, _UNKNOWN)
         except TypeError:  # An argument is not hashable, or its value may matter.
-            return NOT_LOOKED_AT
+            return _NOT_CACHED
         if not given:
-            return NOT_LOOKED_AT
+            return _NOT_CACHED
         see(given)
-        if answer is None:
+        if cached is None:
             return ask(func, args, kwargs)
-        if answer is not _UNKNOWN:
-            assert isinstance(answer, _Answer)
+        if cached is not _UNKNOWN:
+            assert isinstance(cached, _CachedResult)
             with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-                made = [self._build(part, given) for part in answer.parts]
-            return made[0] if answer.sequence is None else answer.sequence(made)
-        storages = [tensor.untyped_storage()._cdata for tensor in given]
+                made = [self._build(part, given) for part in cached.parts]
+            return made[0] if cached.sequence is None else cached.sequence(made)
+        storages = [storage_id(tensor.untyped_storage()) for tensor in given]
         result = ask(func, args, kwargs)
-        if len(_ANSWERS) >= _MOST:
-            _ANSWERS.clear()
+        if len(_RESULTS) >= _MOST:
+            _RESULTS.clear()
         unchanged = _question(func, args, kwargs, []) == key  # False for `resize_`, `out=`, …
-        _ANSWERS[key] = _answer(result, given, storages) if unchanged else None
+        _RESULTS[key] = _described(result, given, storages) if unchanged else None
         return result
 
     def _build(self, part: _Part, given: list[FakeTensor]) -> torch.Tensor | None:
@@ -118,7 +118,7 @@ class Shapes:
             return None
         if isinstance(part, _Same):
             return given[part.argument]
-        if isinstance(part, _Made):
+        if isinstance(part, _NewTensor):
             plain = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=_META)
         else:
             plain = torch.empty(0, dtype=part.dtype, device=_META)
@@ -137,7 +137,7 @@ class Shapes:
         return made  # type: ignore[no-any-return, unused-ignore]
 
 
-NOT_LOOKED_AT: Any = object()
+_NOT_CACHED: Any = object()
 """The marker for a call that is not cached, because more than shapes may matter."""
 _UNKNOWN: Any = object()
 _META = torch.device("meta")
@@ -155,17 +155,10 @@ def _question(
 def _key(value: Any, given: list[FakeTensor]) -> Any:
     """Return the part of an argument that matters; append tensors to `given`."""
     if isinstance(value, FakeTensor):
-        dtype = value.dtype
-        if (
-            value.constant is not None
-            or value.layout is not torch.strided
-            or dtype.is_complex
-            or value.is_neg()
-        ):
-            raise TypeError
+        _check_usual(value)
         given.append(value)
         offset = value.storage_offset()
-        return value.shape, value.stride(), dtype, value.fake_device, offset
+        return value.shape, value.stride(), value.dtype, value.fake_device, offset
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         return kind, value  # 1, 1.0 and True are equal, but give different dtypes.
@@ -176,38 +169,50 @@ def _key(value: Any, given: list[FakeTensor]) -> Any:
     return value
 
 
-def _answer(result: Any, given: list[FakeTensor], storages: list[int]) -> _Answer | None:
+def _described(result: Any, given: list[FakeTensor], storages: list[int]) -> _CachedResult | None:
     """Return a description from which to rebuild this result, or None if there is none."""
     is_one = isinstance(result, torch.Tensor)
     if not is_one and type(result) not in (tuple, list):
         return None
-    parts: list[_Part] = []
     new: set[int] = set()
-    for one in [result] if is_one else result:
-        if one is None:
-            parts.append(None)
-            continue
-        if not isinstance(one, FakeTensor):
-            return None
-        same = next((place for place, tensor in enumerate(given) if tensor is one), None)
-        if same is not None:
-            parts.append(_Same(same))
-            continue
-        unusual = one.layout is not torch.strided or one.is_neg() or one.dtype.is_complex
-        if one.constant is not None or unusual:
-            return None
-        storage = one.untyped_storage()
-        shape, stride = tuple(one.shape), one.stride()
-        if storage._cdata in storages:
-            of = storages.index(storage._cdata)
-            offset = int(one.storage_offset())
-            parts.append(_View(of, shape, stride, offset, one.dtype, one.fake_device))
-            continue
-        if storage._cdata in new or storage.nbytes() != _extent(shape, stride, one.element_size()):
-            return None
-        new.add(storage._cdata)
-        parts.append(_Made(shape, stride, one.dtype, one.fake_device))
-    return _Answer(tuple(parts), None if is_one else type(result))
+    try:
+        parts = [_part(one, given, storages, new) for one in ([result] if is_one else result)]
+    except TypeError:
+        return None
+    return _CachedResult(tuple(parts), None if is_one else type(result))
+
+
+def _part(one: Any, given: list[FakeTensor], storages: list[int], new: set[int]) -> _Part:
+    """Describe one tensor of a result; raise TypeError if it cannot be rebuilt."""
+    if one is None:
+        return None
+    if not isinstance(one, FakeTensor):
+        raise TypeError
+    same = next((place for place, tensor in enumerate(given) if tensor is one), None)
+    if same is not None:
+        return _Same(same)
+    _check_usual(one)
+    storage = one.untyped_storage()
+    shape, stride = tuple(one.shape), one.stride()
+    key = storage_id(storage)
+    if key in storages:
+        offset = int(one.storage_offset())
+        return _View(storages.index(key), shape, stride, offset, one.dtype, one.fake_device)
+    if key in new or storage.nbytes() != _extent(shape, stride, one.element_size()):
+        raise TypeError
+    new.add(key)
+    return _NewTensor(shape, stride, one.dtype, one.fake_device)
+
+
+def _check_usual(tensor: FakeTensor) -> None:
+    """Raise TypeError for a tensor of which more than shape, strides and dtype matter."""
+    if (
+        tensor.constant is not None
+        or tensor.layout is not torch.strided
+        or tensor.dtype.is_complex
+        or tensor.is_neg()
+    ):
+        raise TypeError
 
 
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> int:
@@ -218,7 +223,7 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> int:
 
 
 class FakeMeter(MemoryMeter):
-    """The meter over fake tensors, with what they lack to run a whole step."""
+    """The meter over fake tensors, which can also run an optimizer's step on them."""
 
     def __init__(
         self,
@@ -230,11 +235,11 @@ class FakeMeter(MemoryMeter):
     ) -> None:
         super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
         self._answers = False
-        self._shapes: Shapes | None = None
+        self._cache: _OpCache | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled on fake tensors, and asking costs more than the answer
+        return False  # nothing is compiled on fake tensors, and asking torch takes longer
 
     def __torch_dispatch__(
         self,
@@ -243,19 +248,19 @@ class FakeMeter(MemoryMeter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is _DEVICE_OF:  # asked of fake tensors at every turn; makes nothing
+        if func is _DEVICE_OF:  # asked very often, and makes nothing
             of = args[0]
             return of.fake_device if isinstance(of, FakeTensor) else func(*args)
         return self._counted(func, args, kwargs or {})
 
     def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """As the meter's own, quicker for what is remembered: nearly everything is."""
+        """Count an operation; nearly every result comes from the cache."""
         in_backward = torch._C._current_graph_task_id() != -1
         self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
-        if self._shapes is None or func.__name__.startswith(_CHANGE_LISTS):
+        if self._cache is None or func.__name__.startswith(_CHANGE_LISTS):
             return super()._counted(func, args, kwargs)
-        result = self._shapes.call(func, args, kwargs, self._asked, self._see_given)
-        if result is NOT_LOOKED_AT:
+        result = self._cache.call(func, args, kwargs, self._asked, self._see_given)
+        if result is _NOT_CACHED:
             return super()._counted(func, args, kwargs)
         self._see((result,), "temporaries")
         return result
@@ -265,16 +270,16 @@ class FakeMeter(MemoryMeter):
         for tensor in tensors:  # all of them strided
             if tensor.fake_device.type == kind:
                 storage = tensor.untyped_storage()
-                # The size of one that is known changes where it is told (`resize_`) or returned.
-                if storage._cdata not in live:
+                # The ledger learns of a new size from `resize_`, or from a result.
+                if storage_id(storage) not in live:
                     self._ledger.see(storage, "inputs")
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Answer 1 where a number is read out of a tensor, as optimizers do with their steps.
+        """Answer 1 if a number is read out of a tensor, as optimizers do with their steps.
 
-        The memory of an update does not depend on it. That of a loss might, so there the error of
-        the fake tensor stands.
+        The memory of an update does not depend on it. That of a loss might, so a loss gets the
+        fake tensor's error.
         """
         self._answers = True
         try:
@@ -283,15 +288,15 @@ class FakeMeter(MemoryMeter):
             self._answers = False
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What is not remembered."""
-        if self._shapes is None:
+        """Run an operation that is not cached."""
+        if self._cache is None:
             mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
             if mode is not None:
-                self._shapes = Shapes(mode)
+                self._cache = _OpCache(mode)
             return self._asked(func, args, kwargs)
         changes = func.__name__.startswith(_CHANGE_LISTS) and not func._schema.returns
         if changes and all(_is_unknown(one) for one in args):
-            return None  # nothing is made, and nothing that was known is forgotten
+            return None  # It makes nothing, and changes no known number.
         if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
             known = args[0].constant
             if known is not None:
@@ -303,7 +308,7 @@ class FakeMeter(MemoryMeter):
 
     def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            return asked_of(func, args, kwargs)
+            return run_fake(func, args, kwargs)
         except DataDependentOutputException:
             if not self._answers:
                 raise
@@ -311,11 +316,11 @@ class FakeMeter(MemoryMeter):
 
 
 def _is_unknown(value: Any) -> bool:
-    """Whether there are no numbers known of tensors, which a change would make wrong."""
+    """True if no number of these tensors is known, which a change would make wrong."""
     if isinstance(value, list | tuple):
         return all(_is_unknown(one) for one in value)
     if isinstance(value, torch.Tensor):
-        local = getattr(value, "_local_tensor", value)  # of a sharded one
+        local = getattr(value, "_local_tensor", value)  # a sharded tensor has one
         return type(local) is FakeTensor and local.constant is None
     return True
 

@@ -1,7 +1,9 @@
-"""A model, an optimizer and a batch without their bytes: what a prediction runs on.
+"""A model, an optimizer and a batch of fake tensors, for predictions.
 
 Fake tensors have a shape, a dtype, strides and a device, and operations on them compute only
-those. The real model is read (its shapes), never written.
+those. The real model is read (its shapes), never written. Where torch's shape functions differ from
+the real kernels, or code behaves differently because it cannot read a fake tensor (attention masks
+of transformers), this module makes them agree.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from wholebatch.errors import UnsupportedError
 
 __all__ = [
     "as_on_cuda",
-    "asked_of",
     "fake_batch",
     "fake_mode_of",
     "fake_model",
@@ -33,6 +34,7 @@ __all__ = [
     "fake_tensor",
     "map_tensors",
     "masks_as_for",
+    "run_fake",
 ]
 
 
@@ -48,23 +50,23 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode:
-    """The fake mode a model was built under, or a new one for a model that has real tensors."""
+    """Return the fake mode that a model was built under, or a new one for real tensors."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):
             mode: FakeTensorMode = tensor.fake_mode
             return mode
     # Constants that the loss reaches through a closure (class weights) are real and may be used.
     made = FakeTensorMode(allow_non_fake_inputs=True)
-    made.cache_enabled = False  # `Shapes` asks only what is new, and looking for that takes long
+    made.cache_enabled = False  # `fake_meter` has a faster cache of its own
     return made
 
 
 def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor of the same shape, strides and dtype on `device`."""
+    """Return a fake tensor of the same shape, strides and dtype on `device`."""
     if tensor.device == device:
         if isinstance(tensor, FakeTensor):
             return tensor
-        # Keeps ties: tensors that share a storage share one afterwards.
+        # This keeps ties: tensors that share a storage share one afterwards.
         same: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
         return same
     with mode:
@@ -74,9 +76,9 @@ def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device
 def fake_model(
     model: torch.nn.Module, mode: FakeTensorMode, device: torch.device
 ) -> tuple[torch.nn.Module, dict[int, torch.nn.Parameter]]:
-    """A copy of the model with fake tensors, and its parameters by the id of the original's.
+    """Return a copy of the model with fake tensors, and its parameters by the originals' ids.
 
-    One tensor that two modules hold is one tensor in the copy too.
+    A tensor that two modules share is one tensor in the copy too.
     """
     parameters: dict[int, torch.nn.Parameter] = {}
     memo: dict[int, Any] = {}
@@ -102,7 +104,7 @@ def fake_model(
 
 
 def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
-    """A batch of fakes. Each tensor has a storage of its own, as a micro-batch on a device has."""
+    """Return a batch of fake tensors, each with its own storage, like a micro-batch on a device."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
@@ -119,10 +121,15 @@ def fake_optimizer(
     *,
     on_cuda: bool = False,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class, options and state, over the fake parameters.
+    """Return an optimizer of the same class, options and state over the fake parameters.
 
     On CUDA torch chooses its `foreach` implementation by itself, but not for fake tensors.
     """
+
+    def fake_state(tensor: torch.Tensor) -> torch.Tensor:
+        # Counts of steps stay on the CPU, beside moments on the device.
+        return fake_tensor(mode, tensor, device if tensor.dim() else tensor.device)
+
     groups = []
     for group in optimizer.param_groups:
         fakes = [parameters[id(p)] for p in group["params"] if id(p) in parameters]
@@ -130,9 +137,8 @@ def fake_optimizer(
         if on_cuda and options.get("foreach", False) is None and not options.get("fused"):
             options["foreach"] = True
         groups.append({**options, "params": fakes})
-    # A new object with the old one's attributes needs no guess about the constructor of a class
-    # that we do not know. Schedulers leave a `step` bound to the real optimizer on it, and hooks
-    # of the user's must not run for a prediction: those stay behind.
+    # Copy the attributes instead of calling the constructor, whose arguments are unknown. Leave out
+    # the `step` that schedulers bind to the real optimizer, and the user's hooks.
     fake = object.__new__(type(optimizer))
     fake.__dict__ = {
         name: type(value)() if name.endswith("_hooks") else value
@@ -143,19 +149,11 @@ def fake_optimizer(
     fake.state = defaultdict(dict)
     for key, state in optimizer.state.items():
         if id(key) in parameters:
-            fake.state[parameters[id(key)]] = map_tensors(dict(state), _fake_like(mode, device))
+            fake.state[parameters[id(key)]] = map_tensors(dict(state), fake_state)
     return fake
 
 
-def _fake_like(
-    mode: FakeTensorMode, device: torch.device
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        # Counts of steps stay on the CPU, beside moments on the device.
-        return fake_tensor(mode, tensor, device if tensor.dim() else tensor.device)
-
-    return fake
-
+# Kernels
 
 _aten = torch.ops.aten
 
@@ -166,7 +164,7 @@ _WEIGHT_OF = {
     _aten.native_group_norm.default: 1,
     _aten.native_layer_norm.default: 2,
 }
-"""Normalisations that save statistics for their backward: which argument is the weight."""
+"""The place of the weight in the arguments of normalisations, which save statistics."""
 
 
 def _grouped_mm(
@@ -176,7 +174,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Products of groups of rows (experts): the kernel takes fp32 too, the shape function bf16."""
+    """Return products of groups of rows (experts): torch's shape function refuses fp32."""
     if a.dim() == b.dim() == 2:
         assert offs is not None
         shape = [offs.shape[0], a.shape[0], b.shape[1]]
@@ -188,7 +186,7 @@ def _grouped_mm(
 
 
 def _rand(size: Any, **options: Any) -> torch.Tensor:
-    """One random number decides whether a layer is left out (LayerDrop): none is, as is larger."""
+    """Return 1 for a single random number: with LayerDrop, no layer is then left out."""
     return torch.rand(size, **options) if size else torch.tensor(1.0)
 
 
@@ -197,12 +195,12 @@ if hasattr(_aten, "_grouped_mm"):
     _INSTEAD[_aten._grouped_mm.default] = _grouped_mm
 
 
-def asked_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of `func` on fake tensors, with the bytes that its kernel would have made."""
+def run_fake(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run `func` on fake tensors, and return results as large as its kernel's."""
     result = _INSTEAD.get(func, func)(*args, **kwargs)
     place = _WEIGHT_OF.get(func)
     if place is not None and args[place] is not None and args[place].dtype != args[0].dtype:
-        # 16-bit input with fp32 weights: mean and deviation are saved in the dtype of the weights.
+        # With 16-bit input and fp32 weights, the statistics are saved in the weights' dtype.
         output, *saved = result
         return (output, *(one.to(args[place].dtype) for one in saved))
     return result
@@ -210,12 +208,12 @@ def asked_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """While this is entered, dropout takes on a CPU what CUDA's fused kernels take.
+    """Make dropout need as much memory on a CPU as CUDA's fused kernels do.
 
-    Fused attention draws its dropout anew in the backward: it keeps q, k, v, the output and the
-    sums of the softmax, with dropout as without. A CPU has such a kernel only without, and makes
-    the matrix of all pairs otherwise. Dropout keeps a mask of one byte for each number on CUDA; on
-    a CPU the mask has the dtype of the input.
+    CUDA's fused attention keeps q, k, v, the output and the sums of the softmax, with dropout as
+    without: it draws the mask again in the backward. The CPU's kernel has no dropout, and with it
+    the matrix of all pairs is computed. Dropout's mask has one byte for each number on CUDA; on a
+    CPU it has the dtype of the input.
     """
     attention, dropout = functional.scaled_dot_product_attention, functional.dropout
 
@@ -240,21 +238,26 @@ def as_on_cuda() -> Iterator[None]:
         functional.scaled_dot_product_attention, functional.dropout = attention, dropout
 
 
-_DROPOUT_P = 4  # its place among the arguments of attention
+_DROPOUT_P = 4  # The place of dropout_p in the arguments of attention.
 
 
 def _attends_in_one_kernel() -> bool:
-    """Tell if a fused kernel may be chosen: `sdpa_kernel(SDPBackend.MATH)` forbids them all."""
+    """True if a fused kernel may be chosen: `sdpa_kernel(SDPBackend.MATH)` forbids them all."""
     return bool(
         torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
     )
 
 
+# Attention masks
+
+
 @contextmanager
 def masks_as_for(batch: Any) -> Iterator[None]:
-    """While this is entered, transformers makes the masks of fake tensors as it would for `batch`.
+    """Make transformers leave out masks of fake tensors if it would leave them out for `batch`.
 
-    What cannot be read of the batch counts as padded, which is the larger of the two.
+    Its models make no mask if nothing is padded and no sequences are packed, and attention needs
+    less memory then. They find out by reading tensors; here the real batch is read instead. A batch
+    that cannot be read counts as padded, which needs more memory.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None:
@@ -265,7 +268,7 @@ def masks_as_for(batch: Any) -> Iterator[None]:
     instead: dict[str, Callable[[Any], Any]] = {}
     if not any(_may_be_padding(leaf.value) for leaf in tensors):
         for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
-            instead[name] = _without_padding
+            instead[name] = _hidden_if_fake
     if not any(_is_packed(leaf) for leaf in tensors):
         instead["find_packed_sequence_indices"] = _never_packed
     before = {name: getattr(masking, name) for name in instead if hasattr(masking, name)}
@@ -278,23 +281,27 @@ def masks_as_for(batch: Any) -> Iterator[None]:
             setattr(masking, name, function)
 
 
-def _without_padding(function: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
+def _hidden_if_fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function with None for a fake first argument: a padding mask that hides nothing."""
+
+    def called(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
         is_fake = isinstance(padding_mask, FakeTensor)
         return function(None if is_fake else padding_mask, *args, **kwargs)
 
-    return asked
+    return called
 
 
 def _never_packed(function: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(position_ids: Any) -> Any:
+    """Return None for fake position ids: no packed sequences."""
+
+    def called(position_ids: Any) -> Any:
         return None if isinstance(position_ids, FakeTensor) else function(position_ids)
 
-    return asked
+    return called
 
 
 def _may_be_padding(tensor: torch.Tensor) -> bool:
-    """Whether this may be a mask that hides something: zeros and ones, one row for each sample."""
+    """True if this may be a mask that hides something: zeros and ones, one row for each sample."""
     if tensor.dim() != 2:
         return False
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
@@ -304,7 +311,7 @@ def _may_be_padding(tensor: torch.Tensor) -> bool:
 
 
 def _is_packed(leaf: Leaf) -> bool:
-    """Whether these are positions that begin again within a row."""
+    """True if these are positions that begin again within a row."""
     tensor: torch.Tensor = leaf.value
     if "position" not in leaf.name or tensor.dim() != 2:
         return False

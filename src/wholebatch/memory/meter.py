@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -27,14 +26,14 @@ from wholebatch.core.readable_sizes import CATEGORIES
 
 __all__ = [
     "CATEGORIES",
-    "CudaPeak",
-    "Ledger",
     "MemoryMeter",
     "Record",
-    "cuda_peak",
+    "StorageLedger",
     "peak_with_recordings",
     "reset_cuda_peak",
+    "storage_id",
     "storages_of",
+    "tensors_in",
 ]
 
 
@@ -73,7 +72,7 @@ class MemoryMeter(TorchDispatchMode):
         self._model = model
         self._optimizer = optimizer
         self._device_type = _device_type(model, device)
-        self._ledger = Ledger(granule=granule)
+        self._ledger = StorageLedger(granule=granule)
         self._in_backward = False
         self._forward_began = 0
         self._recompute_began: int | None = None
@@ -111,10 +110,6 @@ class MemoryMeter(TorchDispatchMode):
         """Reset the peak to the bytes that are alive now."""
         self._mark_known()
         self._ledger.reset_peak()
-
-    def note_largest(self, nbytes: int) -> None:
-        """Include a storage that was made before `reset_peak` in `largest`."""
-        self._ledger.largest = max(self._ledger.largest, nbytes)
 
     def mark(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Set the category of tensors outside the model and optimizer, such as gradient buffers."""
@@ -215,7 +210,7 @@ class MemoryMeter(TorchDispatchMode):
     def _mark_known(self) -> None:
         self._mark_gradients()
         if self._optimizer is not None:
-            self.mark("optimizer state", _tensors(self._optimizer.state.values()))
+            self.mark("optimizer state", tensors_in(self._optimizer.state.values()))
 
     def _mark_gradients(self) -> None:
         self.mark("gradients", (p.grad for p in self._parameters() if p.grad is not None))
@@ -228,11 +223,11 @@ class MemoryMeter(TorchDispatchMode):
                 yield from group["params"]
 
 
-_LEDGERS: list[Ledger] = []
+_LEDGERS: list[StorageLedger] = []
 """The ledgers of the active meters."""
 
 
-def _watch_sizes(ledger: Ledger) -> None:
+def _watch_sizes(ledger: StorageLedger) -> None:
     """Report resized storages to the ledger: a resize is not a dispatched operation.
 
     FSDP2 frees its gathered parameters this way, and lock-step frees what it sends to the host.
@@ -241,7 +236,7 @@ def _watch_sizes(ledger: Ledger) -> None:
     torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
 
 
-def _unwatch_sizes(ledger: Ledger) -> None:
+def _unwatch_sizes(ledger: StorageLedger) -> None:
     _LEDGERS.remove(ledger)
     if not _LEDGERS:
         del torch.UntypedStorage.resize_  # This uncovers the method of the base class.
@@ -254,14 +249,15 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
     return resized
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Yield the tensors in nested lists and mappings."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _device_type(model: torch.nn.Module | None, device: torch.device | str | None) -> str:
@@ -271,33 +267,6 @@ def _device_type(model: torch.nn.Module | None, device: torch.device | str | Non
         for tensor in model.parameters():
             return tensor.device.type
     return "cpu"
-
-
-@dataclass(frozen=True)
-class CudaPeak:
-    """The peak of CUDA memory, from three sources that count different things."""
-
-    allocated: int
-    """Bytes of live tensors at the allocator's peak, rounded to its blocks."""
-
-    reserved: int
-    """Bytes that the allocator had reserved at its peak, including fragmentation."""
-
-    device_used: int
-    """Bytes in use on the whole device now, by the driver's count.
-
-    This includes the CUDA context, libraries' workspaces, graph pools and other processes.
-    """
-
-
-def cuda_peak(device: torch.device | str | int | None = None) -> CudaPeak:
-    """Return the peak of CUDA memory since `reset_cuda_peak` (or the start)."""
-    free, total = torch.cuda.mem_get_info(device)
-    return CudaPeak(
-        allocated=torch.cuda.max_memory_allocated(device),
-        reserved=torch.cuda.max_memory_reserved(device),
-        device_used=total - free,
-    )
 
 
 def peak_with_recordings(device: torch.device) -> int:
@@ -341,8 +310,13 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
     record: Record
 
 
-class Ledger:
+class StorageLedger:
     """The live storages, the peak of their sum with its records, and the largest new storage.
+
+    Memory belongs to storages, not to tensors. Views share a storage, and it outlives its first
+    tensor as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. So each storage
+    counts once, from the moment it is first seen until it is freed. Storages are identified by
+    object and tracked by weak reference: an allocator reuses an address within microseconds.
 
     The category of a storage may become known late: a tensor turns out to be a saved activation
     when the backward begins, or a gradient when it has ended. So the peak is kept as the set of
@@ -363,7 +337,7 @@ class Ledger:
 
     def see(self, storage: torch.UntypedStorage, category: str) -> Record:
         """Return the record of a storage; a new storage gets this category."""
-        key = storage._cdata
+        key = storage_id(storage)
         record = self.live.get(key)
         if record is not None:
             if record.nbytes == self._rounded(storage.nbytes()):
@@ -386,7 +360,7 @@ class Ledger:
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Update the size of a storage; ignore one that was never seen."""
-        record = self.live.get(storage._cdata)
+        record = self.live.get(storage_id(storage))
         if record is not None:
             self.see(storage, record.category)
 
@@ -445,6 +419,12 @@ def _by_category(records: list[Record]) -> dict[str, int]:
     for record in records:
         totals[record.category] = totals.get(record.category, 0) + record.nbytes
     return totals
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage as long as it is alive."""
+    key: int = storage._cdata
+    return key
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

@@ -1,4 +1,9 @@
-"""A window as plain as can be: for predictions on fake tensors, and trial steps on real ones."""
+"""A window with nothing but its allocations, for predictions on fake tensors and trial steps.
+
+It allocates what a window of the library allocates, up to a few scalars. Gradients that leave the
+device (`wholebatch.offload`) have nowhere to go in a prediction: they are dropped in the same
+hooks, and those that come back for the optimizer's step are allocated again, bucket by bucket.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,6 @@ from wholebatch.offload.parameter_buckets import bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
 
 __all__ = [
-    "Elsewhere",
     "PlainWindow",
     "Reduction",
     "bucket_bytes_of",
@@ -33,10 +37,7 @@ Reduction: TypeAlias = Literal["overlap", "after"]
 
 
 class PlainWindow:
-    """A window as plain as can be: forwards and backwards, then the update; nothing is normalised.
-
-    It allocates what a window of the library allocates, up to a few scalars.
-    """
+    """Forwards and backwards, then the update; nothing is normalised."""
 
     def __init__(
         self,
@@ -69,10 +70,10 @@ class PlainWindow:
             precision, next(model.parameters()).device.type, keeps=sharding is None
         )
         self._sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
-        self._elsewhere: Elsewhere | None = None
+        self._offloaded: _OffloadedGradients | None = None
         self.steps_in_backward = gradients == "release"
         if gradients != "device":
-            self._elsewhere = Elsewhere(gradients, model, optimizer, around_update)
+            self._offloaded = _OffloadedGradients(gradients, model, optimizer, around_update)
 
     def run(self, micros: Sequence[Any]) -> None:
         """Train on these micro-batches once."""
@@ -81,17 +82,17 @@ class PlainWindow:
         self.clear()
 
     def add_all(self, micros: Sequence[Any]) -> None:
-        """Everything before the optimizer's step."""
+        """Run everything before the optimizer's step."""
         self._begin()
         self._add(micros)
 
     def add_last(
         self, micro: Any, *, after_forward: bool, with_gradients: Sequence[torch.nn.Parameter]
     ) -> None:
-        """The last of several micro-batches alone: where the others have left what they leave.
+        """Run the last of several micro-batches alone, in the state that the others leave.
 
-        These parameters have gradients, and casts of weights are kept if there was a forward. The
-        backwards before it take no more than the last: they find what it finds, or less.
+        `with_gradients` have gradients, and casts of weights are kept if there was a forward. The
+        backwards before it need no more than the last: they find what it finds, or less.
         """
         self._begin()
         if after_forward:
@@ -102,7 +103,7 @@ class PlainWindow:
         self._add([micro])
 
     def make_state(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """One step with gradients for these parameters, which are dropped again."""
+        """Make the optimizer's state by one step, with gradients for these parameters."""
         assert self._optimizer is not None
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
@@ -116,29 +117,33 @@ class PlainWindow:
 
     def _add(self, micros: Sequence[Any]) -> None:
         if self._lock_step is not None and len(micros) > 1:
-            self._lock_step.run(micros, forward=self._forward, backward=self._backward)
-            with self._reducing(self._reduction is not None, overlap=False):
-                pass
+            self._lock_step.run(micros, forward=self._forward, backward=torch.autograd.backward)
+            after = self._reduction is not None
         else:
-            overlap = self._reduction == "overlap"
-            if self._incoming is not None:
-                self._incoming.attach([p for p in self._model.parameters() if p.requires_grad])
-            for place, micro in enumerate(micros):
-                totals = self._forward(micro)
-                is_last = place == len(micros) - 1
-                if self._sharding is not None:
-                    reduces_next(self._model, is_last or self._sharding.sync == "every")
-                with self._reducing(overlap and is_last, overlap=True), self._leaving(is_last):
-                    self._backward(totals)
-                if self._incoming is not None:
-                    self._incoming.take()
-                del totals
-            if self._incoming is not None:
-                self._incoming.detach()
-            with self._reducing(self._reduction == "after", overlap=False):
-                pass
+            self._add_in_turn(micros)
+            after = self._reduction == "after"
+        with self._reducing(after, overlap=False):
+            pass
         self._casts.end()
         self._sixteen_bit.round_once()
+
+    def _add_in_turn(self, micros: Sequence[Any]) -> None:
+        if self._incoming is not None:
+            self._incoming.attach([p for p in self._model.parameters() if p.requires_grad])
+        for place, micro in enumerate(micros):
+            totals = self._forward(micro)
+            is_last = place == len(micros) - 1
+            if self._sharding is not None:
+                reduces_next(self._model, is_last or self._sharding.sync == "every")
+            leaving = self._offloaded.backward(last=is_last) if self._offloaded else nullcontext()
+            overlaps = self._reduction == "overlap" and is_last
+            with self._reducing(overlaps, overlap=True), leaving:
+                torch.autograd.backward(totals)
+            if self._incoming is not None:
+                self._incoming.take()
+            del totals
+        if self._incoming is not None:
+            self._incoming.detach()
 
     def _forward(self, micro: Any) -> list[torch.Tensor]:
         with self._casts.forward():
@@ -147,14 +152,6 @@ class PlainWindow:
             return [result.total]
         return [term.total for term in result.by_name.values()]
 
-    def _backward(self, totals: list[torch.Tensor]) -> None:
-        torch.autograd.backward(totals)
-
-    def _leaving(self, is_last: bool) -> AbstractContextManager[None]:
-        if self._elsewhere is None:
-            return nullcontext()
-        return self._elsewhere.backward(last=is_last)
-
     def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
         if not reduces:
             return nullcontext()
@@ -162,10 +159,10 @@ class PlainWindow:
         return Buckets(trained, None, lambda work: None, send=self._sent).reducing(overlap=overlap)
 
     def step(self) -> None:
-        """The optimizer's step; gradients stay."""
+        """Run the optimizer's step; gradients stay."""
         if self._optimizer is not None:
             with self._around_update():
-                (self._elsewhere or self._optimizer).step()
+                (self._offloaded or self._optimizer).step()
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -183,6 +180,7 @@ _BUCKET_BYTES = {
 
 
 def check_gradients(gradients: str) -> None:
+    """Refuse an unknown place of the gradients."""
     if gradients not in ("device", *_BUCKET_BYTES):
         allowed = ", ".join(map(repr, ("device", *_BUCKET_BYTES)))
         raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
@@ -200,8 +198,8 @@ def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> in
     return ring_bytes(sum(4 * p.numel() for p in model.parameters() if p.requires_grad))
 
 
-class Elsewhere:
-    """The hooks and the optimizer step of a window whose gradients leave the device."""
+class _OffloadedGradients:
+    """The hooks and the optimizer's step of a window whose gradients leave the device."""
 
     def __init__(
         self,
@@ -244,12 +242,8 @@ class Elsewhere:
         ready, self._ready, self._bytes = self._ready, [], 0
         kept = [parameter.grad_dtype for parameter in ready]
         for parameter in ready:
-            gradient = parameter.grad
-            if gradient is not None and gradient.dtype is not parameter.dtype:
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-                parameter.grad = gradient.to(parameter.dtype)
-            del gradient
+            if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
+                precisions.round_gradient(parameter)
         if ready and self._optimizer is not None:
             with self._around_update(), only(self._optimizer, ready):
                 self._optimizer.step()

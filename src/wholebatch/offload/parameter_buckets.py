@@ -126,7 +126,8 @@ def sum_over_ranks(sync: Sync, rows: Sequence[Tensor]) -> Sequence[Tensor]:
     summed = sync.sum_tensor(real).view_as(real)
     if flat.is_complex():
         summed = torch.view_as_complex(summed)
-    return summed.split([row.numel() for row in rows])
+    pieces: Sequence[Tensor] = summed.split([row.numel() for row in rows])
+    return pieces
 
 
 # Steps
