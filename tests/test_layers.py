@@ -31,9 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "cli.checkpoints",
             "cli.sharded_checkpoints",
             "core.loader_loop",
-            "core.nonfinite_search",
             "core.runner",
-            "core.sequential",
             "core.state_dict",
             "distributed.pipeline",
             "distributed.pipeline_stages",
@@ -69,12 +67,10 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "core.json_files",
             "core.loss",
-            "core.one_call_at_a_time",
             "core.optimizer_step",
             "core.optional_packages",
             "core.random_state",
             "core.safe_loading",
-            "core.step_result",
             "distributed.deadline",
             "memory.budget",
         }
@@ -85,7 +81,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("distributed.uneven_ranks", "core.sequential"),
+        ("distributed.uneven_ranks", "core.runner"),
         ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),

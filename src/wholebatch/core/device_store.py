@@ -23,12 +23,12 @@ from torch.optim.optimizer import (
 from wholebatch.core.close import (
     Closed,
     CloseOptions,
+    DeferredHooks,
     Holder,
     close_gradients,
     dense_gradients,
     scalar_on,
 )
-from wholebatch.core.gradient_hooks import DeferredHooks
 from wholebatch.core.gradient_store import Ahead, Store, WindowSums
 from wholebatch.core.optimizer_step import stepping, takes_grad_scale
 from wholebatch.errors import WindowError

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions
-from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
 from wholebatch.core.optimizer_step import foreign_code
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from wholebatch.core.splitting import Tokens, batch_size_of, split
-from wholebatch.core.splitting.layout import Static, layout_of, take
-from wholebatch.core.splitting.lengths import lengths_of
+from wholebatch.core.splitting.micro_batches import lengths_of
+from wholebatch.core.splitting.samples import Static, layout_of, take
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
 from wholebatch.errors import OptionError

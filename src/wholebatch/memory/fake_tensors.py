@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn import functional
 
-from wholebatch.core.splitting.structure import Leaf, flatten
+from wholebatch.core.splitting.samples import Leaf, flatten
 from wholebatch.errors import UnsupportedError
 
 __all__ = [

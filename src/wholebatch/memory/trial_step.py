@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.splitting import batch_size_of, to_device
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, resize_batch
 from wholebatch.memory.fake_tensors import map_tensors
 from wholebatch.memory.meter import MemoryMeter, storage_id, tensors_in

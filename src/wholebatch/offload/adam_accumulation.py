@@ -39,8 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, read_scalars
-from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, read_scalars
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
