@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import EXACT, Seen, Whole, distance, mlp, pieces, samples, sgd, summed
 from wholebatch.core.model_and_optimizer import check_device
+from wholebatch.core.options import grouped
 
 
 def accumulate(model: nn.Module, optimizer: Any, batch: Any, sizes: list[int]) -> None:
@@ -24,8 +25,8 @@ def accumulate(model: nn.Module, optimizer: Any, batch: Any, sizes: list[int]) -
 
 def refused(model: nn.Module, optimizer: Any, message: str, **options: Any) -> None:
     for make in (
-        lambda: wb.Accumulator(model, optimizer, steps=2, **options),
-        lambda: wb.WholeBatch(model, optimizer, loss=summed, **options),
+        lambda: wb.Accumulator(model, optimizer, steps=2, **grouped(options)),
+        lambda: wb.WholeBatch(model, optimizer, loss=summed, **grouped(options)),
     ):
         with pytest.raises((wb.errors.UnsupportedError, wb.errors.OptionError), match=message):
             make()

@@ -5,7 +5,7 @@ from wholebatch.memory.activation_checkpointing import (
     with_checkpoints,
     without_checkpoints,
 )
-from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.memory.budget import Budget, parse_memory
 from wholebatch.memory.choose_micro_batch import (
     Choice,
     choose_micro_batch,
@@ -27,10 +27,10 @@ from wholebatch.memory.trial_step import (
 )
 
 __all__ = [
+    "Budget",
     "Choice",
     "Correction",
     "Fit",
-    "Memory",
     "MemoryMeter",
     "Plan",
     "Prediction",
