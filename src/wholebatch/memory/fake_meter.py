@@ -9,7 +9,7 @@ layouts and operations that return numbers go to torch every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -69,51 +69,91 @@ class _CachedResult:
 _RESULTS: dict[Any, _CachedResult | None] = {}
 """The cached results; None marks a question whose result must not be reused."""
 
+_UNKNOWN: Any = object()
+_META = torch.device("meta")
+_CHANGE_LISTS = ("_foreach_", "_fused_")
+_DEVICE_OF = torch.ops.prim.device.default
+_NUMBER_OF = torch.ops.aten._local_scalar_dense.default
 
-class _OpCache:
-    """Cached results for the tensors of one fake mode."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-        self._attributes: dict[torch.device, dict[str, Any]] = {}
+class FakeMeter(MemoryMeter):
+    """The meter over fake tensors, which can also run an optimizer's step on them."""
 
-    def call(
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        granule: int,
+    ) -> None:
+        super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
+        self._answers = False
+        self._mode: FakeTensorMode | None = None  # of the first fake tensor that is seen
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of fake tensors on a device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled on fake tensors, and asking torch takes longer
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answer 1 if a number is read out of a tensor, as optimizers do with their steps.
+
+        The memory of an update does not depend on it. That of a loss might, so a loss gets the
+        fake tensor's error.
+        """
+        self._answers = True
+        try:
+            yield
+        finally:
+            self._answers = False
+
+    def __torch_dispatch__(
         self,
         func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        ask: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any],
-        see: Callable[[Sequence[FakeTensor]], None],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return the result of `func`, cached or from `ask`, or _NOT_CACHED if it has no key.
+        if func is _DEVICE_OF:  # asked very often, and makes nothing
+            of = args[0]
+            return of.fake_device if isinstance(of, FakeTensor) else func(*args)
+        return self._counted(func, args, kwargs or {})
 
-        `see` is called first, with the tensors among the arguments.
-        """
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Count an operation; nearly every result comes from the cache."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
+        if self._mode is None or func.__name__.startswith(_CHANGE_LISTS):
+            return super()._counted(func, args, kwargs)
         given: list[FakeTensor] = []
         try:
             key = _question(func, args, kwargs, given)
             cached = _RESULTS.get(key, _UNKNOWN)
         except TypeError:  # An argument is not hashable, or its value may matter.
-            return _NOT_CACHED
+            return super()._counted(func, args, kwargs)
         if not given:
-            return _NOT_CACHED
-        see(given)
-        if cached is None:
-            return ask(func, args, kwargs)
-        if cached is not _UNKNOWN:
-            assert isinstance(cached, _CachedResult)
+            return super()._counted(func, args, kwargs)
+        self._see_given(given)
+        if cached is _UNKNOWN:
+            storages = [storage_id(tensor.untyped_storage()) for tensor in given]
+            result = self._asked(func, args, kwargs)
+            if len(_RESULTS) >= _MOST:
+                _RESULTS.clear()
+            unchanged = _question(func, args, kwargs, []) == key  # False for `resize_`, `out=`, …
+            _RESULTS[key] = _described(result, given, storages) if unchanged else None
+        elif cached is None:
+            result = self._asked(func, args, kwargs)
+        else:
             with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-                made = [self._build(part, given) for part in cached.parts]
-            return made[0] if cached.sequence is None else cached.sequence(made)
-        storages = [storage_id(tensor.untyped_storage()) for tensor in given]
-        result = ask(func, args, kwargs)
-        if len(_RESULTS) >= _MOST:
-            _RESULTS.clear()
-        unchanged = _question(func, args, kwargs, []) == key  # False for `resize_`, `out=`, …
-        _RESULTS[key] = _described(result, given, storages) if unchanged else None
+                made = [self._rebuilt(part, given) for part in cached.parts]
+            result = made[0] if cached.sequence is None else cached.sequence(made)
+        self._see((result,), "temporaries")
         return result
 
-    def _build(self, part: _Part, given: list[FakeTensor]) -> torch.Tensor | None:
+    def _rebuilt(self, part: _Part, given: list[FakeTensor]) -> torch.Tensor | None:
+        """Make a fake tensor as torch would."""
         if part is None:
             return None
         if isinstance(part, _Same):
@@ -128,19 +168,56 @@ class _OpCache:
         made = torch.Tensor._make_subclass(  # type: ignore[attr-defined, unused-ignore]
             FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=part.device
         )
-        attributes = self._attributes.get(part.device)
-        if attributes is None:
-            attributes = self._attributes[part.device] = dict(
-                vars(FakeTensor(self._mode, torch.empty(0, device="meta"), part.device))
-            )
-        vars(made).update(attributes)
+        if part.device not in self._attributes:
+            assert self._mode is not None
+            like = FakeTensor(self._mode, torch.empty(0, device="meta"), part.device)
+            self._attributes[part.device] = dict(vars(like))
+        vars(made).update(self._attributes[part.device])
         return made  # type: ignore[no-any-return, unused-ignore]
 
+    def _see_given(self, tensors: Sequence[FakeTensor]) -> None:
+        live, kind = self._ledger.live, self._device_type
+        for tensor in tensors:  # all of them strided
+            if tensor.fake_device.type == kind:
+                storage = tensor.untyped_storage()
+                # The ledger learns of a new size from `resize_`, or from a result.
+                if storage_id(storage) not in live:
+                    self._ledger.see(storage, "inputs")
 
-_NOT_CACHED: Any = object()
-"""The marker for a call that is not cached, because more than shapes may matter."""
-_UNKNOWN: Any = object()
-_META = torch.device("meta")
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation that is not cached."""
+        if self._mode is None:
+            self._mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
+            return self._asked(func, args, kwargs)
+        changes = func.__name__.startswith(_CHANGE_LISTS) and not func._schema.returns
+        if changes and all(_is_unknown(one) for one in args):
+            return None  # It makes nothing, and changes no known number.
+        if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
+            known = args[0].constant
+            if known is not None:
+                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+                    return known.item()
+            if self._answers:
+                return 1
+        return self._asked(func, args, kwargs)
+
+    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return run_fake(func, args, kwargs)
+        except DataDependentOutputException:
+            if not self._answers:
+                raise
+            return 1
+
+
+def _is_unknown(value: Any) -> bool:
+    """True if no number of these tensors is known, which a change would make wrong."""
+    if isinstance(value, list | tuple):
+        return all(_is_unknown(one) for one in value)
+    if isinstance(value, torch.Tensor):
+        local = getattr(value, "_local_tensor", value)  # a sharded tensor has one
+        return type(local) is FakeTensor and local.constant is None
+    return True
 
 
 def _question(
@@ -220,111 +297,3 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> int:
     if 0 in shape:
         return 0
     return size * (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))
-
-
-class FakeMeter(MemoryMeter):
-    """The meter over fake tensors, which can also run an optimizer's step on them."""
-
-    def __init__(
-        self,
-        *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        granule: int,
-    ) -> None:
-        super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
-        self._answers = False
-        self._cache: _OpCache | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled on fake tensors, and asking torch takes longer
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is _DEVICE_OF:  # asked very often, and makes nothing
-            of = args[0]
-            return of.fake_device if isinstance(of, FakeTensor) else func(*args)
-        return self._counted(func, args, kwargs or {})
-
-    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Count an operation; nearly every result comes from the cache."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
-        if self._cache is None or func.__name__.startswith(_CHANGE_LISTS):
-            return super()._counted(func, args, kwargs)
-        result = self._cache.call(func, args, kwargs, self._asked, self._see_given)
-        if result is _NOT_CACHED:
-            return super()._counted(func, args, kwargs)
-        self._see((result,), "temporaries")
-        return result
-
-    def _see_given(self, tensors: Sequence[FakeTensor]) -> None:
-        live, kind = self._ledger.live, self._device_type
-        for tensor in tensors:  # all of them strided
-            if tensor.fake_device.type == kind:
-                storage = tensor.untyped_storage()
-                # The ledger learns of a new size from `resize_`, or from a result.
-                if storage_id(storage) not in live:
-                    self._ledger.see(storage, "inputs")
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Answer 1 if a number is read out of a tensor, as optimizers do with their steps.
-
-        The memory of an update does not depend on it. That of a loss might, so a loss gets the
-        fake tensor's error.
-        """
-        self._answers = True
-        try:
-            yield
-        finally:
-            self._answers = False
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operation that is not cached."""
-        if self._cache is None:
-            mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
-            if mode is not None:
-                self._cache = _OpCache(mode)
-            return self._asked(func, args, kwargs)
-        changes = func.__name__.startswith(_CHANGE_LISTS) and not func._schema.returns
-        if changes and all(_is_unknown(one) for one in args):
-            return None  # It makes nothing, and changes no known number.
-        if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
-            known = args[0].constant
-            if known is not None:
-                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-                    return known.item()
-            if self._answers:
-                return 1
-        return self._asked(func, args, kwargs)
-
-    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        try:
-            return run_fake(func, args, kwargs)
-        except DataDependentOutputException:
-            if not self._answers:
-                raise
-            return 1
-
-
-def _is_unknown(value: Any) -> bool:
-    """True if no number of these tensors is known, which a change would make wrong."""
-    if isinstance(value, list | tuple):
-        return all(_is_unknown(one) for one in value)
-    if isinstance(value, torch.Tensor):
-        local = getattr(value, "_local_tensor", value)  # a sharded tensor has one
-        return type(local) is FakeTensor and local.constant is None
-    return True
-
-
-_CHANGE_LISTS = ("_foreach_", "_fused_")
-_DEVICE_OF = torch.ops.prim.device.default
-_NUMBER_OF = torch.ops.aten._local_scalar_dense.default

@@ -5,7 +5,7 @@ Everything here is predicted. It needs neither the device nor memory for the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -187,13 +187,7 @@ def make_plan(
     With `sync`, FSDP2 shards the model over them block by block: `"hold"` keeps whole gradients
     until the last micro-batch, `"every"` keeps slices. Otherwise each device holds the whole model.
     """
-    for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
-        if value < 1:
-            raise OptionError(f"{name}={value}: must be at least 1")
-    if batch_size < ranks:
-        raise OptionError(
-            f"batch_size={batch_size} on {ranks} ranks: must be at least one sample for each"
-        )
+    _check_sizes(batch_size, ranks, budget)
     sharding = None if sync is None else Sharding(ranks, sync)
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     most = -(-batch_size // ranks)
@@ -207,7 +201,7 @@ def make_plan(
         even = -(-most // steps)
         points = _points(here, even, largest, most)
         others = _variants(planned, here, max(2, largest), optimizer) if variants else []
-        rungs: Sequence[Rung] = ()
+        rungs: list[Rung] = []
         if not fits:
             rungs = ladder(
                 model,
@@ -233,6 +227,16 @@ def make_plan(
         seconds=sum(found.seconds for found in here.made.values()),
         sync=sync,
     )
+
+
+def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:
+    for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
+        if value < 1:
+            raise OptionError(f"{name}={value}: must be at least 1")
+    if batch_size < ranks:
+        raise OptionError(
+            f"batch_size={batch_size} on {ranks} ranks: must be at least one sample for each"
+        )
 
 
 def _points(here: _PeaksBySize, even: int, largest: int, most: int) -> tuple[Point, ...]:
