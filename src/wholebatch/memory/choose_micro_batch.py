@@ -63,7 +63,7 @@ class Choice:
             return self.measured is not None
         return self.tried[self.micro_batch] <= self.budget
 
-    def said(self) -> str:
+    def summary(self) -> str:
         """Return what was chosen and why, in two lines."""
         by_size = sorted(self.prediction.by_category.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {bytes_said(size)}" for name, size in by_size[:3] if size)

@@ -300,7 +300,7 @@ class Fitting:
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
             return samples
-        self.said = choice.said()
+        self.said = choice.summary()
         _log.info("%s", self.said)
         return choice.micro_batch
 
