@@ -22,6 +22,7 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 
 __all__ = [
+    "HeldPostHooks",
     "as_real",
     "bucket_bytes",
     "check_parts",
@@ -150,14 +151,30 @@ def only(optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter])
 @contextmanager
 def in_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Make several steps parts of one: hooks after a step run once, at the end."""
-    hooks = optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+    hooks = HeldPostHooks(optimizer)
     try:
         yield
     finally:
-        optimizer._optimizer_step_post_hooks = hooks
-    for hook in list(hooks.values()):
-        hook(optimizer, (), {})
+        hooks.restore()
+    hooks.run()
+
+
+class HeldPostHooks:
+    """The hooks after an optimizer's step, held back from now on."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._hooks = optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+
+    def restore(self) -> None:
+        """Give the hooks back to the optimizer."""
+        self._optimizer._optimizer_step_post_hooks = self._hooks
+
+    def run(self) -> None:
+        """Call the hooks once."""
+        for hook in list(self._hooks.values()):
+            hook(self._optimizer, (), {})
 
 
 def check_parts(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:

@@ -12,7 +12,6 @@ a loss is not finite, that backward does not run at all.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError
 from wholebatch.offload.parameter_buckets import (
+    HeldPostHooks,
     as_real,
     bucket_bytes,
     in_buckets,
@@ -65,7 +65,7 @@ class ReleaseStore(DeviceStore):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._post_hooks: dict[torch.optim.Optimizer, Any] = {}
+        self._post_hooks: dict[torch.optim.Optimizer, HeldPostHooks] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -183,8 +183,7 @@ class ReleaseStore(DeviceStore):
             if self.target.sixteen_bit.rounds(parameter):
                 round_gradient(parameter)
         if optimizer not in self._post_hooks:  # they run once, after the whole update
-            self._post_hooks[optimizer] = optimizer._optimizer_step_post_hooks
-            optimizer._optimizer_step_post_hooks = OrderedDict()
+            self._post_hooks[optimizer] = HeldPostHooks(optimizer)
         self._released += ready
         taker: Any = optimizer
         if fused:
@@ -243,19 +242,18 @@ class ReleaseStore(DeviceStore):
     def step(self, remaining: float) -> None:
         """Run the hooks that follow a step: the steps are made already."""
         self._released = []
-        for optimizer, hooks in self._give_back().items():
-            for hook in list(hooks.values()):
-                hook(optimizer, (), {})
+        for hooks in self._restored_hooks():
+            hooks.run()
 
-    def _give_back(self) -> dict[torch.optim.Optimizer, Any]:
-        hooks, self._post_hooks = self._post_hooks, {}
-        for optimizer, theirs in hooks.items():
-            optimizer._optimizer_step_post_hooks = theirs
-        return hooks
+    def _restored_hooks(self) -> list[HeldPostHooks]:
+        held, self._post_hooks = [*self._post_hooks.values()], {}
+        for hooks in held:
+            hooks.restore()
+        return held
 
     def discard(self) -> None:
         self.spoiled += [(parameter, parameter._version) for parameter in self._released]
-        self._give_back()
+        self._restored_hooks()
         super().discard()
         self._clear()
 
