@@ -30,12 +30,10 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "cli.checkpoints",
             "cli.sharded_checkpoints",
-            "core.loader_loop",
             "core.runner",
             "core.state_dict",
             "distributed.pipeline",
             "distributed.pipeline_stages",
-            "distributed.uneven_ranks",
             "integrations.host_window",
             "memory",
             "core.noise_scale",
@@ -82,7 +80,6 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("distributed.uneven_ranks", "core.runner"),
         ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),
