@@ -37,6 +37,8 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
+from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.gradient_store import Store, WindowSums, refuse_stray
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
 from wholebatch.core.options import Close, Memory
@@ -50,9 +52,7 @@ from wholebatch.errors import (
     UnsupportedError,
     WindowError,
 )
-from wholebatch.offload import DeviceStore, Store, refuse_stray
 from wholebatch.offload import choose as choose_store
-from wholebatch.offload.close_on_device import Sums
 
 __all__ = ["Step", "Turn", "Window", "make_window"]
 
@@ -410,7 +410,7 @@ class Window:
         """Let the device close the window while the host waits for its numbers."""
         if not self.totals:
             return None
-        sums = Sums(self.totals, self.units, self.known, self.seed, self.loss_scale)
+        sums = WindowSums(self.totals, self.units, self.known, self.seed, self.loss_scale)
         ahead = self.store.close_ahead(self.groups, sums, self._hooks, while_waiting)
         if ahead is None:
             return None

@@ -35,6 +35,7 @@ from wholebatch.core.close import (
     read_units,
     where_nonfinite,
 )
+from wholebatch.core.gradient_store import Store
 from wholebatch.core.loss import Units
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_of
@@ -62,7 +63,6 @@ from wholebatch.integrations.host_window.host_gradients import (
 )
 from wholebatch.integrations.host_window.host_ranks import Ranks, ranks_of
 from wholebatch.integrations.host_window.total_or_mean import Given
-from wholebatch.offload import Store
 
 __all__ = ["Hosted"]
 

@@ -12,7 +12,7 @@ from wholebatch.core.loss import Loss
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory
-from wholebatch.memory.prediction_correction import choose_on_device
+from wholebatch.memory.trial_step import choose_on_device
 
 __all__ = ["most_that_fit"]
 
@@ -45,9 +45,9 @@ def most_that_fit(trainer: Any, inputs: dict[str, Any], memory: Budget | None) -
     except UnsupportedError as error:
         _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
         return samples
-    _log.info("%s", choice.said())
+    _log.info("%s", choice.summary())
     if not choice.fits:
-        raise OptionError(f"not even one sample fits into the memory: {choice.said()}")
+        raise OptionError(f"not even one sample fits into the memory: {choice.summary()}")
     chosen = torch.tensor([choice.micro_batch], device=device)
     return int(trainer.accelerator.gather(chosen).min())
 
