@@ -28,7 +28,7 @@ from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.host_window import Given
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
-from wholebatch.integrations.transformers.trainer_facts import stepped_here
+from wholebatch.integrations.transformers.label_units import stepped_here
 
 pytestmark = [
     pytest.mark.slow,

@@ -33,8 +33,11 @@ from transformers import (
 )
 
 from wholebatch.integrations.transformers import ExactWindows, exact
-from wholebatch.integrations.transformers.label_units import measured_shift
-from wholebatch.integrations.transformers.trainer_facts import EpochEnd, nothing_through
+from wholebatch.integrations.transformers.label_units import (
+    EpochEnd,
+    measured_shift,
+    nothing_through,
+)
 
 pytestmark = [
     pytest.mark.slow,

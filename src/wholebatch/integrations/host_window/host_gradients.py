@@ -1,28 +1,71 @@
-"""The gradients of a host's parameters: found, looked at, scaled, cleared, kept in fp32."""
+"""The processes that share a window, as far as counts and sums are concerned.
+
+The gradients of a host's parameters: found, looked at, scaled, cleared, kept in fp32.
+
+A window of a host begins clean, is left alone while it is open, and ends used."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.core.close import Holder, read_scalars
+from wholebatch.core.foreign_writes import Watch
 from wholebatch.core.precision import SIXTEEN_BIT, SixteenBit
-from wholebatch.integrations.host_window.host_ranks import Ranks
+from wholebatch.distributed.process_group import Group
+from wholebatch.errors import WindowError
 
 __all__ = [
+    "Clean",
     "Gradients",
+    "Ranks",
     "WideSums",
     "all_finite",
     "all_parameters",
     "clear",
     "left_over",
     "multiply",
+    "ranks_of",
     "summed",
 ]
+
+
+class Ranks(Protocol):
+    """The data-parallel ranks, as far as counts are concerned."""
+
+    size: int
+    rank: int
+
+    def sum(self, values: Sequence[float]) -> list[float]: ...
+    def sum_tensor(self, tensor: Tensor) -> Tensor: ...
+    def largest(self, value: Tensor) -> Tensor: ...
+
+
+class _OneProcess:
+    size = 1
+    rank = 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def largest(self, value: Tensor) -> Tensor:
+        return value
+
+
+def ranks_of(device: torch.device) -> Ranks:
+    """Return all processes of torch.distributed, or this one alone where it is not in use."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return _OneProcess()
+    return Group([None], device, rank=dist.get_rank())
+
 
 Gradients: TypeAlias = Literal["whole", "sharded", "elsewhere"]
 """Where a host's engine keeps gradients between two backwards of a window: whole ones in `.grad`;
@@ -170,3 +213,83 @@ def _values(holder: Holder, *, local: bool = True) -> Tensor:
         return gradient._values()
     part: Tensor = getattr(gradient, "_local_tensor", gradient) if local else gradient
     return part
+
+
+_TOUCHED = {
+    "gradient": (
+        "the gradient of {} has changed since the window's last backward: call zero_grad(), clip "
+        "gradients and make other backwards only when the window is complete"
+    ),
+    "value": (
+        "{} has changed in the middle of the window: call optimizer.step() only when the window is "
+        "complete"
+    ),
+    "frozen": "{} was frozen in the middle of the window: freeze and unfreeze between windows",
+}
+
+
+class Clean:
+    """What nobody else may touch: the parameters of a window's optimizers and their gradients."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._models, self._optimizers = models, optimizers
+        self._watch = Watch(optimizers)
+        self._inputs: list[nn.Parameter] = []
+        self.unused = False  # whether a window was settled that no step was made from
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self.unused = False
+
+    def forget(self) -> None:
+        """The window is over."""
+        self._watch.forget()
+
+    def begin(self, *, in_grad: bool) -> None:
+        """Refuse gradients that are there before the window's first backward."""
+        self._take()
+        dirty = left_over(self._inputs) if in_grad else None
+        if dirty is None:
+            return
+        why = (
+            "the window before was completed, but no optimizer.step() was made from it"
+            if self.unused
+            else "this window did not make it"
+        )
+        raise WindowError(
+            f"{self._name_of(dirty)} holds a gradient at the first backward of a window, and it "
+            f"would be counted in ({why}): call optimizer.zero_grad() after every "
+            "optimizer.step(), and give every loss to the window"
+        )
+
+    def _take(self) -> None:
+        found = all_parameters(() if self._optimizers else self._models, self._optimizers)
+        self._inputs = [parameter for parameter in found if parameter.requires_grad]
+
+    def remember(self) -> None:
+        """A backward of the window is made: how it leaves the gradients."""
+        if not self._inputs:  # a window that was loaded
+            self._take()
+        self._watch.remember(self._inputs)
+
+    def check(self, micro_batches: int) -> None:
+        """Refuse to go on with a window that is no longer what its backwards made."""
+        found = self._watch.changed(self._inputs)
+        if found is None:
+            self._watch.warn_of_rates()
+            return
+        parameter, what = found
+        raise WindowError(
+            f"{_TOUCHED[what].format(self._name_of(parameter))}; discard() and zero_grad() drop "
+            f"the {micro_batches} micro-batches that this window holds"
+        )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        for model in self._models:
+            for name, one in model.named_parameters():
+                if one is parameter:
+                    return name
+        return f"a parameter of shape {tuple(parameter.shape)}"

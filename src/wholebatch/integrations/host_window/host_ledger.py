@@ -1,4 +1,10 @@
-"""A window in a loop that is somebody else's.
+"""What every adapter over torch lets its user choose, with the same words.
+
+One meaning per word: `total` is a sum, `mean` is a mean, in every loop over micro-batches.
+
+What is known of a host's open window, and how it is written down.
+
+A window in a loop that is somebody else's.
 
 A trainer of another library makes the forwards, the backwards and the step, and clips and logs in
 between. What is left to us is the scale. A hook on the loss multiplies what flows into the graph by
@@ -21,6 +27,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,42 +36,235 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.close import (
     Holder,
+    Policy,
     first_nonfinite,
     power_of_two_near,
     read_scalars,
     read_units,
     where_nonfinite,
 )
-from wholebatch.core.loss import Units
+from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_of
 from wholebatch.coupled.batchnorm.policies import Refuse
+from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
     NonFiniteError,
+    OptionError,
     StateError,
     WindowError,
 )
-from wholebatch.integrations.host_window.adapter_options import Options
-from wholebatch.integrations.host_window.books import Books, Settled
-from wholebatch.integrations.host_window.clean_gradients import Clean
 from wholebatch.integrations.host_window.host_gradients import (
+    Clean,
     Gradients,
+    Ranks,
     WideSums,
     all_finite,
     all_parameters,
     clear,
     multiply,
+    ranks_of,
     summed,
 )
-from wholebatch.integrations.host_window.host_ranks import Ranks, ranks_of
-from wholebatch.integrations.host_window.total_or_mean import Given
 from wholebatch.offload import Store
 
-__all__ = ["Hosted"]
+__all__ = ["Books", "Given", "Hosted", "Options", "Settled"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a host's windows are kept; impossible values are refused here, at construction."""
+
+    batchnorm: str = "refuse"
+    zero_units: Policy = "raise"
+    nonfinite: Policy = "raise"
+    audit: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("zero_units", "nonfinite"):
+            if getattr(self, name) not in ("raise", "skip"):
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be 'raise' or 'skip'")
+        if self.batchnorm == "exact":
+            raise OptionError(
+                'batchnorm="exact" in the loop of another library: exact BatchNorm runs the '
+                "forwards of a window in lock-step, and they are not ours; use wb.WholeBatch, or "
+                "name another policy"
+            )
+
+
+@dataclass(frozen=True)
+class Given:
+    """The loss of one micro-batch: where its backward begins, its units, and what it is of them.
+
+    >>> weight = torch.ones((), requires_grad=True)
+    >>> Given.of(weight * 6, units=3).total.item()
+    6.0
+    >>> Given.of(mean=weight * 2, units=3).total.item()
+    6.0
+    """
+
+    loss: Tensor
+    units: Units
+    is_mean: bool
+
+    @classmethod
+    def of(
+        cls,
+        total: Tensor | Loss | Terms | None = None,
+        units: Units | None = None,
+        mean: Tensor | None = None,
+        *,
+        audit: bool = True,
+    ) -> Given:
+        """Return what `backward(total, units=)` or `backward(mean=, units=)` was given."""
+        if (total is None) == (mean is None):
+            raise LossError(
+                f"backward() with {'neither' if total is None else 'both'} of total and mean=: "
+                "give the sum as backward(total, units=...), or the mean as "
+                "backward(mean=..., units=...)"
+            )
+        if isinstance(total, Terms):
+            raise LossError(
+                f"a loss of several terms ({', '.join(total.by_name)}) in a stream: each is "
+                "divided by its own total over the window, which must be known before the first "
+                "backward; use wb.WholeBatch with units="
+            )
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            if audit:
+                refuse_in_parts(total)
+            return cls(_checked(total.total), check_units(total.units), is_mean=False)
+        if units is None:
+            raise LossError(
+                "backward() without units=: say what the loss is a sum or a mean over "
+                "(units=samples, tokens or weights), or pass a wb.Loss"
+            )
+        if mean is not None:
+            return cls(_checked(mean), check_units(units), is_mean=True)
+        return cls(_checked(total), check_units(units), is_mean=False)
+
+    @property
+    def as_written(self) -> dict[str, Any]:
+        """The words that it was given with."""
+        return {"mean" if self.is_mean else "total": self.loss, "units": self.units}
+
+    @property
+    def weight(self) -> Units:
+        """What the loss is to be multiplied by to be a sum; a tensor in float64."""
+        if not self.is_mean:
+            return 1.0
+        return self.units.double() if isinstance(self.units, Tensor) else self.units
+
+    @property
+    def total(self) -> Tensor | float:
+        """The sum, detached; a mean over no units (0/0) adds nothing."""
+        value = self.loss.detach().reshape(())
+        if value.dtype in (torch.float16, torch.bfloat16):
+            value = value.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
+        units = self.units
+        if not self.is_mean:
+            return value
+        if isinstance(units, Tensor):
+            units = units.to(value.device)
+            # Not 0.0: where() would copy it from the host, and wait for the device.
+            return torch.where(units == 0, value.new_zeros(()), value * units)
+        return value * units if units else 0.0
+
+
+def _checked(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise LossError(
+            f"loss {what}: must be one number, the sum or the mean over the micro-batch's units"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not require a gradient: it is detached from the model, was computed "
+            "under torch.no_grad(), or every parameter that it depends on is frozen"
+        )
+    return loss
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a window was: its exact mean loss over all units of all ranks."""
+
+    loss: float
+    units: float
+    micro_batches: int
+
+
+@dataclass
+class Books:
+    """The losses that were weighed, and how far their backwards have come."""
+
+    seed: float = 1.0
+    divided_by: float = 1.0
+    totals: list[Tensor | float] = field(default_factory=list)
+    units: list[Units] = field(default_factory=list)
+    micro_batches: int = 0
+    flowed: int = 0  # losses whose backward came
+    begun: bool = False  # whether the first backward was let through
+    broken: bool = False
+    reduced: bool = True  # whether the engine reduced in the last backward
+
+    def weighing(self, weight: Units) -> Callable[[Tensor], Tensor]:
+        """Return the hook of a loss that multiplies what its backward begins with."""
+
+        def weigh(gradient: Tensor) -> Tensor:
+            self.flowed += 1
+            if isinstance(weight, Tensor):
+                return gradient * weight.to(gradient.device, gradient.dtype)
+            return gradient * weight
+
+        return weigh
+
+    def check_complete(self, ranks: int, *, in_grad: bool) -> None:
+        """Refuse a loss without its backward, and gradients that were not reduced."""
+        if in_grad and self.flowed != self.micro_batches:
+            raise WindowError(
+                f"{self.micro_batches} losses were weighed in this window, and {self.flowed} "
+                "backwards came: every loss needs its one backward, so that its units are counted "
+                "with its gradient"
+            )
+        if ranks > 1 and not self.reduced:
+            raise WindowError(
+                "the last backward of this window did not reduce the gradients over the "
+                f"{ranks} processes: the last micro-batch must make its backward, outside of "
+                "no_sync (units=0 for one that does not count)"
+            )
+
+    def saved(self) -> dict[str, Any]:
+        """Return them as numbers."""
+        return {
+            "micro_batches": self.micro_batches,
+            "seed": self.seed,
+            "divided_by": self.divided_by,
+            "totals": read_scalars(self.totals),
+            "units": read_scalars(self.units),
+        }
+
+    @classmethod
+    def loaded(cls, saved: Any) -> Books:
+        """Return the books that `saved` wrote down, ready for the next micro-batch."""
+        if not isinstance(saved, dict) or "micro_batches" not in saved:
+            raise StateError("this is not the state of a window (it has no 'micro_batches')")
+        count = saved["micro_batches"]
+        return cls(
+            seed=saved["seed"],
+            divided_by=saved["divided_by"],
+            totals=list(saved["totals"]),
+            units=list(saved["units"]),
+            micro_batches=count,
+            flowed=count,
+            begun=count > 0,
+        )
+
 
 _log = logging.getLogger("wholebatch")
 

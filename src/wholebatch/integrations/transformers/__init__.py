@@ -5,7 +5,6 @@ trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was
 ```
 """
 
-from wholebatch.integrations.transformers.exact_trainer import exact
-from wholebatch.integrations.transformers.trainer_mixin import ExactWindows
+from wholebatch.integrations.transformers.exact_trainer import ExactWindows, exact
 
 __all__ = ["ExactWindows", "exact"]
