@@ -24,9 +24,9 @@ class Group:
         self._device = device
         self.rank = rank
         self.waiting = Waiting(device)
-        self.size = 1
+        self.ranks = 1
         for group in self._groups:
-            self.size *= dist.get_world_size(group)
+            self.ranks *= dist.get_world_size(group)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         vector = torch.tensor(list(values), dtype=torch.float64, device=self._device)

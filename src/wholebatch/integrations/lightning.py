@@ -4,7 +4,7 @@
 trainer = Trainer(
     accumulate_grad_batches=4,
     gradient_clip_val=1.0,
-    callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+    callbacks=[LightningWindows(units=lambda batch: (batch["labels"] != -100).sum())],
 )
 ```
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,15 +24,16 @@ from torch import Tensor, nn
 from wholebatch.core.close import Policy
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.optional_packages import require
-from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.integrations.host_window import (
+    AdapterOptions,
     FirstLook,
-    Given,
-    Gradients,
-    Hosted,
-    Options,
+    GradientsIn,
+    HostLedger,
+    HostLoss,
+    LoopWindows,
     Settled,
-    all_parameters,
+    replaced_attributes,
 )
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
@@ -41,23 +41,18 @@ require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in L
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 
-__all__ = ["ExactWindows", "FabricWindows"]
+__all__ = ["FabricWindows", "LightningWindows"]
 
 
-REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds whole gradients
-_STRATEGIES = (*REPLICATED, "FSDPStrategy", "ModelParallelStrategy")
+_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds whole gradients
+_STRATEGIES = (*_REPLICATED, "FSDPStrategy", "ModelParallelStrategy")
 
 
-def gradients_of(strategy: Any) -> Gradients:
-    return "whole" if type(strategy).__name__ in REPLICATED else "sharded"
+def _gradients_in(strategy: Any) -> GradientsIn:
+    return "whole" if type(strategy).__name__ in _REPLICATED else "sharded"
 
 
-def scales(precision: Any) -> bool:
-    scaler = getattr(precision, "scaler", None)
-    return scaler is not None and bool(scaler.is_enabled())
-
-
-def check_strategy(strategy: Any) -> None:
+def _check_strategy(strategy: Any) -> None:
     name = type(strategy).__name__
     if name not in _STRATEGIES or getattr(strategy, "handles_gradient_accumulation", False):
         raise UnsupportedError(
@@ -71,8 +66,8 @@ def check_strategy(strategy: Any) -> None:
         )
 
 
-class FabricWindows:
-    """Every update of a loop over Fabric is that of the undivided global batch.
+class FabricWindows(LoopWindows):
+    """Windows in a loop over Fabric, each of whose updates is that of the undivided global batch.
 
     ```python
     windows = FabricWindows(fabric, model, optimizer)
@@ -107,40 +102,28 @@ class FabricWindows:
     ) -> None:
         if not isinstance(fabric, Fabric):
             raise OptionError(f"fabric={type(fabric).__name__}: must be a lightning.fabric.Fabric")
-        check_strategy(fabric.strategy)
-        self._fabric = fabric
-        self._model = model
+        _check_strategy(fabric.strategy)
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer):
             raise OptionError(
                 f"optimizer={type(optimizer).__name__}: must be what fabric.setup returned"
             )
-        self._optimizer: torch.optim.Optimizer = inner
-        self._audit = audit
-        self._window = Hosted(
+        self._fabric = fabric
+        window = HostLedger(
             [model],
             [inner],
             device=fabric.device,
-            options=Options(batchnorm, zero_units, nonfinite, audit),
-            gradients=gradients_of(fabric.strategy),
-            is_scaled=lambda: scales(fabric.strategy.precision),
+            options=AdapterOptions(batchnorm, zero_units, nonfinite, audit),
+            gradients=_gradients_in(fabric.strategy),
+            scaled_by=fabric.strategy.precision,
         )
-        self._optimizer.register_step_pre_hook(self._refuse_open_window)
-
-    @property
-    def updates(self) -> int:
-        """Windows that were completed so far."""
-        return self._window.updates
-
-    @property
-    def last(self) -> Settled | None:
-        """The window that was completed last."""
-        return self._window.last
-
-    @property
-    def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
-        return self._window.skipped
+        super().__init__(
+            window,
+            [inner],
+            engine=type(fabric.strategy).__name__,
+            save_when="between windows",
+            step_after="its last micro-batch's backward must say last=True",
+        )
 
     def backward(
         self,
@@ -152,42 +135,15 @@ class FabricWindows:
         **kwargs: Any,
     ) -> Settled | None:
         """Make the backward of one micro-batch's loss; `last` completes the window."""
-        given = Given.of(total, units, mean, audit=self._audit)
+        given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
         self._window.weigh(given, is_last=last)
         with self._window.backward():
             self._fabric.backward(given.loss, **kwargs)
-        return self._window.settle(averaged_by=self._window.ranks.size) if last else None
-
-    def discard(self) -> None:
-        """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
-        self._window.discard()
-
-    def state_dict(self) -> dict[str, Any]:
-        """For `fabric.save(path, {"windows": windows, ...})`: an open window is kept whole."""
-        strategy = type(self._fabric.strategy).__name__
-        if self._window.is_open and strategy not in REPLICATED:
-            raise WindowError(
-                f"the window is open with {self._window.micro_batches} micro-batches, and its "
-                f"gradients are inside {strategy}: save between windows"
-            )
-        return self._window.state_dict(all_parameters([self._model], [self._optimizer]))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state, all_parameters([self._model], [self._optimizer]))
-
-    def _refuse_open_window(self, *_: Any) -> None:
-        if self._window.is_open:
-            raise WindowError(
-                "optimizer.step() while the window is open: its last micro-batch's backward must "
-                "say last=True"
-            )
+        return self._window.settle(averaged_by=self._window.group.ranks) if last else None
 
 
-_LOGS = ("log", "log_dict")
-
-
-class ExactWindows(Callback):
-    """Every update of automatic optimisation is that of the undivided global batch.
+class LightningWindows(Callback):
+    """A callback for updates of automatic optimisation that are those of the undivided batch.
 
     `training_step` goes on returning its mean loss: the mean is what Lightning calls the loss (a
     sum is a sum only in `backward(total, units=)`). `units(batch)` says what that is a mean over
@@ -217,79 +173,73 @@ class ExactWindows(Callback):
                 'returns {"loss": ..., "units": ...}'
             )
         self._units = units
-        self._options = Options(batchnorm, zero_units, nonfinite, audit)
-        self._window: Hosted | None = None
+        self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
+        self._window: HostLedger | None = None
         self._look: FirstLook | None = None
         self._saved: dict[str, Any] | None = None
         self._replaced: tuple[LightningModule, Any] | None = None
-        self._parameters: list[nn.Parameter] | None = None
         self.last: Settled | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
-        self._window = Hosted(
+        self._window = HostLedger(
             [pl_module],
             trainer.optimizers,
             device=pl_module.device,
-            gradients=gradients_of(trainer.strategy),
-            is_scaled=lambda: scales(trainer.precision_plugin),
+            gradients=_gradients_in(trainer.strategy),
+            scaled_by=trainer.precision_plugin,
             options=self._options,
             owns_forward=True,
         )
         self._look = FirstLook(
-            pl_module, self._window, host=self, off="ExactWindows(..., audit=False)"
+            pl_module, self._window, host=self, off="LightningWindows(..., audit=False)"
         )
-        replicated = type(trainer.strategy).__name__ in REPLICATED
-        self._parameters = all_parameters([pl_module], trainer.optimizers) if replicated else None
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            self._window.updates = saved["updates"]
-        if saved is not None and "window" in saved:
-            self._window.load_state_dict(saved["window"], self._parameters)
+        saved, self._saved = self._saved or {}, None
+        self._window.updates = saved.get("updates", 0)
+        if "window" in saved:
+            self._window.load_state_dict(saved["window"], _kept_parameters(self._window))
         self._take_training_step(trainer, pl_module)
 
     def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at what training_step returns, on its way to the Trainer."""
+        """Replace training_step by one that weighs the loss on its way to the Trainer."""
         found = pl_module.__dict__.get("training_step")  # a compiled one, or none of its own
         inner = pl_module.training_step
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            self._look_first(trainer, pl_module, inner, args, kwargs)
-            output = inner(*args, **kwargs)
-            if trainer.training and torch.is_grad_enabled():  # not a validation_step that calls it
-                self._weigh(trainer, output, args, kwargs)
+            if not (trainer.training and torch.is_grad_enabled()):  # called in a validation_step
+                return inner(*args, **kwargs)
+            name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
+
+            def step(batch: Any) -> Any:
+                if name is None:
+                    return inner(batch, *args[1:], **kwargs)
+                return inner(**{**kwargs, name: batch})
+
+            self._look_first(trainer, pl_module, step, batch)
+            output = step(batch)
+            self._weigh(trainer, output, batch)
             return output
 
         self._replaced = (pl_module, found)
         pl_module.__dict__["training_step"] = training_step
 
     def _look_first(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        step: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, trainer: Trainer, module: LightningModule, step: Callable[[Any], Any], batch: Any
     ) -> None:
-        """Before the first window in parts: does the loss of some samples add up?"""
-        look, window = self._look, self._window
-        assert look is not None
-        assert window is not None
-        if not (look.pending and trainer.training and torch.is_grad_enabled()):
+        """Refuse a loss that does not add up, before the first window in parts."""
+        assert self._look is not None
+        assert self._window is not None
+        in_parts = trainer.accumulate_grad_batches > 1 or self._window.group.ranks > 1
+        if not (in_parts and self._look.pending):
             return
-        if trainer.accumulate_grad_batches == 1 and window.ranks.size == 1:
-            return
-        name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
 
         def run(few: Any) -> Loss:
-            given = (few, *args[1:]) if name is None else ()
-            output = step(*given, **({**kwargs, name: few} if name is not None else kwargs))
-            mean: Any = output.get("loss") if isinstance(output, Mapping) else output
-            return mean_loss(mean, self._units_of(output, few))
+            output = step(few)
+            return mean_loss(_mean_in(output), self._units_of(output, few))
 
-        with _muted(module):
-            look.at(run, batch)
+        with replaced_attributes(module, log=_log_nothing, log_dict=_log_nothing):
+            self._look.at(run, batch)
 
     def _units_of(self, output: Any, batch: Any) -> Units:
         if self._units is not None:
@@ -298,31 +248,28 @@ class ExactWindows(Callback):
             units: Units = output["units"]
             return units
         raise LossError(
-            "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
+            "nothing says what the loss is a mean over: pass LightningWindows(units=a function of "
             'the batch), or return {"loss": ..., "units": ...} from training_step'
         )
 
-    def _weigh(
-        self, trainer: Trainer, output: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _weigh(self, trainer: Trainer, output: Any, batch: Any) -> None:
         assert self._window is not None
-        if output is None and self._window.ranks.size > 1:
+        if output is None and self._window.group.ranks > 1:
             raise LossError(
                 "training_step returned None on one of several processes, and the others wait for "
                 "its backward: return a loss with 0 units for a batch that does not count"
             )
-        mean = output.get("loss") if isinstance(output, Mapping) else output
+        mean = _mean_in(output)
         if not isinstance(mean, Tensor):
             return  # Lightning says what is wrong with it
-        units = self._units_of(output, args[0] if args else next(iter(kwargs.values())))
-        given = Given.of(mean=mean, units=units)
+        given = HostLoss.of(mean=mean, units=self._units_of(output, batch))
         steps = trainer.accumulate_grad_batches
         self._window.weigh(given, divided_by=steps, is_last=steps == 1)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Lightning has cleared the gradients, where a window begins."""
+        """Check the gradients; Lightning has cleared them where a window begins."""
         if self._window is not None and self._window.is_open:
             self._window.before_backward()
 
@@ -333,7 +280,7 @@ class ExactWindows(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Where Lightning is about to clear the gradients, nothing of a window may be left."""
+        """Drop what is left of a window where Lightning is about to clear the gradients."""
         first = batch_idx % trainer.accumulate_grad_batches == 0
         if first and self._window is not None and self._window.is_open:
             self._window.discard()
@@ -342,9 +289,8 @@ class ExactWindows(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         window = self._window
-        if window is None or not window.is_open:
-            return
-        self.last = window.settle(averaged_by=window.ranks.size)
+        if window is not None and window.is_open:
+            self.last = window.settle(averaged_by=window.group.ranks)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._give_back()
@@ -367,16 +313,23 @@ class ExactWindows(Callback):
             module.__dict__["training_step"] = found
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of windows, and one that is open with its gradients (added over the ranks)."""
-        if self._window is None:
+        """Return the number of windows, and an open one with its gradients (of all ranks)."""
+        window = self._window
+        if window is None:
             return {"updates": 0}
-        found: dict[str, Any] = {"updates": self._window.updates}
-        if self._window.is_open and self._parameters is not None:
-            found["window"] = self._window.state_dict(self._parameters)
+        found: dict[str, Any] = {"updates": window.updates}
+        parameters = _kept_parameters(window)
+        if window.is_open and parameters is not None:
+            found["window"] = window.state_dict(parameters)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = dict(state_dict)
+
+
+def _kept_parameters(window: HostLedger) -> list[nn.Parameter] | None:
+    """Return the parameters, if their gradients of an open window can be saved."""
+    return window.gradients.holders() if window.gradients.kept == "whole" else None
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:
@@ -390,7 +343,7 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
             f"{type(module).__name__}.training_step takes dataloader_iter: Lightning then clears "
             "the gradients one micro-batch late; take (batch, batch_idx)"
         )
-    check_strategy(trainer.strategy)
+    _check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -399,18 +352,10 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
             )
 
 
-@contextmanager
-def _muted(module: LightningModule) -> Iterator[None]:
-    """Within it `self.log` of the module writes nothing down."""
-    found = {name: module.__dict__[name] for name in _LOGS if name in module.__dict__}
-    module.__dict__.update(dict.fromkeys(_LOGS, _nothing))
-    try:
-        yield
-    finally:
-        for name in _LOGS:
-            del module.__dict__[name]
-        module.__dict__.update(found)
+def _mean_in(output: Any) -> Any:
+    """Return the mean loss of what a training_step returned."""
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _log_nothing(*_: Any, **__: Any) -> None:
     """Stands for a module's log."""

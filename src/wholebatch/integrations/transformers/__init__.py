@@ -5,6 +5,6 @@ trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was
 ```
 """
 
-from wholebatch.integrations.transformers.exact_trainer import ExactWindows, exact
+from wholebatch.integrations.transformers.exact_trainer import ExactTrainerMixin, exact
 
-__all__ = ["ExactWindows", "exact"]
+__all__ = ["ExactTrainerMixin", "exact"]

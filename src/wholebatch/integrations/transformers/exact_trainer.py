@@ -1,23 +1,19 @@
-"""The mixin that weighs every loss of a Trainer by its share of the window's units.
+"""`exact`: a Trainer that weighs every loss by its share of the window's units.
 
 The Trainer has all batches of a window in hand before its first forward, so the units of the whole
-window on all ranks are counted there, and each loss (a mean over its own units) is weighed by its
+window on all ranks are counted there, and each loss (a mean over its own units) is weighted by its
 share of them. That needs nothing of the model: whether it accepts `num_items_in_batch` or not,
 whether the loss is its own, a `compute_loss_func` or an overridden `compute_loss`.
-
-
-How many samples of a Trainer's batch fit into memory at once.
-
-`exact`: a trainer's class with the mixin before it."""
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +24,38 @@ from wholebatch.core.loss import Loss, Units, check_units, mean_loss
 from wholebatch.core.optional_packages import require
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import batch_size_of, split
-from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
-from wholebatch.integrations.host_window import FirstLook, Given, Hosted, Options
-from wholebatch.integrations.transformers.label_units import (
-    EpochEnd,
-    check,
-    count_labels,
-    hosts_count,
-    is_encoder_decoder,
-    is_scaled,
-    kept_in,
-    knows_loss,
-    measured_shift,
-    nothing_through,
-    refuse_own_batches,
-    shifts_labels,
-    stepped_here,
+from wholebatch.errors import EmptyWindowError, OptionError, StateError
+from wholebatch.integrations.host_window import (
+    AdapterOptions,
+    FirstLook,
+    HostLedger,
+    HostLoss,
+    replaced_attributes,
 )
-from wholebatch.memory.budget import Memory, parse_memory
-from wholebatch.memory.prediction_correction import choose_on_device
+from wholebatch.integrations.transformers.label_units import (
+    count_labels,
+    counted_by_trainer,
+    known_shift,
+    measured_shift,
+)
+from wholebatch.integrations.transformers.trainer_engine import (
+    EpochEnd,
+    engine_keeps,
+    most_that_fit,
+    refuse_own_batches,
+    refuse_unsupported,
+    stepped_here,
+    zero_loss,
+)
+from wholebatch.memory.budget import Memory
 
-__all__ = ["ExactWindows", "MicroBatch", "UnitsFunction", "exact", "most_that_fit"]
+__all__ = ["ExactTrainerMixin", "exact"]
 
 require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
-else:  # a mixin: it stands before the Trainer, or one of its descendants, in the bases
+else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
     _Trainer = object
 
 _log = logging.getLogger("wholebatch")
@@ -64,11 +65,11 @@ MicroBatch: TypeAlias = int | Literal["auto"] | None
 _WINDOW_FILE = "wholebatch_window_{rank}.pt"
 
 
-class ExactWindows(_Trainer):
-    """The mixin that `exact` puts before a trainer, for classes that are written out:
+class ExactTrainerMixin(_Trainer):
+    """The mixin that `exact` puts before a trainer; for a class that is written out:
 
     ```python
-    class MyTrainer(ExactWindows, Trainer):
+    class MyTrainer(ExactTrainerMixin, Trainer):
         units_of = staticmethod(lambda inputs: inputs["weights"].sum())
     ```
     """
@@ -82,16 +83,15 @@ class ExactWindows(_Trainer):
 
     _counted: float | None = None  # units of the open window, on all ranks
     _divisor = 0.0  # what the Trainer divides the whole batch's sum by; nearly always the units
-    _takes_count: bool | None = None  # whether the loss divides by a num_items_in_batch it is given
+    _takes_count: bool | None = None  # True if the loss divides by its num_items_in_batch
     _epoch_end: EpochEnd | None = None
     _batches = 0  # of the epoch
     _place = 0  # batches of the window that are done
     _size = 0
-    _is_last = False  # whether the next backward is the window's last
     _chosen: int | None = None
     _shift: bool | None = None
     _is_counting = False
-    _window: Hosted | None = None
+    _window: HostLedger | None = None
     _look: FirstLook | None = None
     _stepped_by: Any = None  # the optimizer that the window was made for
     _loss_so_far: Tensor | float = 0.0
@@ -100,45 +100,44 @@ class ExactWindows(_Trainer):
     # ------------------------------------------------------------------ units
 
     def count_units(self, inputs: Mapping[str, Any]) -> Units:
-        """What the loss of these inputs is a mean over."""
+        """Return how many units the loss of these inputs is a mean over."""
         if self.units_of is not None:
             return check_units(self.units_of(inputs))
         return count_labels(inputs, lambda: self._shifts_labels(inputs))
 
     def _shifts_labels(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the first label of a sample never counts; looked at once."""
+        """Return True if the first label of a sample never counts; it is found out once."""
         if self._shift is None:
-            known = knows_loss(self) or is_encoder_decoder(self)
-            self._shift = shifts_labels(self) if known else measured_shift(self._evaluated, inputs)
+            known = known_shift(self)
+            self._shift = measured_shift(self._evaluated, inputs) if known is None else known
         return self._shift
 
     def _evaluated(self, inputs: dict[str, Any], count: Tensor | None = None) -> Tensor:
-        """The loss of these inputs, with nothing left behind."""
+        """Return the loss of these inputs in evaluation mode, with nothing left behind."""
         model, before = self.model_wrapped, random_state.capture(every=False)
         training = model.training
         model.eval()
         try:
             with torch.no_grad(), self.compute_loss_context_manager():
                 given: dict[str, Any] = {} if count is None else {"num_items_in_batch": count}
-                loss: Any = self.compute_loss(model, self._ready(inputs), **given)
-            mean: Tensor = loss
-            return mean
+                mean: Any = self.compute_loss(model, self._prepared(inputs), **given)
+            return cast("Tensor", mean)
         finally:
             model.train(training)
             random_state.restore(before)
 
     @property
     def _prepares(self) -> bool:
-        """Whether `_prepare_inputs` is the user's own, which may change what is counted."""
+        """True if `_prepare_inputs` is the user's own, which may change what is counted."""
         home: str = getattr(self._prepare_inputs, "__module__", "") or ""
         return not home.startswith("transformers.")
 
-    def _ready(self, inputs: Any) -> Any:
-        """Return the inputs as the loss gets them; those of a user's own preparation are that."""
+    def _prepared(self, inputs: Any) -> Any:
+        """Return the inputs as the loss gets them; a preparation of the user's own is done."""
         return inputs if self._prepares else self._prepare_inputs(inputs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of the next window; their units are counted on the way."""
+        """Return the batches of the next window; count their units on the way."""
         self._is_counting = True
         try:
             samples, _ = found = super().get_batch_samples(*args, **kwargs)
@@ -152,7 +151,7 @@ class ExactWindows(_Trainer):
         return found
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's epoch, with a step at its end also where the loader has no length."""
+        """Run the Trainer's epoch, with a step at its end also where the loader has no length."""
         self._epoch_end = kwargs["steps_in_epoch"] = EpochEnd(kwargs["steps_in_epoch"])
         resumed = kwargs["resume_from_checkpoint"] is not None and not self.args.ignore_data_skip
         first = kwargs["epoch"] == kwargs["epochs_trained"]
@@ -170,7 +169,7 @@ class ExactWindows(_Trainer):
             batch_samples[:] = [self._prepare_inputs(inputs) for inputs in batch_samples]
         units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
         counted = torch.stack([one.to(device) for one in units]).sum()
-        hosts = None if self.units_of is not None else hosts_count(self, batch_samples)
+        hosts = None if self.units_of is not None else counted_by_trainer(self, batch_samples)
         counts = torch.stack([counted, counted if hosts is None else hosts.to(device)])
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.gather(counts.reshape(1, 2)).sum(0)
@@ -180,7 +179,7 @@ class ExactWindows(_Trainer):
         return counts[0]
 
     def _divides_by_count(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the loss is a sum over the count that the Trainer gives it; looked at once.
+        """Return True if the loss is divided by the count that the Trainer gives it.
 
         It matters only where the Trainer counts labels that are not in the loss (it does for GPT-2,
         whose loss shifts its labels): its whole batch is then not the model's own mean, and the
@@ -198,22 +197,22 @@ class ExactWindows(_Trainer):
     # ----------------------------------------------------------- the backward
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Forward and backward of one batch, in micro-batches where that was asked for."""
-        window = self._begin_window(model) if self._place == 0 else self._open_window()
+        """Run forward and backward of one batch, in micro-batches if `micro_batch` is set."""
+        window = self._begin_window() if self._place == 0 else self._open_window()
         if self._resume is not None:
             if self._place < self._resume["done"]:
                 self._place += 1  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
-            self._continue_window(model)
+            self._continue_window()
         micros = self._micros(inputs)
         self._look_first(inputs, len(micros))
         total: Any = None
         for index, micro in enumerate(micros):
             holds = index + 1 < len(micros)
-            self._is_last = not holds and self._place + 1 == self._size
+            is_last = not holds and self._place + 1 == self._size
             with (
                 self.accelerator.no_sync(model) if holds else nullcontext(),
-                self._weighing(window),
+                self._weighing(window, is_last=is_last),
                 window.backward(),
             ):
                 loss = super().training_step(model, micro, num_items_in_batch)
@@ -221,15 +220,14 @@ class ExactWindows(_Trainer):
         self._place += 1
         self._loss_so_far += total
         if window.is_open and self._place == self._size:
-            window.settle(averaged_by=window.ranks.size, announced=self._counted)
+            window.settle(averaged_by=window.group.ranks, announced=self._counted)
         return total
 
     def _look_first(self, inputs: Any, micros: int) -> None:
-        """Before the first window in parts: does the loss of some samples add up?"""
-        look, in_parts = self._look, micros > 1 or self._size > 1
-        if look is None or not look.pending:
-            return
-        if not in_parts and self.accelerator.num_processes == 1:
+        """Refuse a loss that does not add up, before the first window in parts."""
+        look = self._look
+        in_parts = micros > 1 or self._size > 1 or self.accelerator.num_processes > 1
+        if look is None or not look.pending or not in_parts:
             return
 
         def run(few: Any) -> Loss:
@@ -238,10 +236,10 @@ class ExactWindows(_Trainer):
                 mean: Any = self.compute_loss(trained, few)
             return mean_loss(mean, self.count_units(few))
 
-        look.at(run, self._ready(inputs), micro_batch=self._chosen)
+        look.at(run, self._prepared(inputs), micro_batch=self._chosen)
 
-    def _begin_window(self, model: nn.Module) -> Hosted:
-        check(self)
+    def _begin_window(self) -> HostLedger:
+        refuse_unsupported(self)
         if self._counted == 0.0:
             raise EmptyWindowError(
                 f"all {self._size} batches of this window have zero units (every label is -100), "
@@ -252,7 +250,7 @@ class ExactWindows(_Trainer):
             window.discard()
         return window
 
-    def _open_window(self) -> Hosted:
+    def _open_window(self) -> HostLedger:
         """Return the ledger of this optimizer's windows."""
         optimizer: Any = self.optimizer
         if self._window is None or self._stepped_by is not optimizer:
@@ -261,29 +259,26 @@ class ExactWindows(_Trainer):
             if self._window is not None:
                 self._window.detach()
             self._stepped_by = optimizer
-            self._window = Hosted(
+            self._window = HostLedger(
                 [trained],
                 stepped_here(self),
                 device=self.args.device,
-                options=Options(self.batchnorm, "raise", self.nonfinite, self.audit),
-                gradients=kept_in(self.model_wrapped),
+                options=AdapterOptions(self.batchnorm, "raise", self.nonfinite, self.audit),
+                gradients=engine_keeps(self.model_wrapped),
                 owns_forward=True,
-                is_scaled=lambda: is_scaled(self.accelerator),
+                scaled_by=self.accelerator,
             )
             off = "exact(..., audit=False)"
             self._look = FirstLook(trained, self._window, host=self, off=off)
         return self._window
 
-    @contextmanager
-    def _weighing(self, window: Hosted) -> Iterator[None]:
-        """Within it, every loss is weighed by its share of the window's units.
+    def _weighing(self, window: HostLedger, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return a context in which every loss is weighted by its share of the window's units.
 
-        On the instance, so that a compute_loss that a subclass has overridden is weighed too. The
-        Trainer's own division by the number of batches is made one by 1.
+        It replaces compute_loss on the instance, so that one that a subclass has overridden is
+        weighted too. The Trainer's own division by the number of batches becomes one by 1.
         """
-        names = ("compute_loss", "_prepare_inputs")
-        found = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        steps, inner = self.current_gradient_accumulation_steps, self.compute_loss
+        inner = self.compute_loss
 
         @functools.wraps(inner)
         def weighed(
@@ -292,31 +287,26 @@ class ExactWindows(_Trainer):
             units = self.count_units(inputs)
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
             mean: Any = result[0] if return_outputs else result
-            given = Given.of(mean=mean, units=units, audit=self.audit)
-            # The engine averages over the ranks, and the window's mean is over all of them.
-            wide = units.double() if isinstance(units, Tensor) else units
-            share = wide / self._divisor * self.accelerator.num_processes
-            if self.accelerator.num_processes > 1 and not units:
-                trained: Any = self.model
-                loss = nothing_through(trained)
-            else:
-                loss = mean_loss(mean, share).total
-            window.enter(given, loss, is_last=self._is_last)
-            if self._is_last and kept_in(self.model_wrapped) == "elsewhere":
+            given = HostLoss.of(mean=mean, units=units, audit=self.audit)
+            loss = self._share_of(mean, units)
+            window.enter(given, loss, is_last=is_last)
+            if is_last and engine_keeps(self.model_wrapped) == "elsewhere":
                 window.settle(announced=self._counted)  # its engine steps within the backward
             return (loss, *result[1:]) if return_outputs else loss
 
+        replaced: dict[str, Any] = {"current_gradient_accumulation_steps": 1}
         if self._prepares:
-            self._prepare_inputs = lambda inputs: inputs  # type: ignore[method-assign]
-        self.compute_loss = weighed  # type: ignore[method-assign]
-        self.current_gradient_accumulation_steps = 1
-        try:
-            yield
-        finally:
-            self.current_gradient_accumulation_steps = steps
-            for name in names:
-                self.__dict__.pop(name, None)
-            self.__dict__.update(found)
+            replaced["_prepare_inputs"] = lambda inputs: inputs
+        return replaced_attributes(self, compute_loss=weighed, **replaced)
+
+    def _share_of(self, mean: Tensor, units: Units) -> Tensor:
+        """Return what a loss adds to the window's mean; the engine will average over the ranks."""
+        ranks = self.accelerator.num_processes
+        if ranks > 1 and not units:
+            trained: Any = self.model
+            return zero_loss(trained)
+        exact_units = units.double() if isinstance(units, Tensor) else units
+        return mean_loss(mean, exact_units / self._divisor * ranks).total
 
     # ---------------------------------------------------------- micro-batches
 
@@ -325,14 +315,16 @@ class ExactWindows(_Trainer):
             return [inputs]
         inputs = dict(inputs)
         if self._chosen is None:
-            asked = self.micro_batch
-            self._chosen = most_that_fit(self, inputs, self.memory) if asked == "auto" else asked
+            if self.micro_batch == "auto":
+                self._chosen = most_that_fit(self, self._prepared(inputs), self.memory)
+            else:
+                self._chosen = self.micro_batch
         return list(split(inputs, min(self._chosen, batch_size_of(inputs))))
 
     # ----------------------------------------------------------------- resume
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The Trainer's checkpoint; in the middle of a window with what the window holds."""
+        """Save the Trainer's checkpoint, and an open window with its gradients."""
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         file = folder / _WINDOW_FILE.format(rank=self.args.process_index)
@@ -340,7 +332,7 @@ class ExactWindows(_Trainer):
             file.unlink(missing_ok=True)
             return
         trained: Any = self.model_wrapped
-        if kept_in(trained) != "whole":
+        if engine_keeps(trained) != "whole":
             _log.warning(
                 "the gradients of an open window are inside %s: the window begins again after a "
                 "resume, with other random numbers",
@@ -349,7 +341,7 @@ class ExactWindows(_Trainer):
             return
         inner: Any = self.model
         names, parameters = zip(*inner.named_parameters(), strict=True)
-        held = zip(names, self._window.sums.held(parameters), strict=True)
+        held = zip(names, self._window.gradients.held(parameters), strict=True)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(
             {
@@ -372,8 +364,8 @@ class ExactWindows(_Trainer):
         if file.exists():
             self._resume = load_tensors(file)
 
-    def _continue_window(self, model: nn.Module) -> None:
-        """The gradients and random generators as they were when the window was left."""
+    def _continue_window(self) -> None:
+        """Restore the gradients and random generators of the window in the checkpoint."""
         saved, self._resume = self._resume, None
         assert saved is not None
         if (saved["size"], saved["counted"]) != (self._size, self._counted):
@@ -386,53 +378,15 @@ class ExactWindows(_Trainer):
         inner: Any = self.model
         names, parameters = zip(*inner.named_parameters(), strict=True)
         self._window.load_state_dict(saved["window"])
-        self._window.sums.put_back(parameters, [saved["gradients"].get(name) for name in names])
+        self._window.gradients.put_back(
+            parameters, [saved["gradients"].get(name) for name in names]
+        )
         self._loss_so_far = saved["loss"].to(self.args.device)
         self._tr_loss += self._loss_so_far
         random_state.restore(saved["random"])
 
 
 _log = logging.getLogger("wholebatch")
-
-
-def most_that_fit(trainer: Any, inputs: dict[str, Any], memory: Memory | None) -> int:
-    """Return the most samples of this batch that are predicted to fit, on every rank."""
-    samples = batch_size_of(inputs)
-    device = torch.device(trainer.args.device)
-    if memory is None and device.type != "cuda":
-        return samples
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    budget = parse_memory(
-        "free" if memory is None else memory,
-        device=device,
-        held=sum(p.numel() * p.element_size() for p in model.parameters()),
-    )
-    precision = {"no": "full", "bf16": "bf16", "fp16": "fp16"}[trainer.accelerator.mixed_precision]
-    optimizer = trainer.optimizer
-    try:
-        choice = choose_on_device(
-            model,
-            _model_loss,
-            trainer._ready(inputs),
-            budget=budget,
-            optimizer=getattr(optimizer, "optimizer", optimizer),
-            precision=precision,
-        )
-    except UnsupportedError as error:
-        _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
-        return samples
-    _log.info("%s", choice.said())
-    if not choice.fits:
-        raise OptionError(f"not even one sample fits into the memory: {choice.said()}")
-    chosen = torch.tensor([choice.micro_batch], device=device)
-    return int(trainer.accelerator.gather(chosen).min())
-
-
-def _model_loss(model: Any, inputs: Mapping[str, Any]) -> Loss:
-    """What a step of the model costs in memory; the number of units does not matter for that."""
-    outputs = model(**inputs)
-    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    return Loss(loss, 1)
 
 
 def exact(
@@ -450,11 +404,11 @@ def exact(
     The trainer's loss stays a mean, which is what Transformers calls the loss. `units(inputs)`
     counts what it is a mean over, on the inputs that the loss is given; the default counts the
     labels that are not -100 (from the second one on, where the model's loss shifts them).
-    `micro_batch` cuts every
-    batch of the loader further, into that many samples, or by "auto" into the most that are
-    predicted to fit into `memory` ("20GiB", a fraction, or what is free); the update stays the
-    same. A loss or gradient that is not finite raises `NonFiniteError` before the step; with
-    `nonfinite="skip"` such a window makes no update (the scheduler is stepped all the same).
+    `micro_batch` cuts every batch of the loader further, into that many samples, or by "auto" into
+    the most that are predicted to fit into `memory` ("20GiB", a fraction, or what is free); the
+    update stays the same. A loss or gradient that is not finite raises `NonFiniteError` before the
+    step; with `nonfinite="skip"` such a window makes no update (the scheduler is stepped all the
+    same).
     """
     if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
         raise OptionError(
@@ -479,4 +433,4 @@ def exact(
         "nonfinite": nonfinite,
         "audit": audit,
     }
-    return type(f"Exact{trainer.__name__}", (ExactWindows, trainer), options)
+    return type(f"Exact{trainer.__name__}", (ExactTrainerMixin, trainer), options)
