@@ -108,7 +108,7 @@ HOSTS: dict[str, frozenset[str]] = {
     "lightning": frozenset({"lightning"}),
     "transformers": frozenset({"accelerate", "transformers"}),
     "keras": frozenset({"keras", "numpy"}),
-    "jax": frozenset({"jax", "optax"}),
+    "jax": frozenset({"jax", "numpy", "optax"}),
 }
 WITHOUT_TORCH = ("lint",)
 
