@@ -140,7 +140,7 @@ class HostGradients:
         parameters = self._sixteen_bit.parameters
         if not parameters:
             return
-        sums = self.held(parameters)
+        sums = self._held(parameters)
         if group.ranks > 1:
             sums = _summed(sums, parameters, group)
         self._sixteen_bit.begin()
@@ -159,7 +159,7 @@ class HostGradients:
 
     # ------------------------------------------------------------------ state
 
-    def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    def _held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
         """Return what the window has added for these parameters on this rank."""
         return [self._sums.get(id(parameter), parameter.grad) for parameter in parameters]
 
@@ -167,12 +167,12 @@ class HostGradients:
         self, parameters: Sequence[nn.Parameter], group: RankGroup
     ) -> list[Tensor | None]:
         """Return a copy of what the window has added for these parameters, over all ranks."""
-        return _summed(self.held(parameters), parameters, group)
+        return _summed(self._held(parameters), parameters, group)
 
     def put_back(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
     ) -> None:
-        """Go on with what `held` has returned."""
+        """Go on with what `held_by_all` has returned."""
         self._begin_sums()
         sixteen_bit = set(map(id, self._sixteen_bit.parameters))
         for parameter, gradient in zip(parameters, gradients, strict=True):

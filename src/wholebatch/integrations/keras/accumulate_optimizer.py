@@ -22,7 +22,7 @@ from keras import ops
 from keras.src.utils import tracking
 
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
-from wholebatch.integrations.keras.loss_units import CountedLoss, UnitGroup, wide
+from wholebatch.integrations.keras.loss_units import CountedLoss, UnitGroup, replicas, wide
 
 __all__ = [
     "GradientAccumulateOptimizer",
@@ -30,7 +30,6 @@ __all__ = [
     "Tail",
     "check_nonfinite",
     "check_steps",
-    "replicas",
 ]
 
 LOSS, EQUAL = "loss", "equal"
@@ -49,15 +48,6 @@ def check_nonfinite(nonfinite: Any) -> NonFinite:
     if nonfinite not in ("raise", "skip"):
         raise OptionError(f'nonfinite={nonfinite!r}: must be "raise" or "skip"')
     return nonfinite  # type: ignore[no-any-return]
-
-
-def replicas() -> int:
-    """Over how many replicas of tf.distribute this step runs."""
-    if keras.backend.backend() != "tensorflow":
-        return 1
-    import tensorflow as tf
-
-    return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
 
 @keras.saving.register_keras_serializable(package="wholebatch")
@@ -205,7 +195,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._sums_only = wanted
 
     def seed_of(self, group: int, units: Any) -> Any:
-        """What the losses of this window are scaled by; near 1 / (units of the whole window)."""
+        """Return the scale of the losses of this window, near 1 / (units of the whole window)."""
         if self._sums_only[group]:
             return ops.ones((), wide())
         if not self.built:
@@ -218,7 +208,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         return ops.where(seed > 0, seed, 1.0 / (self.accum_steps * ops.maximum(units, 1.0)))
 
     def weighted(self, groups: Sequence[UnitGroup]) -> list[Any]:
-        """The numbers whose gradients are added up: losses × units × seed, scaled for float16."""
+        """Return the losses to differentiate: loss × units × seed × float16's loss scale."""
         found = []
         for index, group in enumerate(groups):
             factor = self.seed_of(index, group.units)
@@ -320,7 +310,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             variable.assign(ops.zeros(variable.shape, variable.dtype))
 
     def close(self) -> None:
-        """One update of the inner optimizer from what is in the window."""
+        """Make one update of the inner optimizer from what is in the window."""
         gradients, finite = self.mean_gradients()
         base = getattr(self.inner_optimizer, "inner_optimizer", self.inner_optimizer)
         if replicas() > 1:
@@ -407,7 +397,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
     # ------------------------------------------------- as an optimizer by itself
 
     def loss(self, loss: Any) -> Any:
-        """The loss (a name, function or `keras.losses.Loss`), which notes its units for this."""
+        """Return a loss (from a name, function or object) that passes on its units."""
         if keras.backend.backend() == "jax":
             raise UnsupportedError(
                 "on the JAX backend a loss cannot hand its units to an optimizer: use "
@@ -416,11 +406,11 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         return CountedLoss(loss).bound_to(self)
 
     def tail(self) -> Any:
-        """A callback that closes a half-filled window at the end of every epoch."""
+        """Return a callback that closes a half-filled window at the end of every epoch."""
         return Tail()
 
     def note(self, units: Any) -> None:
-        """Called by `loss()`: the units of the micro-batch whose gradients come next."""
+        """Note the units of the micro-batch whose gradients come next; `loss()` calls this."""
         if self._noted is not None and _same_step(self._noted, units):
             raise UnsupportedError(
                 "optimizer.loss(...) on several outputs: it gets one gradient for all of "
@@ -475,7 +465,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        """JAX: `apply` as a function of the variables' values."""
+        """Apply gradients as a function of the variables' values, on JAX."""
         from wholebatch.integrations.keras.jax_step import stateless_apply
 
         return stateless_apply(self, optimizer_variables, grads, trainable_variables)
@@ -537,15 +527,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def load_own_variables(self, store: Any) -> None:
-        own = getattr(self, "_skipped", None)
-        rest = [variable for variable in self.variables if variable is not own]
-        if self.built and len(store.keys()) == len(
-            rest
-        ):  # saved before windows were skipped and counted
-            for index, variable in enumerate(rest):
-                variable.assign(store[str(index)])
-        else:
-            super().load_own_variables(store)
+        super().load_own_variables(store)
         self._now = None
         self._reported = self.skipped
 
@@ -568,7 +550,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
 
 
 def _same_step(before: Any, now: Any) -> bool:
-    """Whether two units were noted in one training step, the first of them not used."""
+    """Return True if two losses of one training step have noted their units."""
     if keras.backend.backend() == "tensorflow":
         graph = getattr(now, "graph", None) if not hasattr(now, "numpy") else None
         return graph is not None and getattr(before, "graph", None) is graph
@@ -583,7 +565,7 @@ def _dense(gradient: Any) -> Any:
 
 
 def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:
-    """The sums times a number; in place on torch, where the window is emptied next."""
+    """Return the sums times a number; in place on torch, where the window is emptied next."""
     if keras.backend.backend() != "torch":
         return [each * ops.cast(factor, each.dtype) for each in sums]
     import torch

@@ -11,8 +11,8 @@ from keras.src import backend
 from keras.src.distribution import distribution_lib
 
 from wholebatch.integrations.keras.loss_units import (
+    Inputs,
     UnitGroup,
-    first_of,
     halves,
     look_at,
     losses_by_units,
@@ -50,14 +50,13 @@ def micro_step(model: Any, state: Any, data: Any, *, closes: bool) -> Any:
 
 
 def _losses(
-    model: Any, state: Any, inputs: tuple[Any, Any, Any], *, is_training: bool = True
+    model: Any, state: Any, inputs: Inputs, *, is_training: bool = True
 ) -> tuple[Any, Any, list[UnitGroup]]:
     """Compute the losses of a micro-batch by units (as JAXTrainer.compute_loss_and_updates)."""
     trainable, non_trainable, _, metrics = state
-    x = inputs[0]
     training = {"training": is_training} if model._call_has_training_arg else {}
     y_pred, non_trainable, added = model.stateless_call(
-        trainable, non_trainable, x, return_losses=True, **training
+        trainable, non_trainable, inputs[0], return_losses=True, **training
     )
     if added:
         model._losses_override.clear()
@@ -69,8 +68,7 @@ def _losses(
     ]
     try:
         with backend.StatelessScope(state_mapping=mapping) as scope:
-            samples = first_of(x).shape[0]
-            loss, groups = losses_by_units(model, inputs, y_pred, samples, training=is_training)
+            loss, groups = losses_by_units(model, inputs, y_pred, training=is_training)
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
     finally:

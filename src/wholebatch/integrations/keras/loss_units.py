@@ -23,9 +23,9 @@ once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 from keras import ops
@@ -37,18 +37,24 @@ from wholebatch.errors import LossError, WindowError
 
 __all__ = [
     "CountedLoss",
+    "Inputs",
     "ObservedLosses",
     "UnitGroup",
-    "first_of",
     "halves",
     "look_at",
     "look_with_variables",
     "losses_by_units",
+    "replicas",
+    "run_losses",
+    "samples_in",
     "wide",
 ]
 
 SAMPLES = "samples"
 SUM = "sum"
+
+Inputs: TypeAlias = tuple[Any, Any, Any]
+"""x, y and sample_weight."""
 
 
 def wide() -> str:
@@ -99,6 +105,8 @@ class ObservedLoss:
         weighted = ops.cast(value, wide())
         if self.weight is not None:
             weighted = ops.multiply(weighted, self.weight)
+        if key != SUM:
+            weighted = weighted * replicas()  # Keras divides means by their number.
         self.noted.append(NotedLoss(key, weighted, units))
         return value
 
@@ -166,65 +174,72 @@ class ObservedLosses(CompileLoss):  # type: ignore[misc]
         return value
 
 
-def losses_by_units(
-    model: Any,
-    inputs: tuple[Any, Any, Any],
-    y_pred: Any,
-    samples: Any,
-    *,
-    training: bool,
-    replicas: int = 1,
-) -> tuple[Any, list[UnitGroup]]:
-    """Return a micro-batch's loss as Keras computes it, and grouped by units.
+def replicas() -> int:
+    """Return the number of replicas of tf.distribute that this step runs on."""
+    if keras.backend.backend() != "tensorflow":
+        return 1
+    import tensorflow as tf
 
-    `inputs` are x, y and sample_weight. Most models have one group. Keras divides means by the
-    number of replicas; this undoes it.
-    """
+    return int(tf.distribute.get_strategy().num_replicas_in_sync)
+
+
+def samples_in(x: Any) -> Any:
+    """Return the number of samples of a model's inputs."""
+    first = next(each for each in tree.flatten(x) if each is not None)
+    if keras.backend.backend() != "tensorflow":
+        return first.shape[0]
+    import tensorflow as tf
+
+    return tf.shape(first)[0]
+
+
+def run_losses(model: Any, inputs: Inputs, *, training: bool) -> tuple[Any, Any, list[UnitGroup]]:
+    """Return the predictions of a model that holds its variables, its loss, and that by units."""
+    x = inputs[0]
+    y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+    return y_pred, *losses_by_units(model, inputs, y_pred, training=training)
+
+
+def losses_by_units(
+    model: Any, inputs: Inputs, y_pred: Any, *, training: bool
+) -> tuple[Any, list[UnitGroup]]:
+    """Return a micro-batch's loss as Keras computes it, and grouped by units (most have one)."""
     x, y, weight = inputs
     loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=weight, training=training)
-    total, counted = ops.cast(loss, wide()), ops.cast(samples, wide())
-    if model.count_units is not None:
-        units = ops.cast(model.count_units(x, y, weight), wide())
-        return loss, [UnitGroup(total * replicas, units)]
-    noted = [] if model._compile_loss is None else list(model._compile_loss.noted)
+    total = ops.cast(loss, wide())
+    if model.count_units is None:
+        return loss, _groups_of(model, total, ops.cast(samples_in(x), wide()))
+    units = ops.cast(model.count_units(x, y, weight), wide())
+    return loss, [UnitGroup(total * replicas(), units)]
+
+
+def _groups_of(model: Any, total: Any, samples: Any) -> list[UnitGroup]:
+    """Return the losses that were noted, and those that layers added, grouped by units."""
+    noted = getattr(model._compile_loss, "noted", ())
     if not noted:
-        return loss, [UnitGroup(total * replicas, counted)]
+        return [UnitGroup(total * replicas(), samples)]
     added = list(model.losses)
     only_regularisers = len(added) == len(model._get_regularization_losses())
     key, units = noted[0].key, noted[0].units
     shared = all(term.key == key for term in noted)
     if shared and (not added or key == SAMPLES or (only_regularisers and key != SUM)):
         # Losses with SAMPLES differ only in fixed shapes: the units of one hold for all.
-        return loss, [UnitGroup(total if key == SUM else total * replicas, units)]
-    groups = _grouped(noted, replicas)
-    if added:
-        means = [key for key in groups if key != SUM]
-        any_mean = only_regularisers and means and SAMPLES not in groups
-        rest = UnitGroup(sum(ops.sum(ops.cast(each, wide())) for each in added), counted)
-        _add(groups, means[0] if any_mean else SAMPLES, rest)
-    return loss, list(groups.values())
-
-
-def first_of(x: Any) -> Any:
-    """Return the first array of a model's inputs."""
-    return next(each for each in tree.flatten(x) if each is not None)
-
-
-def _grouped(noted: Sequence[NotedLoss], replicas: int) -> dict[Hashable, UnitGroup]:
+        return [UnitGroup(total if key == SUM else total * replicas(), units)]
     groups: dict[Hashable, UnitGroup] = {}
     for term in noted:
-        value = term.value if term.key == SUM else term.value * replicas
-        _add(groups, term.key, UnitGroup(value, term.units))
-    return groups
+        _add(groups, term.key, UnitGroup(term.value, term.units))
+    if added:
+        rest = sum(ops.sum(ops.cast(each, wide())) for each in added)
+        mean = next((key for key in groups if key != SUM), SAMPLES)
+        joins_any = only_regularisers and SAMPLES not in groups
+        _add(groups, mean if joins_any else SAMPLES, UnitGroup(rest, samples))
+    return list(groups.values())
 
 
 def _add(groups: dict[Hashable, UnitGroup], key: Hashable, group: UnitGroup) -> None:
     """Add losses to those with the same units, if there are any."""
     before = groups.get(key)
     groups[key] = group if before is None else UnitGroup(before.loss + group.loss, before.units)
-
-
-Evaluate = Callable[[tuple[Any, Any, Any]], Sequence[UnitGroup]]
 
 
 def halves(data: Any) -> list[Any] | None:
@@ -288,7 +303,7 @@ def _adds_up(whole: float, parts: Sequence[float], units: float) -> bool:
     return abs(whole - sum(parts)) <= (3e-2 if narrow else 1e-3) * size + 1e-6 * max(units, 1.0)
 
 
-def look_with_variables(model: Any, data: Any, evaluate: Evaluate) -> bool:
+def look_with_variables(model: Any, data: Any) -> bool:
     """Look where the model holds its variables (TensorFlow, torch); put back what a forward moved.
 
     Return False if this batch cannot be halved.
@@ -301,7 +316,8 @@ def look_with_variables(model: Any, data: Any, evaluate: Evaluate) -> bool:
         return [*model.non_trainable_variables, *model.metrics_variables]
 
     before = {id(v): ops.convert_to_numpy(v) for v in moved()}
-    found = [evaluate(keras.utils.unpack_x_y_sample_weight(part)) for part in parts]
+    inputs = map(keras.utils.unpack_x_y_sample_weight, parts)
+    found = [run_losses(model, each, training=False)[-1] for each in inputs]
     for variable in moved():
         if id(variable) in before:
             variable.assign(before[id(variable)])

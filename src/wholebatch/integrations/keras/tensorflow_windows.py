@@ -19,13 +19,13 @@ from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.integrations.keras.accumulate_optimizer import (
     GradientAccumulateOptimizer,
     NonFinite,
-    replicas,
 )
 from wholebatch.integrations.keras.loss_units import (
     UnitGroup,
-    first_of,
     look_with_variables,
-    losses_by_units,
+    replicas,
+    run_losses,
+    samples_in,
     wide,
 )
 
@@ -52,9 +52,9 @@ def _micro_step(model: Any, data: Any, *, closes: bool) -> Any:
     x, y, sample_weight = inputs = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
     with tf.GradientTape(persistent=True) as tape:
-        y_pred, loss, groups = _losses(model, inputs, training=True)
-        samples = tf.shape(first_of(x))[0]
-        model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=samples)
+        y_pred, loss, groups = run_losses(model, inputs, training=True)
+        whole_loss = unscale_loss_for_distribution(loss)
+        model._loss_tracker.update_state(whole_loss, sample_weight=samples_in(x))
         optimizer.hold([group.units is None for group in groups])
         weights = model.trainable_weights
         if not optimizer.built:
@@ -68,18 +68,6 @@ def _micro_step(model: Any, data: Any, *, closes: bool) -> Any:
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _losses(model: Any, inputs: tuple[Any, Any, Any], *, training: bool) -> Any:
-    """Return the predictions, the loss, and the losses by units."""
-    import tensorflow as tf
-
-    x = inputs[0]
-    samples = tf.shape(first_of(x))[0]
-    y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
-    return y_pred, *losses_by_units(
-        model, inputs, y_pred, samples, training=training, replicas=replicas()
-    )
-
-
 def looked_at(model: Any, iterator: Any) -> Any:
     """Look at the iterator's next micro-batch; return an iterator that gives it again."""
     import tensorflow as tf
@@ -88,9 +76,7 @@ def looked_at(model: Any, iterator: Any) -> Any:
         model.must_look = False  # Its data are in pieces on several devices.
         return iterator
     data = iterator.get_next() if isinstance(iterator, tf.data.Iterator) else next(iterator)
-    model.must_look = not look_with_variables(
-        model, data, lambda inputs: _losses(model, inputs, training=False)[-1]
-    )
+    model.must_look = not look_with_variables(model, data)
     return iter([data])
 
 

@@ -7,11 +7,7 @@ from typing import Any
 
 import keras
 
-from wholebatch.integrations.keras.loss_units import (
-    first_of,
-    look_with_variables,
-    losses_by_units,
-)
+from wholebatch.integrations.keras.loss_units import look_with_variables, run_losses, samples_in
 
 __all__ = ["train_function"]
 
@@ -22,13 +18,11 @@ def micro_step(model: Any, data: Any) -> Any:
 
     if model.must_look:
         with torch.no_grad():
-            model.must_look = not look_with_variables(
-                model, data, lambda inputs: _losses(model, inputs, training=False)[-1]
-            )
+            model.must_look = not look_with_variables(model, data)
     x, y, sample_weight = inputs = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
-    y_pred, loss, groups = _losses(model, inputs, training=True)
-    model._loss_tracker.update_state(loss, sample_weight=first_of(x).shape[0])
+    y_pred, loss, groups = run_losses(model, inputs, training=True)
+    model._loss_tracker.update_state(loss, sample_weight=samples_in(x))
     optimizer.hold([group.units is None for group in groups])
     weighted = optimizer.weighted(groups)
     values = [weight.value for weight in model.trainable_weights]
@@ -46,14 +40,6 @@ def micro_step(model: Any, data: Any) -> Any:
     if place == 0:
         optimizer.report_skipped()
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-
-
-def _losses(model: Any, inputs: tuple[Any, Any, Any], *, training: bool) -> Any:
-    """Return the predictions, the loss, and the losses by units."""
-    x = inputs[0]
-    y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
-    samples = first_of(x).shape[0]
-    return y_pred, *losses_by_units(model, inputs, y_pred, samples, training=training)
 
 
 def train_function(model: Any) -> Callable[[Any], Any]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from wholebatch.core import random_state
 from wholebatch.core.close import Policy
 from wholebatch.core.loss import Loss, Units, check_units, mean_loss
-from wholebatch.core.optional_packages import require
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
@@ -44,8 +43,6 @@ from wholebatch.memory.budget import Memory, parse_memory
 from wholebatch.memory.prediction_correction import choose_on_device
 
 __all__ = ["ExactTrainerMixin", "exact"]
-
-require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -109,6 +106,10 @@ class ExactTrainerMixin(_Trainer):
     _stepped_by: Any = None  # the optimizer that the window was made for
     _loss_so_far: Tensor | float = 0.0
     _resume: dict[str, Any] | None = None
+
+    @property
+    def _trained(self) -> Any:
+        return self.model
 
     # ------------------------------------------------------------------ units
 
@@ -244,9 +245,8 @@ class ExactTrainerMixin(_Trainer):
             return
 
         def run(few: Any) -> Loss:
-            trained: Any = self.model
             with self.compute_loss_context_manager():
-                mean: Any = self.compute_loss(trained, few)
+                mean: Any = self.compute_loss(self._trained, few)
             return mean_loss(mean, self.count_units(few))
 
         look.at(run, self._prepared(inputs), micro_batch=self._chosen)
@@ -267,13 +267,12 @@ class ExactTrainerMixin(_Trainer):
         """Return the ledger of this optimizer's windows."""
         optimizer: Any = self.optimizer
         if self._window is None or self._stepped_by is not optimizer:
-            trained: Any = self.model
             self.model_wrapped.train()
             if self._window is not None:
                 self._window.detach()
             self._stepped_by = optimizer
             self._window = HostLedger(
-                [trained],
+                [self._trained],
                 stepped_here(self),
                 device=self.args.device,
                 options=AdapterOptions(self.batchnorm, "raise", self.nonfinite, self.audit),
@@ -282,7 +281,7 @@ class ExactTrainerMixin(_Trainer):
                 scaled_by=self.accelerator,
             )
             off = "exact(..., audit=False)"
-            self._look = FirstLook(trained, self._window, host=self, off=off)
+            self._look = FirstLook(self._trained, self._window, host=self, off=off)
         return self._window
 
     def _weighing(self, window: HostLedger, *, is_last: bool) -> AbstractContextManager[None]:
@@ -316,8 +315,7 @@ class ExactTrainerMixin(_Trainer):
         """Return what a loss adds to the window's mean; the engine will average over the ranks."""
         ranks = self.accelerator.num_processes
         if ranks > 1 and not units:
-            trained: Any = self.model
-            return zero_loss(trained)
+            return zero_loss(self._trained)
         exact_units = units.double() if isinstance(units, Tensor) else units
         return mean_loss(mean, exact_units / self._divisor * ranks).total
 
@@ -352,9 +350,6 @@ class ExactTrainerMixin(_Trainer):
                 type(trained).__name__,
             )
             return
-        inner: Any = self.model
-        names, parameters = zip(*inner.named_parameters(), strict=True)
-        held = zip(names, self._window.gradients.held(parameters), strict=True)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(
             {
@@ -362,8 +357,7 @@ class ExactTrainerMixin(_Trainer):
                 "size": self._size,
                 "counted": self._counted,
                 "loss": torch.as_tensor(self._loss_so_far),
-                "gradients": {name: gradient for name, gradient in held if gradient is not None},
-                "window": self._window.state_dict(),
+                "window": self._window.state_dict(list(self._trained.parameters())),
                 "random": random_state.capture(),
             },
             file,
@@ -388,18 +382,10 @@ class ExactTrainerMixin(_Trainer):
                 f"{self._counted:g}: resume with the same data and settings"
             )
         assert self._window is not None
-        inner: Any = self.model
-        names, parameters = zip(*inner.named_parameters(), strict=True)
-        self._window.load_state_dict(saved["window"])
-        self._window.gradients.put_back(
-            parameters, [saved["gradients"].get(name) for name in names]
-        )
+        self._window.load_state_dict(saved["window"], list(self._trained.parameters()))
         self._loss_so_far = saved["loss"].to(self.args.device)
         self._tr_loss += self._loss_so_far
         random_state.restore(saved["random"])
-
-
-_log = logging.getLogger("wholebatch")
 
 
 def exact(
