@@ -153,7 +153,8 @@ def plain_problem(samples: int, dtype: Any = np.float64) -> tuple[Any, Any]:
     random = np.random.default_rng(2)
     params = {"in": random.normal(size=(WIDTH, 5)), "out": random.normal(size=(5, 3))}
     batch = {"x": random.normal(size=(samples, WIDTH)), "y": random.normal(size=(samples, 3))}
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, batch))
+    made: tuple[Any, Any] = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, batch))
+    return made
 
 
 def streamed(
@@ -283,7 +284,7 @@ def _in_16_bit(library: str, stream: bool) -> Row:
             gradient = microbatch(params, data)
         found.append(distance(_flat(gradient), truth))
     note = "the gradient, beside its sum in float64; both give it in bf16"
-    return Row(library, "bf16 × 256", *found, "bf16 result", note)
+    return Row(library, "bf16 × 256", found[0], found[1], "bf16 result", note)
 
 
 def _flat(tree: Any) -> Any:

@@ -50,7 +50,7 @@ def trainer_of(model: Any, problem: Problem, mode: Mode, folder: str, **options:
         "input_ids": tokens.tokens[:samples].tolist(),
         "labels": tokens.labels[:samples].tolist(),
     }
-    own = {}
+    own: dict[str, Any] = {}
     if optimizer is not None:
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         own["optimizers"] = (optimizer, constant)
@@ -138,7 +138,7 @@ def _in_16_bit(library: str) -> Row:
     truth = _summed(problem)
 
     def found(mode: Mode) -> float | str:
-        model, seen = llama().to(torch.bfloat16), []
+        model, seen = llama().bfloat16(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_post_hook(
             lambda *_: seen.append(
@@ -159,7 +159,7 @@ def _summed(problem: Problem) -> Tensor:
     The model's own loss would not do: SFTTrainer has an LM head of its own, which rounds a few
     elements of these gradients to the other side (1e-5 of the sum).
     """
-    tokens, model = Tokens(problem), llama().to(torch.bfloat16)
+    tokens, model = Tokens(problem), llama().bfloat16()
     parameters = list(model.parameters())
     truth = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,8 @@ def local_collectives() -> AbstractContextManager[Any]:
     several = distributed.is_available() and distributed.is_initialized()
     if not several or distributed.get_world_size() == 1:
         return nullcontext()
-    return _Local()
+    local: AbstractContextManager[Any] = _Local()  # type: ignore[no-untyped-call]
+    return local
 
 
 class _Local(TorchDispatchMode):

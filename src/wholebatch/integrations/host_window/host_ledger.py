@@ -271,7 +271,6 @@ class HostLedger:
     ) -> None:
         self.options = options or AdapterOptions()
         self.group = _group_on(device)
-        self.gradients = HostGradients(models, optimizers, gradients)
         self.updates = 0
         self.skipped = 0
         self.last: Settled | None = None
@@ -280,21 +279,30 @@ class HostLedger:
         self._batchnorms = [
             choose_batchnorm(self.options.batchnorm, model, reduce=reduce) for model in models
         ]
-        for model in models:
-            if gradients == "sharded":
-                check_dtypes(model)
-            for finding in audit_of(model).findings:
-                if finding.kind == "spectral":
-                    _log.warning("%s", finding)
         modules = [module for model in models for module in model.modules()]
         self._replicas = [one for one in modules if isinstance(one, DistributedDataParallel)]
         self._look = StreamLook(models, audit=self.options.audit, policies=self._batchnorms)
         # An engine that shards has collectives in its forwards and backwards.
         self.may_look = gradients == "whole" and self.options.audit
+        if gradients == "sharded":
+            for model in models:
+                check_dtypes(model)
         if gradients == "whole" and not owns_forward:
+            self._warn_of_plain_model()
             self._look.watch()
+        _warn_of_spectral_norm(models)
+        self.gradients = HostGradients(models, optimizers, gradients)
         self._next_seed: float | None = None
         self._open = _OpenWindow()
+
+    def _warn_of_plain_model(self) -> None:
+        if self.group.ranks > 1 and not self._replicas:
+            _log.warning(
+                "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
+                "trains a model of its own. Pass the model that accelerator.prepare() or "
+                "fabric.setup() returned",
+                self.group.ranks,
+            )
 
     @property
     def micro_batches(self) -> int:
@@ -559,6 +567,12 @@ class HostLedger:
             window.totals, window.units = [0.0], [0.0]
             return
         self.gradients.put_back(parameters, saved["gradients"])
+
+
+def _warn_of_spectral_norm(models: Iterable[nn.Module]) -> None:
+    for finding in (found for model in models for found in audit_of(model).findings):
+        if finding.kind == "spectral":
+            _log.warning("%s", finding)
 
 
 def _group_on(device: torch.device) -> RankGroup:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from wholebatch.errors import LossError, OptionError, SplitError
-from wholebatch.integrations.jax.loss_look import look_at_loss
+from wholebatch.integrations.jax.jax_look import look_at_loss
 from wholebatch.integrations.jax.wide_gradients import is_narrow, mesh_axes, wide, widened
 
 __all__ = ["accumulate"]

@@ -39,7 +39,7 @@ from wholebatch.integrations.transformers.label_units import (
     known_shift,
     measured_shift,
 )
-from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.memory.budget import Budget, parse_memory
 from wholebatch.memory.prediction_correction import choose_on_device
 
 __all__ = ["ExactTrainerMixin", "exact"]
@@ -86,7 +86,7 @@ class ExactTrainerMixin(_Trainer):
 
     units_of: UnitsFunction | None = None
     micro_batch: MicroBatch = None
-    memory: Memory | None = None
+    memory: Budget | None = None
     batchnorm: str = "refuse"
     nonfinite: Policy = "raise"
     audit: bool = True
@@ -393,7 +393,7 @@ def exact(
     *,
     units: UnitsFunction | None = None,
     micro_batch: MicroBatch = None,
-    memory: Memory | None = None,
+    memory: Budget | None = None,
     batchnorm: str = "refuse",
     nonfinite: Policy = "raise",
     audit: bool = True,
@@ -493,7 +493,7 @@ def refuse_unsupported(trainer: Any) -> None:
     refuse_shared_batches(trainer.accelerator, "Trainer")
 
 
-def most_that_fit(trainer: Any, inputs: Mapping[str, Any], memory: Memory | None) -> int:
+def most_that_fit(trainer: Any, inputs: Mapping[str, Any], memory: Budget | None) -> int:
     """Return the most samples of this batch that are predicted to fit, on every rank."""
     samples = batch_size_of(inputs)
     device = torch.device(trainer.args.device)

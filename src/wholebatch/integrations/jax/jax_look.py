@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from wholebatch.errors import LossError
 
@@ -81,9 +80,11 @@ class _Runs:
     def __init__(
         self, loss: Callable[..., Any], args: Sequence[Any], batched: Sequence[int], few: int
     ) -> None:
+        from numpy.random import default_rng
+
         self._loss, self._few = loss, few
         self._made: dict[int, tuple[Any, Any]] = {}  # by id, with the tracer so that it lives on
-        self._random = np.random.default_rng(0)
+        self._random = default_rng(0)
         self._bytes = 0
         leaves, self._tree = jax.tree.flatten(list(args))
         of_batch, _ = jax.tree.flatten(
@@ -111,7 +112,7 @@ class _Runs:
 
     def _run(self, rows: list[int]) -> Total:
         chosen = [
-            leaf[np.asarray(rows)] if batch else leaf
+            leaf[jnp.asarray(rows)] if batch else leaf
             for leaf, batch in zip(self._leaves, self._is_batch, strict=True)
         ]
         arrays = [leaf for leaf in chosen if _is_array(leaf)]
@@ -124,7 +125,8 @@ class _Runs:
         def totals(*arrays: Any) -> tuple[Any, Any]:
             rest = iter(arrays)
             given = [next(rest) if _is_array(leaf) else leaf for leaf in chosen]
-            return self._loss(*jax.tree.unflatten(self._tree, given))
+            pair: tuple[Any, Any] = self._loss(*jax.tree.unflatten(self._tree, given))
+            return pair
 
         traced = jax.make_jaxpr(totals)(*arrays)
         program = str(traced.jaxpr)
@@ -147,16 +149,16 @@ class _Runs:
         return self._made[id(leaf)][1]
 
     def _made_up(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             key = jax.random.key(0)
             return jax.random.split(key, shape) if shape else key
         self._bytes += math.prod(shape) * dtype.itemsize
         if self._bytes > _MOST_BYTES:
             raise MemoryError(f"{self._bytes} bytes of made-up values")
         if not jnp.issubdtype(dtype, jnp.inexact):  # masks, labels, tokens
-            made = np.asarray(self._random.uniform(size=shape) < 0.7)
-            made[..., :1] = True  # so that no sample is without units
-            return jnp.asarray(made, dtype)
+            made = jnp.asarray(self._random.uniform(size=shape) < 0.7)
+            made = made.at[..., :1].set(True) if shape else made  # no sample is without units
+            return made.astype(dtype)
         if len(shape) < 2:  # biases and scales
             return jnp.asarray(self._random.uniform(0.5, 1.5, shape), dtype)
         # Of a size at which layers neither vanish nor explode.
