@@ -189,13 +189,14 @@ def in_accumulator(
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
+    from wholebatch.core.options import grouped
     from wholebatch.integrations.accelerate import accumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True)
     prepared, stepped = accelerator.prepare(model, optimizer)
-    acc = accumulator(accelerator, prepared, stepped, steps=steps, **options)
+    acc = accumulator(accelerator, prepared, stepped, **grouped({"steps": steps, **options}))
     for batch in acc.over(micros):
         acc.backward(mean=loss(prepared, batch), units=len(batch["y"]))
         looked_at(model, batch)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples, summed
@@ -250,8 +251,9 @@ def test_what_is_refused() -> None:
         AccelerateWindows(accelerator, model, optimizer.optimizer)
     with pytest.raises(OptionError, match=r"must be an accelerate\.Accelerator"):
         AccelerateWindows(object(), model, optimizer)  # type: ignore[arg-type]
+    scaled = wb.Close(scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(OptionError, match="which has its own"):
-        accumulator(accelerator, model, optimizer, scaler=None)
+        accumulator(accelerator, model, optimizer, close=scaled)
     with pytest.raises(UnsupportedError, match="BatchNorm in '0'"):
         AccelerateWindows(accelerator, nn.Sequential(nn.BatchNorm1d(5)), optimizer)
     with pytest.raises(OptionError, match="lock-step"):
