@@ -106,7 +106,7 @@ HOSTS: dict[str, frozenset[str]] = {
     "lightning": frozenset({"lightning"}),
     "transformers": frozenset({"accelerate", "transformers"}),
     "keras": frozenset({"keras", "numpy"}),
-    "jax": frozenset({"jax", "numpy", "optax"}),
+    "jax": frozenset({"jax", "optax"}),
 }
 WITHOUT_TORCH = ("lint",)
 
