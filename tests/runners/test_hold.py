@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from tests.coupled.networks import NETWORKS, densenet, resnet, unet
 from tests.runners.windows import Dropped, batch, error, result, split, total, whole
-from wholebatch.coupled.batchnorm.activation_offload.host_pool import HostPool
-from wholebatch.coupled.batchnorm.activation_offload.learned_sizes import Learnt
-from wholebatch.coupled.batchnorm.activation_offload.paging import Pages
+from wholebatch.coupled.batchnorm.activation_offload import HostPool, Learnt, Pages
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
 from wholebatch.coupled.normalisation_layers import batchnorms

@@ -25,21 +25,18 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from wholebatch.coupled.batchnorm.activation_offload.host_pool import HostPool
-from wholebatch.coupled.batchnorm.activation_offload.learned_sizes import Learnt
-from wholebatch.coupled.batchnorm.activation_offload.page import Paged
-from wholebatch.coupled.batchnorm.activation_offload.paging import Pages
-from wholebatch.coupled.batchnorm.caller_thread_layers import Elsewhere, ignored
-from wholebatch.coupled.batchnorm.caller_thread_ops import (
+from wholebatch.coupled.batchnorm.activation_offload import HostPool, Learnt, Paged, Pages
+from wholebatch.coupled.batchnorm.caller_thread_kernels import (
+    Elsewhere,
     Execute,
     OneThread,
     below_autograd,
     executor,
+    ignored,
 )
 from wholebatch.coupled.batchnorm.moments import Reduce
 from wholebatch.coupled.batchnorm.recomputed_blocks import BeginAgain, Recomputed, blocks_of
-from wholebatch.coupled.batchnorm.thread_state import Inherited
-from wholebatch.coupled.batchnorm.turn_taking_threads import Baton
+from wholebatch.coupled.batchnorm.turn_taking_threads import Baton, Inherited
 from wholebatch.coupled.batchnorm.whole_batch_norm import Meetings
 from wholebatch.coupled.normalisation_layers import running_buffers
 from wholebatch.coupled.random_streams import Begins, Call, RecordedStreams, Streams

@@ -9,13 +9,17 @@ made under (the model's plain attributes, the addresses of its tensors) are chec
 window. A recording is used only after it has given the same gradients as the threads, with the same
 random numbers. Models that draw random numbers on the host, branch on the values of tensors, or
 have other Python side effects are not recorded: their windows run by threads.
-"""
+
+
+---
+A CUDA graph that several threads capture together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +34,11 @@ from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.lock_step import LockStep
-from wholebatch.coupled.batchnorm.shared_capture import CudaTape, Tape
 from wholebatch.coupled.random_streams import RecordedStreams, draw
 from wholebatch.distributed.single_process import Single
 
-__all__ = ["MOST_MICRO_BATCHES", "Recorder"]
+__all__ = ["MOST_MICRO_BATCHES", "CudaTape", "Recorder", "Tape"]
+
 
 Micro = tuple[list[Tensor], list[Tensor]]
 """The totals of one micro-batch, and those of its units that are tensors."""
@@ -365,3 +369,52 @@ def _static(tensor: Tensor, device: torch.device, *, on_host: bool) -> Tensor:
         pin_memory=on_host and device.type == "cuda",
     )
     return like.copy_(tensor)
+
+
+R = TypeVar("R")
+
+
+class Tape(Protocol):
+    """A recording of what `run` launches, which can be replayed."""
+
+    def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R: ...
+
+    def replay(self) -> None: ...
+
+
+class CudaTape:
+    """A CUDA graph. Every replay overwrites the tensors that `run` returned."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+        # Other threads launch into the captured stream too. With "thread_local", CUDA refuses
+        # calls that are unsafe during capture on this thread only.
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                return run()
+        except BaseException:
+            _after_a_broken_recording(self._pool)
+            raise
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def _after_a_broken_recording(pool: Any) -> None:
+    """Reset the allocator and the generator: a failed capture leaves them in capture mode."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device, pool)  # Raises if the capture did end.
+        torch._C._cuda_releasePool(device, pool)
+    with suppress(RuntimeError):
+        blank = torch.cuda.CUDAGraph()
+        number = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(blank, capture_error_mode="thread_local"):
+            number.add_(1)

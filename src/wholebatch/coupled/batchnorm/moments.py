@@ -21,10 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = [
     "InputGradient",
@@ -32,6 +34,8 @@ __all__ = [
     "Moments",
     "Reduce",
     "backward_sums",
+    "given_to",
+    "instances",
     "merge",
     "moments",
     "move",
@@ -246,3 +250,15 @@ def move_buffers(
 def recomputing() -> bool:
     """True if a backward runs on this thread: a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def given_to(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """The tensor that a normalisation layer was called with, by position or by name."""
+    given: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return given
+
+
+def instances(module: nn.Module, x: Tensor) -> int:
+    """Return the number of samples of an InstanceNorm's input: 1 without a batch dimension."""
+    assert isinstance(module, _InstanceNorm)
+    return 1 if x.dim() == module._get_no_batch_dim() else x.shape[0]

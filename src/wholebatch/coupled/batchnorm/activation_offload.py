@@ -11,24 +11,52 @@ too soon to be copied at all.
 
 Memory is allocated and freed in the order of the caller's stream, which waits for the copies where
 it must. So the device memory needed does not depend on how far the host runs ahead.
-"""
+
+
+---
+Pages: storages of a micro-batch that may be on the device or on the host.
+
+---
+Memory use of micro-batches, learnt from earlier windows.
+
+---
+Host memory for offloaded storages, and the copies to and from it.
+
+On CUDA the memory is pinned and allocated in large slabs that are kept for the next window: pinning
+is slow, and sizes repeat from one micro-batch to the next. Copies out and prefetches have a stream
+each, so that both directions of the link work while the device computes.
+
+
+---
+The tensor arguments of an operation, and those that it writes to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.coupled.batchnorm.activation_offload.host_pool import Copies, HostPool, Span
-from wholebatch.coupled.batchnorm.activation_offload.learned_sizes import Learnt, Place
-from wholebatch.coupled.batchnorm.activation_offload.page import Page, Paged
-from wholebatch.coupled.batchnorm.caller_thread_ops import Execute
-from wholebatch.coupled.batchnorm.operands import tensors_in, written_by
+from wholebatch.coupled.batchnorm.caller_thread_kernels import Execute
 
-__all__ = ["Pages"]
+__all__ = [
+    "Copies",
+    "HostPool",
+    "Learnt",
+    "Page",
+    "Paged",
+    "Pages",
+    "Place",
+    "Span",
+    "tensors_in",
+    "written_by",
+]
+
 
 _aten = torch.ops.aten
 # Operations that make a new tensor on the same storage without reading it or checking its bounds.
@@ -374,3 +402,244 @@ class Pages:
             self._bury(self._party)
             self.peak = max(self.peak, self.resident)
             self._learnt.busy = max(self._learnt.busy, busy - (before - self.resident))
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """The bytes of one run: the peak of pages on the device, and the copies out and in."""
+
+    peak: int
+    bytes_out: int
+    bytes_in: int
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """One storage, and the location of its bytes."""
+
+    weak: int
+    nbytes: int
+    device: torch.device
+    owner: int
+    place: Place
+    seen: int  # The stretch in which it was last touched.
+    span: Span | None = None
+    resident: bool = True
+    shared: bool = False  # Used by several micro-batches: it stays on the device.
+    arriving: bool = False  # Being prefetched.
+    waits: bool = False  # Its micro-batch sleeps and the host has a copy: it may be freed.
+    kept: bool = False  # Its micro-batch sleeps, but it is needed too soon to be copied.
+    left: int = -1  # The turn in which its micro-batch went to sleep.
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage, or None if it has been freed."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
+        return found
+
+
+Place = tuple[int, int]
+"""The identity of a storage: the stretch in which it was created, and its index there."""
+
+
+@dataclass(eq=False)
+class Learnt:
+    """The pages that each stretch touches, and the memory that one micro-batch needs.
+
+    A stretch is the part of a micro-batch's run between two meetings.
+    """
+
+    touched: dict[int, frozenset[Place]] = field(default_factory=dict)
+    most: int = 0
+    """The peak of one micro-batch's bytes of pages, on the device or on the host."""
+    busy: int = 0
+    """The peak of bytes in use or being copied, in either direction."""
+    largest: int = 0
+    """The bytes of the largest page."""
+    _uses: dict[Place, list[int]] = field(default_factory=dict)
+
+    def learn(self, stretch: int, touched: frozenset[Place]) -> None:
+        """Record that this stretch touched exactly these places."""
+        before = self.touched.get(stretch, frozenset())
+        for place in before - touched:
+            self._uses[place].remove(stretch)
+        for place in touched - before:
+            insort(self._uses.setdefault(place, []), stretch)
+        self.touched[stretch] = touched
+
+    def next_use(self, place: Place, stretch: int) -> int:
+        """Return the first later stretch that touches the place, or `1 << 30` if none is known."""
+        uses = self._uses.get(place, ())
+        index = bisect_right(uses, stretch)
+        return uses[index] if index < len(uses) else 1 << 30
+
+
+_PAGE = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Span:
+    """A piece of host memory, and the events of the last copies to and from it."""
+
+    bytes: Tensor
+    size: int
+    written: torch.cuda.Event | None = None
+    read: torch.cuda.Event | None = None
+
+
+class HostPool:
+    """A pool of reusable pieces of host memory; `held` and `used` count bytes."""
+
+    def __init__(self, *, pinned: bool, slab: int = 1 << 28) -> None:
+        self._pinned = pinned
+        self._slab = slab if pinned else 0
+        self._free: dict[int, list[Span]] = {}
+        self._rest: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.held = 0
+        self.used = 0
+
+    def take(self, nbytes: int) -> Span:
+        size = -(-nbytes // _PAGE) * _PAGE
+        self.used += size
+        free = self._free.get(size)
+        if free:
+            span = free.pop()
+            span.bytes = span.bytes[:nbytes] if len(span.bytes) != nbytes else span.bytes
+            return span
+        return Span(self._new(size)[:nbytes], size)
+
+    def give(self, span: Span) -> None:
+        self.used -= span.size
+        if self._pinned:
+            self._free.setdefault(span.size, []).append(span)
+        else:
+            self.held -= span.size
+
+    def forget_copies(self) -> None:
+        """Drop the events of free pieces, once all copies to and from them are done."""
+        for spans in self._free.values():
+            for span in spans:
+                span.written = span.read = None
+
+    def _new(self, size: int) -> Tensor:
+        if size > len(self._rest):
+            fresh = max(size, self._slab)
+            rest = torch.empty(fresh, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self.held += fresh
+            if fresh == size:
+                return rest
+            self._rest = rest
+        piece, self._rest = self._rest[:size], self._rest[size:]
+        return piece
+
+
+class Copies:
+    """Copies between storages and spans, ordered against the compute stream."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._out: dict[torch.device, torch.cuda.Stream] = {}
+        self._in: dict[torch.device, torch.cuda.Stream] = {}
+        self.bytes_out = 0
+        self.bytes_in = 0
+
+    def out(self, storages: Sequence[torch.UntypedStorage]) -> list[Span]:
+        """Start copies to the host and return their spans; keep the storages until `gone`."""
+        with torch._C._DisableTorchDispatch():
+            spans = [self._pool.take(storage.nbytes()) for storage in storages]
+            for device, indices in _by_device(storages).items():
+                stream = self._side(self._out, device)
+                for index in indices:
+                    if stream is not None and (read := spans[index].read) is not None:
+                        stream.wait_event(read)
+                    with torch.cuda.stream(stream):
+                        spans[index].bytes.copy_(_bytes(storages[index]), non_blocking=True)
+                if stream is not None:
+                    done = stream.record_event()
+                    for index in indices:
+                        spans[index].written = done
+        self.bytes_out += sum(storage.nbytes() for storage in storages)
+        return spans
+
+    def gone(self, span: Span) -> None:
+        """Make the compute stream wait for the copy out, so that device memory can be reused."""
+        if span.written is not None:
+            torch.cuda.current_stream().wait_event(span.written)
+
+    def back(self, span: Span, storage: torch.UntypedStorage) -> None:
+        """Copy to the device on the compute stream."""
+        self.gone(span)
+        with torch._C._DisableTorchDispatch():
+            _bytes(storage).copy_(span.bytes, non_blocking=True)
+        if storage.device.type == "cuda":
+            span.read = torch.cuda.current_stream().record_event()
+        self.bytes_in += storage.nbytes()
+
+    def ahead(self, spans: Sequence[Span], storages: Sequence[torch.UntypedStorage]) -> None:
+        """Start copies to the device; call `arrived` before computing with the data."""
+        with torch._C._DisableTorchDispatch():
+            for device, indices in _by_device(storages).items():
+                stream = self._side(self._in, device)
+                for index in indices:
+                    span = spans[index]
+                    if stream is not None and span.written is not None:
+                        stream.wait_event(span.written)
+                    with torch.cuda.stream(stream):
+                        _bytes(storages[index]).copy_(span.bytes, non_blocking=True)
+                if stream is not None:
+                    done = stream.record_event()
+                    for index in indices:
+                        spans[index].read = done
+        self.bytes_in += sum(storage.nbytes() for storage in storages)
+
+    def arrived(self, span: Span) -> None:
+        if span.read is not None:
+            torch.cuda.current_stream().wait_event(span.read)
+
+    def release(self, span: Span) -> None:
+        self._pool.give(span)
+
+    def join(self) -> None:
+        """Make the compute stream wait for all copies."""
+        for device, stream in (*self._out.items(), *self._in.items()):
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _side(
+        self, streams: dict[torch.device, torch.cuda.Stream], device: torch.device
+    ) -> torch.cuda.Stream | None:
+        """Return a side stream that waits for the work queued on the compute stream so far."""
+        if device.type != "cuda":
+            return None
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        streams[device].wait_stream(torch.cuda.current_stream(device))
+        return streams[device]
+
+
+def _by_device(storages: Sequence[torch.UntypedStorage]) -> dict[torch.device, list[int]]:
+    found: dict[torch.device, list[int]] = {}
+    for index, storage in enumerate(storages):
+        found.setdefault(storage.device, []).append(index)
+    return found
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples and lists."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+
+
+@cache
+def written_by(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation writes to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
