@@ -248,7 +248,7 @@ def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None], *, exact:
         # The first window runs by threads and is recorded; the others are replays.
         row(f"{name}, recorded", step, warm=2)
         rows[f"{name}, recorded"]["mode"] = train._feeding.recorder.mode
-        paged = train._feeding._lock_step.paged
+        paged = train._feeding._lock_step.traffic
         if paged is not None:
             rows[f"{name}, recorded"].update(out=paged.bytes_out, back=paged.bytes_in)
         del train, step

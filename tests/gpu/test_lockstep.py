@@ -53,6 +53,10 @@ def loss(model: nn.Module, data: Pair) -> Tensor:
     return F.cross_entropy(model(data[0]).double(), data[1], reduction="sum")
 
 
+def moved(micro: Pair) -> Pair:
+    return micro[0].cuda(non_blocking=True), micro[1].cuda()
+
+
 def lockstep(model: nn.Module, data: Pair, sizes: list[int], hold: Hold, windows: int = 1) -> None:
     step = LockStep(
         batchnorms(model),
@@ -64,9 +68,8 @@ def lockstep(model: nn.Module, data: Pair, sizes: list[int], hold: Hold, windows
     for _ in range(windows):
         step.run(
             [(x.cpu(), y.cpu()) for x, y in micros],
-            forward=lambda micro: loss(model, micro),
+            forward=lambda micro: loss(model, moved(micro)),
             backward=lambda value: value.backward(),
-            moved=lambda micro: (micro[0].cuda(non_blocking=True), micro[1].cuda()),
         )
 
 
@@ -142,9 +145,8 @@ def test_host_memory_does_not_depend_on_the_batch() -> None:
             before = torch.cuda.memory_allocated()
             step.run(
                 micros,
-                forward=lambda micro: loss(model, micro),
+                forward=lambda micro: loss(model, moved(micro)),
                 backward=lambda value: value.backward(),
-                moved=lambda micro: (micro[0].cuda(non_blocking=True), micro[1].cuda()),
             )
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[2] <= 1.02 * peaks[1], peaks

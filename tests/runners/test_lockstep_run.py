@@ -55,17 +55,11 @@ def test_hooks_results_and_order() -> None:
         pair[1].backward()
         return pair[0]
 
-    moved: list[int] = []
-
-    def move(micro: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        moved.append(len(micro[1]))
-        return micro
-
-    step = LockStep(batchnorms(model))
+    step = LockStep(batchnorms(model), model=model)
     sizes = [3, 1, 4]
-    out = step.run(split(batch(8), sizes), forward=forward, backward=backward, moved=move)
+    out = step.run(split(batch(8), sizes), forward=forward, backward=backward)
     assert out == sizes
-    assert moved == hooked == sizes
+    assert hooked == sizes
     assert order == [(kind, size) for kind in ("forward", "backward") for size in sizes]
     assert step.run([], forward=forward, backward=backward) == []
 
@@ -137,7 +131,9 @@ def test_a_failure_ends_all_and_restores(
 
     micros = list(enumerate(split(batch(6), [2, 2, 2])))
     with pytest.raises(kind) as raised:
-        LockStep(batchnorms(model)).run(micros, forward=forward, backward=lambda v: v.backward())
+        LockStep(batchnorms(model), model=model).run(
+            micros, forward=forward, backward=lambda v: v.backward()
+        )
     assert raised.value is failure
     assert not _party_threads()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -159,7 +155,7 @@ def test_interrupt_of_the_caller_ends_the_threads() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            LockStep(batchnorms(model)).run(
+            LockStep(batchnorms(model), model=model).run(
                 split(batch(64), [1] * 64), forward=forward, backward=lambda v: v.backward()
             )
     finally:
@@ -169,7 +165,7 @@ def test_interrupt_of_the_caller_ends_the_threads() -> None:
 
 def test_backward_outside_of_the_run_is_refused() -> None:
     model = resnet().double()
-    values = LockStep(batchnorms(model)).run(
+    values = LockStep(batchnorms(model), model=model).run(
         split(batch(4), [2, 2]), forward=lambda m: total(model, m), backward=lambda value: value
     )
     with pytest.raises(WindowError, match="outside of the run"):
@@ -207,7 +203,7 @@ def test_reduce_includes_other_ranks() -> None:
     def play(rank: int) -> None:
         mine = ranks[rank]
         try:
-            LockStep(batchnorms(mine), reduce=reduce_of(rank)).run(
+            LockStep(batchnorms(mine), model=mine, reduce=reduce_of(rank)).run(
                 micros[:3] if rank == 0 else micros[3:],
                 forward=lambda m: total(mine, m),
                 backward=lambda v: v.backward(),
@@ -389,6 +385,6 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(value, list(model.parameters()), create_graph=True)
 
     with pytest.raises(UnsupportedError, match="a second derivative"):
-        LockStep(batchnorms(model)).run(
+        LockStep(batchnorms(model), model=model).run(
             split(batch(4), [2, 2]), forward=lambda m: total(model, m), backward=backward
         )

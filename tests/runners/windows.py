@@ -48,7 +48,7 @@ def split(data: tuple[Tensor, Tensor], sizes: Sequence[int]) -> list[tuple[Tenso
 def lockstep(
     model: nn.Module, micros: Sequence[Any], *, norms: Any = None, loss: Any = total
 ) -> tuple[State, State]:
-    LockStep(batchnorms(model) if norms is None else norms).run(
+    LockStep(batchnorms(model) if norms is None else norms, model=model).run(
         micros, forward=lambda micro: loss(model, micro), backward=lambda value: value.backward()
     )
     return result(model)

@@ -1,4 +1,4 @@
-"""Paging of sleeping micro-batches to the host: the device holds as much as one would need.
+"""Activations of sleeping micro-batches on the host: the device holds as much as one would need.
 
 Every storage that a micro-batch creates is a page. When the micro-batch goes to sleep, its pages
 are copied to (pinned) host memory. Their device memory is freed as soon as it is needed. An
@@ -10,402 +10,38 @@ micro-batch while another computes, which to free first (those needed last), and
 too soon to be copied at all.
 
 Memory is allocated and freed in the order of the caller's stream, which waits for the copies where
-it must. So the device memory needed does not depend on how far the host runs ahead.
-
-
----
-Pages: storages of a micro-batch that may be on the device or on the host.
-
----
-Memory use of micro-batches, learnt from earlier windows.
-
----
-Host memory for offloaded storages, and the copies to and from it.
-
-On CUDA the memory is pinned and allocated in large slabs that are kept for the next window: pinning
-is slow, and sizes repeat from one micro-batch to the next. Copies out and prefetches have a stream
-each, so that both directions of the link work while the device computes.
-
-
----
-The tensor arguments of an operation, and those that it writes to."""
+it must. So the device memory needed does not depend on how far the host runs ahead. Copies out and
+prefetches have a stream each, so that both directions of the link work while the device computes.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.coupled.batchnorm.caller_thread_kernels import Execute
-
-__all__ = [
-    "Copies",
-    "HostPool",
-    "Learnt",
-    "Page",
-    "Paged",
-    "Pages",
-    "Place",
-    "Span",
-    "tensors_in",
-    "written_by",
-]
-
+__all__ = ["ActivationPages", "HostPool", "LearnedUse", "Traffic", "WatchedOperations"]
 
 _aten = torch.ops.aten
 # Operations that make a new tensor on the same storage without reading it or checking its bounds.
 _NEEDS_NO_DATA = frozenset(
     {_aten.detach.default, _aten.alias.default, _aten.view.default, _aten._unsafe_view.default}
 )
+_HOST_PAGE = 4096
 
-
-class Pages:
-    """The pages of all micro-batches of one run.
-
-    `enter` and `leave` are called when a micro-batch wakes and when it goes to sleep, `finish` when
-    it is done. All its operations go through `watch`. Pages are the storages on devices of type
-    `kind`. Those below `least` bytes stay there, as do gradients of `parameters`. The others use as
-    much device memory as the pages of one micro-batch, or as the awake one needs. `peak` is the
-    largest number of their bytes on the device at once.
-    """
-
-    def __init__(
-        self,
-        parties: int,
-        *,
-        pool: HostPool,
-        kind: str,
-        parameters: Iterable[nn.Parameter] = (),
-        learnt: Learnt | None = None,
-        least: int = 1 << 16,
-    ) -> None:
-        self._parties = parties
-        self._copies = Copies(pool)
-        self._kind = kind
-        self._least = least
-        self._pages: dict[int, Page] = {}
-        self._awake: list[dict[int, Page]] = [{} for _ in range(parties)]
-        self._kept: list[dict[int, Page]] = [{} for _ in range(parties)]
-        self._by_place: list[dict[Place, Page]] = [{} for _ in range(parties)]
-        self._owned = [0] * parties
-        self._created = 0
-        self._used: set[Place] = set()
-        self._stretch = [-1] * parties
-        self._party = 0
-        self._turn = 0
-        self._learnt = Learnt() if learnt is None else learnt
-        # Leave room for one page: a new page is counted only after it has been allocated.
-        self._room = max(self._learnt.most, self._learnt.busy) - self._learnt.largest
-        self._least_room = self._room // 2
-        self._may_keep = self._room - self._learnt.busy
-        self._kept_bytes = 0
-        self._idle = [0, 0, 0]  # Bytes that wait since this turn, the last one, or earlier.
-        self._waiting: list[tuple[int, int, int, int, Page]] = []
-        self._gradients: dict[int, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            size = parameter.numel() * parameter.element_size()
-            self._gradients.setdefault(size, []).append(parameter)
-        self.resident = 0
-        self.peak = 0
-
-    def watch(self, execute: Execute) -> Execute:
-        """Wrap `execute`: restore its inputs before it runs, and register its outputs after."""
-
-        def watched(func: Any, args: Any, kwargs: Any) -> Any:
-            if func in _NEEDS_NO_DATA:
-                return func(*args, **kwargs)
-            given = {id(t): t for t in tensors_in((args, tuple(kwargs.values())))}
-            for tensor in given.values():
-                self.touched(tensor)
-            out = execute(func, args, kwargs)
-            for position, name in written_by(func):
-                target = args[position] if position < len(args) else kwargs.get(name)
-                for tensor in tensors_in(target):
-                    self.written(tensor)
-            owned = {tensor.untyped_storage()._cdata for tensor in given.values()}
-            for tensor in tensors_in(out):
-                if tensor.untyped_storage()._cdata not in owned and not self.known(tensor):
-                    self.created(tensor)
-            return out
-
-        return watched
-
-    def enter(self, party: int) -> None:
-        self._party = party
-        self._turn += 1
-        self._idle = [0, self._idle[0], self._idle[1] + self._idle[2]]
-        self._stretch[party] += 1
-        self._created = 0
-        self._used = set()
-        for key, page in list(self._kept[party].items()):
-            self._wake(key, page)
-        following = (party + 1) % self._parties
-        if following != party:
-            self._fetch_ahead(following, self._stretch[following] + 1)
-
-    def leave(self, party: int) -> None:
-        """Copy the pages of `party` to the host, except those it needs again at once."""
-        stretch = self._stretch[party]
-        # Keep the record of the last party: the first may have created what others only reuse.
-        self._learnt.learn(stretch, frozenset(self._used))
-        going: list[tuple[Page, torch.UntypedStorage]] = []
-        sleeping: list[tuple[int, Page]] = []
-        for key, page in list(self._awake[party].items()):
-            storage = page.storage()
-            if storage is None:
-                self._forget(key, page)
-            elif page.shared or self._is_gradient(key, page):
-                self._take_for_good(page)
-            elif page.span is None and self._stays(page, stretch):
-                page.kept = True
-                self._kept_bytes += page.nbytes
-                self._kept[party][key] = page
-            else:
-                sleeping.append((key, page))
-                if page.span is None:
-                    going.append((page, storage))
-        self._awake[party].clear()
-        if party == 0:  # The last party also owns what the meetings create.
-            self._learnt.most = max(self._learnt.most, self._owned[party])
-        spans = self._copies.out([storage for _, storage in going])
-        for (page, _), span in zip(going, spans, strict=True):
-            page.span = span
-        for key, page in sleeping:
-            page.waits, page.left = True, self._turn
-            self._idle[0] += page.nbytes
-            # Pages needed last come first. The key only breaks ties.
-            last = -self._learnt.next_use(page.place, stretch)
-            heappush(self._waiting, (last, -party, self._turn, key, page))
-        self._make_room(0)
-
-    def finish(self, party: int) -> None:
-        """Forget the freed pages of a micro-batch that is done."""
-        for key, page in list(self._kept[party].items()):
-            self._wake(key, page)
-        self._awake[party].clear()
-        for key, page in list(self._pages.items()):
-            if page.owner == party and page.storage() is None:
-                self._forget(key, page)
-
-    def close(self) -> Paged:
-        """Restore the pages that are still referenced, and forget all of them."""
-        self._waiting.clear()
-        for key, page in list(self._pages.items()):
-            storage = page.storage()
-            if storage is not None:
-                self._restore(page, storage)
-            self._forget(key, page)
-        self._copies.join()
-        return Paged(self.peak, self._copies.bytes_out, self._copies.bytes_in)
-
-    # Called by the watched `execute`.
-
-    def touched(self, tensor: Tensor) -> None:
-        """Make sure that the bytes of `tensor` are on its device."""
-        key = tensor.untyped_storage()._cdata
-        page = self._pages.get(key)
-        if page is None:
-            return
-        if page.owner != self._party:
-            self._share(page)
-        elif page.seen != (stretch := self._stretch[page.owner]):
-            page.seen = stretch
-            self._used.add(page.place)
-        if page.waits or page.arriving or not page.resident:
-            self._restore(page, tensor.untyped_storage())
-            self._wake(key, page)
-
-    def written(self, tensor: Tensor) -> None:
-        """Drop the host's copy of `tensor`, which is out of date."""
-        page = self._pages.get(tensor.untyped_storage()._cdata)
-        if page is not None and page.span is not None:
-            self._copies.release(page.span)
-            page.span = None
-
-    def created(self, tensor: Tensor) -> None:
-        """Register a new storage of the micro-batch that is awake."""
-        storage = tensor.untyped_storage()
-        key, party = storage._cdata, self._party
-        stretch = self._stretch[party]
-        place = (stretch, self._created)
-        self._created += 1
-        nbytes = storage.nbytes()
-        if nbytes < self._least or storage.device.type != self._kind:
-            return
-        weak = cast(int, storage._weak_ref())
-        page = Page(weak, nbytes, storage.device, party, place, stretch)
-        self._pages[key] = self._awake[party][key] = self._by_place[party][place] = page
-        self._owned[party] += nbytes
-        self._learnt.largest = max(self._learnt.largest, nbytes)
-        self._count(nbytes)
-        self._make_room(0)
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keep `tensor` on the device, because all micro-batches use it."""
-        page = self._pages.get(tensor.untyped_storage()._cdata)
-        if page is not None:
-            self._share(page)
-
-    def keep_sum(self, tensor: Tensor) -> None:
-        """Keep `tensor`, a gradient of all micro-batches, and leave less room for pages.
-
-        Near the end of a pass all gradients exist. A few micro-batches have few pages left by then,
-        but many still fill the room, so the peak would grow with the batch. At least half of the
-        room stays, so that pages needed soon are not copied.
-        """
-        page = self._pages.get(tensor.untyped_storage()._cdata)
-        if page is not None:
-            self._take_for_good(page)
-
-    def known(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._pages
-
-    # Moving pages.
-
-    def _stays(self, page: Page, stretch: int) -> bool:
-        """True if a page without a host copy should stay: it is needed soon, and there is room."""
-        soon = self._learnt.next_use(page.place, stretch) == stretch + 1
-        return soon and self._kept_bytes + page.nbytes <= self._may_keep
-
-    def _wake(self, key: int, page: Page) -> None:
-        """Mark the page as in use again, so that its memory is not freed."""
-        self._rouse(key, page)
-        self._awake[page.owner][key] = page
-
-    def _rouse(self, key: int, page: Page) -> None:
-        if page.waits:
-            page.waits = False
-            if page.resident:
-                self._idle[min(self._turn - page.left, 2)] -= page.nbytes
-        if page.kept:
-            page.kept = False
-            self._kept_bytes -= page.nbytes
-            del self._kept[page.owner][key]
-
-    def _take_for_good(self, page: Page) -> None:
-        if not page.shared:
-            self._share(page)
-            less = min(page.nbytes, self._room - self._least_room)
-            self._room -= less
-            self._may_keep -= less
-
-    def _share(self, page: Page) -> None:
-        if not page.shared:
-            page.shared = True
-            self._owned[page.owner] -= page.nbytes
-            if page.resident:
-                self.resident -= page.nbytes
-
-    def _restore(self, page: Page, storage: torch.UntypedStorage) -> None:
-        if page.arriving:
-            assert page.span is not None
-            self._copies.arrived(page.span)
-            page.arriving = False
-        elif not page.resident:
-            assert page.span is not None
-            self._make_room(page.nbytes)
-            storage.resize_(page.nbytes)
-            self._copies.back(page.span, storage)
-            self._is_back(page)
-
-    def _is_back(self, page: Page) -> None:
-        page.resident = True
-        if not page.shared:
-            self._count(page.nbytes)
-
-    def _fetch_ahead(self, party: int, stretch: int) -> None:
-        pages = self._by_place[party]
-        coming: list[tuple[Page, Span, torch.UntypedStorage]] = []
-        for place in sorted(self._learnt.touched.get(stretch, ())):
-            page = pages.get(place)
-            if page is None or page.shared or page.arriving or page.kept:
-                continue
-            storage = page.storage()
-            if storage is None:
-                continue
-            self._wake(storage._cdata, page)
-            if not page.resident:
-                assert page.span is not None
-                coming.append((page, page.span, storage))
-        self._make_room(sum(page.nbytes for page, _, _ in coming))
-        for page, _, storage in coming:
-            storage.resize_(page.nbytes)
-            page.arriving = True
-            self._is_back(page)
-        self._copies.ahead([span for _, span, _ in coming], [storage for _, _, storage in coming])
-
-    def _make_room(self, nbytes: int) -> None:
-        """Free the device memory of waiting pages until `nbytes` more fit."""
-        if self.resident + nbytes > self._room:
-            self._bury(self._party)
-        aside = []
-        while self.resident + nbytes > self._room and self._waiting:
-            entry = heappop(self._waiting)
-            page = entry[-1]
-            if not page.waits or page.left != entry[2]:
-                continue  # It has been woken since.
-            if page.left >= self._turn - 1:
-                aside.append(entry)  # Its copy may still run, and the compute stream would wait.
-                continue
-            self._rouse(entry[3], page)
-            storage = page.storage()
-            if storage is not None:
-                self._give_back(page, storage)
-        for entry in aside:
-            heappush(self._waiting, entry)
-
-    def _give_back(self, page: Page, storage: torch.UntypedStorage) -> None:
-        assert page.span is not None
-        if page.arriving:  # It was prefetched but not used.
-            self._copies.arrived(page.span)
-            page.arriving = False
-        self._copies.gone(page.span)
-        storage.resize_(0)
-        page.resident = False
-        self.resident -= page.nbytes
-
-    def _bury(self, party: int) -> None:
-        """Forget the pages of `party` whose storages have been freed."""
-        for key, page in list(self._awake[party].items()):
-            if page.storage() is None:
-                self._forget(key, page)
-
-    def _forget(self, key: int, page: Page) -> None:
-        self._rouse(key, page)
-        if page.span is not None:
-            self._copies.release(page.span)
-            page.span = None
-        self._share(page)  # Its bytes are no longer counted.
-        page.resident = False
-        self._pages.pop(key, None)
-        self._awake[page.owner].pop(key, None)
-        self._by_place[page.owner].pop(page.place, None)
-        torch.UntypedStorage._free_weak_ref(page.weak)
-
-    def _is_gradient(self, key: int, page: Page) -> bool:
-        return any(
-            parameter.grad is not None and parameter.grad.untyped_storage()._cdata == key
-            for parameter in self._gradients.get(page.nbytes, ())
-        )
-
-    def _count(self, nbytes: int) -> None:
-        self.resident += nbytes
-        busy = self.resident - self._idle[2] - self._kept_bytes
-        if self.resident > self.peak or busy > self._learnt.busy:
-            before = self.resident
-            self._bury(self._party)
-            self.peak = max(self.peak, self.resident)
-            self._learnt.busy = max(self._learnt.busy, busy - (before - self.resident))
+Place = tuple[int, int]
+"""The identity of a page: the stretch in which it was created, and its index there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Paged:
+class Traffic:
     """The bytes of one run: the peak of pages on the device, and the copies out and in."""
 
     peak: int
@@ -413,40 +49,9 @@ class Paged:
     bytes_in: int
 
 
-@dataclass(eq=False, slots=True)
-class Page:
-    """One storage, and the location of its bytes."""
-
-    weak: int
-    nbytes: int
-    device: torch.device
-    owner: int
-    place: Place
-    seen: int  # The stretch in which it was last touched.
-    span: Span | None = None
-    resident: bool = True
-    shared: bool = False  # Used by several micro-batches: it stays on the device.
-    arriving: bool = False  # Being prefetched.
-    waits: bool = False  # Its micro-batch sleeps and the host has a copy: it may be freed.
-    kept: bool = False  # Its micro-batch sleeps, but it is needed too soon to be copied.
-    left: int = -1  # The turn in which its micro-batch went to sleep.
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, or None if it has been freed."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
-        return found
-
-
-Place = tuple[int, int]
-"""The identity of a storage: the stretch in which it was created, and its index there."""
-
-
 @dataclass(eq=False)
-class Learnt:
-    """The pages that each stretch touches, and the memory that one micro-batch needs.
-
-    A stretch is the part of a micro-batch's run between two meetings.
-    """
+class LearnedUse:
+    """The pages that each stretch touches, and the memory that one micro-batch needs."""
 
     touched: dict[int, frozenset[Place]] = field(default_factory=dict)
     most: int = 0
@@ -473,11 +78,8 @@ class Learnt:
         return uses[index] if index < len(uses) else 1 << 30
 
 
-_PAGE = 4096
-
-
 @dataclass(eq=False, slots=True)
-class Span:
+class _Span:
     """A piece of host memory, and the events of the last copies to and from it."""
 
     bytes: Tensor
@@ -487,27 +89,34 @@ class Span:
 
 
 class HostPool:
-    """A pool of reusable pieces of host memory; `held` and `used` count bytes."""
+    """A pool of reusable pieces of host memory; `held` and `used` count bytes.
+
+    On CUDA the memory is pinned and allocated in large slabs that are kept for the next window:
+    pinning is slow, and sizes repeat from one micro-batch to the next.
+    """
 
     def __init__(self, *, pinned: bool, slab: int = 1 << 28) -> None:
         self._pinned = pinned
         self._slab = slab if pinned else 0
-        self._free: dict[int, list[Span]] = {}
+        self._free: dict[int, list[_Span]] = {}
         self._rest: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.held = 0
         self.used = 0
 
-    def take(self, nbytes: int) -> Span:
-        size = -(-nbytes // _PAGE) * _PAGE
+    def take(self, nbytes: int) -> _Span:
+        """Return a piece of that many bytes."""
+        size = -(-nbytes // _HOST_PAGE) * _HOST_PAGE
         self.used += size
         free = self._free.get(size)
-        if free:
+        with torch._C._DisableTorchDispatch():  # Host memory is no page of the micro-batch.
+            if not free:
+                return _Span(self._new(size)[:nbytes], size)
             span = free.pop()
             span.bytes = span.bytes[:nbytes] if len(span.bytes) != nbytes else span.bytes
             return span
-        return Span(self._new(size)[:nbytes], size)
 
-    def give(self, span: Span) -> None:
+    def give(self, span: _Span) -> None:
+        """Take a piece back, to use it again if it is pinned."""
         self.used -= span.size
         if self._pinned:
             self._free.setdefault(span.size, []).append(span)
@@ -532,111 +141,473 @@ class HostPool:
         return piece
 
 
-class Copies:
-    """Copies between storages and spans, ordered against the compute stream."""
+class _HostCopies:
+    """Copies between storages and host memory, ordered against the compute stream."""
 
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self._out: dict[torch.device, torch.cuda.Stream] = {}
-        self._in: dict[torch.device, torch.cuda.Stream] = {}
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
         self.bytes_out = 0
         self.bytes_in = 0
 
-    def out(self, storages: Sequence[torch.UntypedStorage]) -> list[Span]:
-        """Start copies to the host and return their spans; keep the storages until `gone`."""
-        with torch._C._DisableTorchDispatch():
-            spans = [self._pool.take(storage.nbytes()) for storage in storages]
-            for device, indices in _by_device(storages).items():
-                stream = self._side(self._out, device)
-                for index in indices:
-                    if stream is not None and (read := spans[index].read) is not None:
-                        stream.wait_event(read)
-                    with torch.cuda.stream(stream):
-                        spans[index].bytes.copy_(_bytes(storages[index]), non_blocking=True)
-                if stream is not None:
-                    done = stream.record_event()
-                    for index in indices:
-                        spans[index].written = done
-        self.bytes_out += sum(storage.nbytes() for storage in storages)
-        return spans
+    def start(
+        self, spans: Sequence[_Span], storages: Sequence[UntypedStorage], *, out: bool
+    ) -> None:
+        """Start copies to the host (`out`), or to the device, on a stream of their own.
 
-    def gone(self, span: Span) -> None:
-        """Make the compute stream wait for the copy out, so that device memory can be reused."""
-        if span.written is not None:
-            torch.cuda.current_stream().wait_event(span.written)
+        Keep a storage until `wait(span.written)`, and do not read it before `wait(span.read)`.
+        """
+        devices: dict[torch.device, list[tuple[_Span, UntypedStorage]]] = {}
+        for span, storage in zip(spans, storages, strict=True):
+            devices.setdefault(storage.device, []).append((span, storage))
+        for device, pairs in devices.items():
+            stream = self._side_stream(device, out=out)
+            for span, storage in pairs:
+                before = span.read if out else span.written
+                if stream is not None and before is not None:
+                    stream.wait_event(before)
+                with torch.cuda.stream(stream):
+                    _copy(span, storage, out=out)
+            if stream is not None:
+                done = stream.record_event()
+                for span, _ in pairs:
+                    if out:
+                        span.written = done
+                    else:
+                        span.read = done
+        nbytes = sum(storage.nbytes() for storage in storages)
+        if out:
+            self.bytes_out += nbytes
+        else:
+            self.bytes_in += nbytes
 
-    def back(self, span: Span, storage: torch.UntypedStorage) -> None:
+    def back(self, span: _Span, storage: UntypedStorage) -> None:
         """Copy to the device on the compute stream."""
-        self.gone(span)
-        with torch._C._DisableTorchDispatch():
-            _bytes(storage).copy_(span.bytes, non_blocking=True)
+        self.wait(span.written)
+        _copy(span, storage, out=False)
         if storage.device.type == "cuda":
             span.read = torch.cuda.current_stream().record_event()
         self.bytes_in += storage.nbytes()
 
-    def ahead(self, spans: Sequence[Span], storages: Sequence[torch.UntypedStorage]) -> None:
-        """Start copies to the device; call `arrived` before computing with the data."""
-        with torch._C._DisableTorchDispatch():
-            for device, indices in _by_device(storages).items():
-                stream = self._side(self._in, device)
-                for index in indices:
-                    span = spans[index]
-                    if stream is not None and span.written is not None:
-                        stream.wait_event(span.written)
-                    with torch.cuda.stream(stream):
-                        _bytes(storages[index]).copy_(span.bytes, non_blocking=True)
-                if stream is not None:
-                    done = stream.record_event()
-                    for index in indices:
-                        spans[index].read = done
-        self.bytes_in += sum(storage.nbytes() for storage in storages)
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Make the compute stream wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
-    def arrived(self, span: Span) -> None:
-        if span.read is not None:
-            torch.cuda.current_stream().wait_event(span.read)
-
-    def release(self, span: Span) -> None:
-        self._pool.give(span)
-
-    def join(self) -> None:
+    def wait_for_all(self) -> None:
         """Make the compute stream wait for all copies."""
-        for device, stream in (*self._out.items(), *self._in.items()):
+        for (device, _), stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _side(
-        self, streams: dict[torch.device, torch.cuda.Stream], device: torch.device
-    ) -> torch.cuda.Stream | None:
-        """Return a side stream that waits for the work queued on the compute stream so far."""
+    def _side_stream(self, device: torch.device, *, out: bool) -> torch.cuda.Stream | None:
+        """Return a stream that waits for the work queued on the compute stream so far."""
         if device.type != "cuda":
             return None
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-        streams[device].wait_stream(torch.cuda.current_stream(device))
-        return streams[device]
+        if (device, out) not in self._streams:
+            self._streams[device, out] = torch.cuda.Stream(device)
+        stream = self._streams[device, out]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
 
 
-def _by_device(storages: Sequence[torch.UntypedStorage]) -> dict[torch.device, list[int]]:
-    found: dict[torch.device, list[int]] = {}
-    for index, storage in enumerate(storages):
-        found.setdefault(storage.device, []).append(index)
-    return found
+def _copy(span: _Span, storage: UntypedStorage, *, out: bool) -> None:
+    with torch._C._DisableTorchDispatch():
+        on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        target, source = (span.bytes, on_device) if out else (on_device, span.bytes)
+        target.copy_(source, non_blocking=True)
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+@dataclass(eq=False, slots=True)
+class _ActivationPage:
+    """One storage, and the location of its bytes."""
+
+    key: int
+    weak: int
+    nbytes: int
+    owner: int
+    place: Place
+    seen: int  # The stretch in which it was last touched.
+    span: _Span | None = None
+    resident: bool = True
+    shared: bool = False  # Used by several micro-batches: it stays on the device.
+    arriving: bool = False  # Being prefetched.
+    waits: bool = False  # Its micro-batch sleeps and the host has a copy: it may be freed.
+    kept: bool = False  # Its micro-batch sleeps, but it is needed too soon to be copied.
+    left: int = -1  # The turn in which its micro-batch went to sleep.
+
+    def storage(self) -> UntypedStorage | None:
+        """Return the storage, or None if it has been freed."""
+        found: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(self.weak)
+        return found
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+class ActivationPages:
+    """The pages of all micro-batches of one run.
+
+    `enter` and `leave` are called when a micro-batch wakes and when it goes to sleep, `finish` when
+    it is done. All its operations run within `WatchedOperations`. Pages are the storages on devices
+    of type `kind`. Those below `least` bytes stay there, as do gradients of `parameters`. The
+    others use as much device memory as the pages of one micro-batch, or as the awake one needs.
+    """
+
+    def __init__(
+        self,
+        parties: int,
+        *,
+        pool: HostPool,
+        kind: str,
+        parameters: Iterable[nn.Parameter],
+        learned: LearnedUse,
+        least: int,
+    ) -> None:
+        self._parties = parties
+        self._pool = pool
+        self._copies = _HostCopies()
+        self._kind = kind
+        self._least = least
+        self._pages: dict[int, _ActivationPage] = {}
+        self._awake: list[dict[int, _ActivationPage]] = [{} for _ in range(parties)]
+        self._kept: list[dict[int, _ActivationPage]] = [{} for _ in range(parties)]
+        self._by_place: list[dict[Place, _ActivationPage]] = [{} for _ in range(parties)]
+        self._owned = [0] * parties
+        self._created = 0
+        self._used: set[Place] = set()
+        self._stretch = [-1] * parties
+        self._party = 0
+        self._turn = 0
+        self._learned = learned
+        # Leave room for one page: a new page is counted only after it has been allocated.
+        self._room = max(learned.most, learned.busy) - learned.largest
+        self._least_room = self._room // 2
+        self._may_keep = self._room - learned.busy
+        self._kept_bytes = 0
+        self._idle = [0, 0, 0]  # Bytes that wait since this turn, the last one, or earlier.
+        self._waiting: list[tuple[int, int, int, int, _ActivationPage]] = []
+        self._gradients: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            size = parameter.numel() * parameter.element_size()
+            self._gradients.setdefault(size, []).append(parameter)
+        self._resident = 0
+        self._peak = 0
+
+    def enter(self, party: int) -> None:
+        """Wake a micro-batch, and prefetch the pages of the next one."""
+        self._party = party
+        self._turn += 1
+        self._idle = [0, self._idle[0], self._idle[1] + self._idle[2]]
+        self._stretch[party] += 1
+        self._created = 0
+        self._used = set()
+        for page in list(self._kept[party].values()):
+            self._wake(page)
+        following = (party + 1) % self._parties
+        if following != party:
+            self._prefetch(following, self._stretch[following] + 1)
+
+    def leave(self, party: int) -> None:
+        """Copy the pages of `party` to the host, except those it needs again at once."""
+        stretch = self._stretch[party]
+        # Keep the record of the last party: the first may have created what others only reuse.
+        self._learned.learn(stretch, frozenset(self._used))
+        going: list[tuple[_ActivationPage, UntypedStorage]] = []
+        sleeping: list[_ActivationPage] = []
+        for page in list(self._awake[party].values()):
+            storage = page.storage()
+            if storage is None:
+                self._forget(page)
+            elif page.shared or self._is_gradient(page):
+                self._keep_for_good(page)
+            elif page.span is None and self._stays(page, stretch):
+                page.kept = True
+                self._kept_bytes += page.nbytes
+                self._kept[party][page.key] = page
+            else:
+                sleeping.append(page)
+                if page.span is None:
+                    going.append((page, storage))
+        self._awake[party].clear()
+        if party == 0:  # The last party also owns what the meetings create.
+            self._learned.most = max(self._learned.most, self._owned[party])
+        spans = [self._pool.take(page.nbytes) for page, _ in going]
+        self._copies.start(spans, [storage for _, storage in going], out=True)
+        for (page, _), span in zip(going, spans, strict=True):
+            page.span = span
+        for page in sleeping:
+            page.waits, page.left = True, self._turn
+            self._idle[0] += page.nbytes
+            # Pages needed last come first. The key only breaks ties.
+            last = -self._learned.next_use(page.place, stretch)
+            heappush(self._waiting, (last, -party, self._turn, page.key, page))
+        self._make_room(0)
+
+    def finish(self, party: int) -> None:
+        """Forget the freed pages of a micro-batch that is done."""
+        for page in list(self._kept[party].values()):
+            self._wake(page)
+        self._awake[party].clear()
+        self._forget_freed(page for page in self._pages.values() if page.owner == party)
+
+    def close(self) -> Traffic:
+        """Restore the pages that are still referenced, and forget all of them."""
+        self._waiting.clear()
+        for page in list(self._pages.values()):
+            storage = page.storage()
+            if storage is not None:
+                self._restore(page, storage)
+            self._forget(page)
+        self._copies.wait_for_all()
+        return Traffic(self._peak, self._copies.bytes_out, self._copies.bytes_in)
+
+    # Called by `WatchedOperations` and by those who make tensors for all micro-batches.
+
+    def touched(self, tensor: Tensor) -> None:
+        """Make sure that the bytes of `tensor` are on its device."""
+        page = self._page(tensor)
+        if page is None:
+            return
+        if page.owner != self._party:
+            self._share(page)
+        elif page.seen != (stretch := self._stretch[page.owner]):
+            page.seen = stretch
+            self._used.add(page.place)
+        if page.waits or page.arriving or not page.resident:
+            self._restore(page, tensor.untyped_storage())
+            self._wake(page)
+
+    def written(self, tensor: Tensor) -> None:
+        """Drop the host's copy of `tensor`, which is out of date."""
+        page = self._page(tensor)
+        if page is not None:
+            self._drop_host_copy(page)
+
+    def created(self, tensor: Tensor) -> None:
+        """Register a new storage of the micro-batch that is awake."""
+        if self._page(tensor) is not None:
+            return
+        storage, party = tensor.untyped_storage(), self._party
+        stretch = self._stretch[party]
+        place = (stretch, self._created)
+        self._created += 1
+        nbytes = storage.nbytes()
+        if nbytes < self._least or storage.device.type != self._kind:
+            return
+        key, weak = _key(tensor), cast(int, storage._weak_ref())
+        page = _ActivationPage(key, weak, nbytes, party, place, stretch)
+        self._pages[key] = self._awake[party][key] = self._by_place[party][place] = page
+        self._owned[party] += nbytes
+        self._learned.largest = max(self._learned.largest, nbytes)
+        self._count(nbytes)
+        self._make_room(0)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep `tensor` on the device, because all micro-batches use it."""
+        page = self._page(tensor)
+        if page is not None:
+            self._share(page)
+
+    def keep_sum(self, tensor: Tensor) -> None:
+        """Keep `tensor`, a gradient of all micro-batches, and leave less room for pages.
+
+        Near the end of a pass all gradients exist. A few micro-batches have few pages left by then,
+        but many still fill the room, so the peak would grow with the batch. At least half of the
+        room stays, so that pages needed soon are not copied.
+        """
+        page = self._page(tensor)
+        if page is not None:
+            self._keep_for_good(page)
+
+    def _page(self, tensor: Tensor) -> _ActivationPage | None:
+        return self._pages.get(_key(tensor))
+
+    # Moving pages.
+
+    def _stays(self, page: _ActivationPage, stretch: int) -> bool:
+        """True if a page without a host copy should stay: it is needed soon, and there is room."""
+        soon = self._learned.next_use(page.place, stretch) == stretch + 1
+        return soon and self._kept_bytes + page.nbytes <= self._may_keep
+
+    def _wake(self, page: _ActivationPage) -> None:
+        """Mark the page as in use again, so that its memory is not freed."""
+        self._end_sleep(page)
+        self._awake[page.owner][page.key] = page
+
+    def _end_sleep(self, page: _ActivationPage) -> None:
+        if page.waits:
+            page.waits = False
+            if page.resident:
+                self._idle[min(self._turn - page.left, 2)] -= page.nbytes
+        if page.kept:
+            page.kept = False
+            self._kept_bytes -= page.nbytes
+            del self._kept[page.owner][page.key]
+
+    def _keep_for_good(self, page: _ActivationPage) -> None:
+        if not page.shared:
+            self._share(page)
+            less = min(page.nbytes, self._room - self._least_room)
+            self._room -= less
+            self._may_keep -= less
+
+    def _share(self, page: _ActivationPage) -> None:
+        if not page.shared:
+            page.shared = True
+            self._owned[page.owner] -= page.nbytes
+            if page.resident:
+                self._resident -= page.nbytes
+
+    def _restore(self, page: _ActivationPage, storage: UntypedStorage) -> None:
+        if page.resident and not page.arriving:
+            return
+        assert page.span is not None
+        if page.arriving:
+            self._copies.wait(page.span.read)
+            page.arriving = False
+        else:
+            self._make_room(page.nbytes)
+            storage.resize_(page.nbytes)
+            self._copies.back(page.span, storage)
+            self._is_back(page)
+
+    def _is_back(self, page: _ActivationPage) -> None:
+        page.resident = True
+        if not page.shared:
+            self._count(page.nbytes)
+
+    def _prefetch(self, party: int, stretch: int) -> None:
+        """Start copying back the pages that `party` will touch in this stretch."""
+        pages = self._by_place[party]
+        coming: list[tuple[_ActivationPage, UntypedStorage]] = []
+        for place in sorted(self._learned.touched.get(stretch, ())):
+            page = pages.get(place)
+            if page is None or page.shared or page.arriving or page.kept:
+                continue
+            storage = page.storage()
+            if storage is None:
+                continue
+            self._wake(page)
+            if not page.resident:
+                coming.append((page, storage))
+        self._make_room(sum(page.nbytes for page, _ in coming))
+        for page, storage in coming:
+            storage.resize_(page.nbytes)
+            page.arriving = True
+            self._is_back(page)
+        spans = [page.span for page, _ in coming if page.span is not None]
+        self._copies.start(spans, [storage for _, storage in coming], out=False)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Free the device memory of waiting pages until `nbytes` more fit."""
+        if self._resident + nbytes > self._room:
+            self._forget_freed(self._awake[self._party].values())
+        aside = []
+        while self._resident + nbytes > self._room and self._waiting:
+            entry = heappop(self._waiting)
+            page = entry[-1]
+            if not page.waits or page.left != entry[2]:
+                continue  # It has been woken since.
+            if page.left >= self._turn - 1:
+                aside.append(entry)  # Its copy may still run, and the compute stream would wait.
+                continue
+            self._end_sleep(page)
+            storage = page.storage()
+            if storage is not None:
+                self._free(page, storage)
+        for entry in aside:
+            heappush(self._waiting, entry)
+
+    def _free(self, page: _ActivationPage, storage: UntypedStorage) -> None:
+        """Free the device memory of a page that the host has a copy of."""
+        assert page.span is not None
+        if page.arriving:  # It was prefetched but not used.
+            self._copies.wait(page.span.read)
+            page.arriving = False
+        self._copies.wait(page.span.written)
+        storage.resize_(0)
+        page.resident = False
+        self._resident -= page.nbytes
+
+    def _forget_freed(self, pages: Iterable[_ActivationPage]) -> None:
+        """Forget those pages whose storages have been freed."""
+        for page in list(pages):
+            if page.storage() is None:
+                self._forget(page)
+
+    def _forget(self, page: _ActivationPage) -> None:
+        self._end_sleep(page)
+        self._drop_host_copy(page)
+        self._share(page)  # Its bytes are no longer counted.
+        page.resident = False
+        self._pages.pop(page.key, None)
+        self._awake[page.owner].pop(page.key, None)
+        self._by_place[page.owner].pop(page.place, None)
+        UntypedStorage._free_weak_ref(page.weak)
+
+    def _drop_host_copy(self, page: _ActivationPage) -> None:
+        if page.span is not None:
+            self._pool.give(page.span)
+            page.span = None
+
+    def _is_gradient(self, page: _ActivationPage) -> bool:
+        return any(
+            parameter.grad is not None and _key(parameter.grad) == page.key
+            for parameter in self._gradients.get(page.nbytes, ())
+        )
+
+    def _count(self, nbytes: int) -> None:
+        """Count bytes that are on the device now, and learn the peaks."""
+        self._resident += nbytes
+        busy = self._resident - self._idle[2] - self._kept_bytes
+        if self._resident > self._peak or busy > self._learned.busy:
+            before = self._resident
+            self._forget_freed(self._awake[self._party].values())
+            self._peak = max(self._peak, self._resident)
+            self._learned.busy = max(self._learned.busy, busy - (before - self._resident))
+
+
+class WatchedOperations(TorchDispatchMode):
+    """A dispatch mode that restores the inputs of every operation and registers its outputs.
+
+    `execute(func, args, kwargs)` runs the operation.
+    """
+
+    def __init__(self, pages: ActivationPages, execute: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pages = pages
+        self._execute = execute
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NEEDS_NO_DATA:
+            return func(*args, **kwargs)
+        given = {id(tensor): tensor for tensor in _tensors_in((args, tuple(kwargs.values())))}
+        for tensor in given.values():
+            self._pages.touched(tensor)
+        out = self._execute(func, args, kwargs)
+        for position, name in _written_by(func):
+            for tensor in _tensors_in(args[position] if position < len(args) else kwargs.get(name)):
+                self._pages.written(tensor)
+        owned = {_key(tensor) for tensor in given.values()}
+        for tensor in _tensors_in(out):
+            if _key(tensor) not in owned:
+                self._pages.created(tensor)
+        return out
+
+
+def _key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested tuples and lists."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from tensors_in(item)
+            yield from _tensors_in(item)
 
 
 @cache
-def written_by(func: Any) -> tuple[tuple[int, str], ...]:
+def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that an operation writes to."""
     return tuple(
         (position, argument.name)

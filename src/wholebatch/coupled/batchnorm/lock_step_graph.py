@@ -9,10 +9,7 @@ made under (the model's plain attributes, the addresses of its tensors) are chec
 window. A recording is used only after it has given the same gradients as the threads, with the same
 random numbers. Models that draw random numbers on the host, branch on the values of tensors, or
 have other Python side effects are not recorded: their windows run by threads.
-
-
----
-A CUDA graph that several threads capture together."""
+"""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.random_streams import RecordedStreams, draw
 from wholebatch.distributed.single_process import Single
 
-__all__ = ["MOST_MICRO_BATCHES", "CudaTape", "Recorder", "Tape"]
+__all__ = ["MOST_MICRO_BATCHES", "Recorder"]
 
 
 Micro = tuple[list[Tensor], list[Tensor]]
@@ -75,7 +72,7 @@ class _Recording:
 
 
 class Recorder:
-    """A runner of the lock-step windows of one WholeBatch: by threads, or by replaying a recording.
+    """Runs the lock-step windows of one WholeBatch: by threads, or by replaying a recording.
 
     `forward(micro)` returns the loss of a micro-batch that may still be on the host. With
     `execute="graph"` the second window is a replay, or a warning says why it cannot be. With "auto"
@@ -254,17 +251,15 @@ class Recorder:
             raise CannotTrace(window.store.only_eager)
         if not isinstance(window.sync, Single):
             raise CannotTrace("an engine for several ranks holds parts of its graph")
-        if window.store.only_eager is not None:
-            raise CannotTrace(window.store.only_eager)
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
         totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
         after = ForwardState(self._model)
         try:
-            recording = self._recorded(apart, {n: _dtype(made[0]) for n, made in totals.items()})
+            recording = self._captured(apart, {n: _dtype(made[0]) for n, made in totals.items()})
             self._fill(recording, apart)
             recording.play(self._lock_step.seed)
-            self._hold_against(recording, wanted, totals)
+            self._compare(recording, wanted, totals)
         finally:
             after.restore()
             for parameter, gradient in zip(self._parameters, wanted, strict=True):
@@ -272,7 +267,8 @@ class Recorder:
         self.notes.tell(f"recorded a lock-step window of {len(apart)} micro-batches")
         return recording
 
-    def _recorded(self, apart: list[Inputs], dtypes: dict[str, torch.dtype]) -> _Recording:
+    def _captured(self, apart: list[Inputs], dtypes: dict[str, torch.dtype]) -> _Recording:
+        """Capture the window on static inputs; the gradients end in memory of the recording."""
         device = self._parameters[0].device
         on_host = self._lock_step.holding == "host"  # The device must not hold the whole batch.
         if device.type == "cuda":
@@ -283,23 +279,9 @@ class Recorder:
         micros = [one.around(statics) for one, statics in zip(apart, inputs, strict=True)]
         seeds = {name: seed.clone() for name, seed in self._seeds(dtypes).items()}
         forms: list[Form] = []
-        backwards: list[Backward] = []
+        backward = self._captured_backward(seeds, forms)
         for parameter in self._parameters:
             parameter.grad = None
-
-        def backward(loss: Loss | Terms) -> Micro:
-            forms.append(Form.of(loss, self._single))
-            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
-            totals = [term.total for term in terms]
-            if not backwards:
-                backwards.append(backward_into(self._parameters, [self._model], totals))
-            backwards[0].run(totals, [seeds[name] for name in forms[-1].names])
-            units = [term.units for term in terms]
-            return (
-                [total.detach() for total in totals],
-                [unit.detach() for unit in units if isinstance(unit, Tensor)],
-            )
-
         tape = self._tape()
         streams = self._lock_step.recorded_streams(len(micros))
 
@@ -321,12 +303,34 @@ class Recorder:
             tape, inputs, seeds, [*forms], results, gradients, self._addresses(), streams, done
         )
 
-    def _hold_against(
+    def _captured_backward(
+        self, seeds: Mapping[str, Tensor], forms: list[Form]
+    ) -> Callable[[Loss | Terms], Micro]:
+        """Return the backward of a captured micro-batch, which adds the form of its loss."""
+        backwards: list[Backward] = []
+
+        def backward(loss: Loss | Terms) -> Micro:
+            forms.append(Form.of(loss, self._single))
+            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+            totals = [term.total for term in terms]
+            if not backwards:
+                backwards.append(backward_into(self._parameters, [self._model], totals))
+            backwards[0].run(totals, [seeds[name] for name in forms[-1].names])
+            units = [term.units for term in terms]
+            return (
+                [total.detach() for total in totals],
+                [unit.detach() for unit in units if isinstance(unit, Tensor)],
+            )
+
+        return backward
+
+    def _compare(
         self,
         recording: _Recording,
         wanted: list[Tensor | None],
         totals: Mapping[str, Sequence[Tensor | float]],
     ) -> None:
+        """Refuse a recording whose losses or gradients are not those of the threads."""
         weights = self._window.weights
         for form in recording.forms:
             if dict(zip(form.names, form.weights, strict=True)) != weights:
@@ -398,14 +402,14 @@ class CudaTape:
             with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 return run()
         except BaseException:
-            _after_a_broken_recording(self._pool)
+            _reset_after_failed_capture(self._pool)
             raise
 
     def replay(self) -> None:
         self._graph.replay()
 
 
-def _after_a_broken_recording(pool: Any) -> None:
+def _reset_after_failed_capture(pool: Any) -> None:
     """Reset the allocator and the generator: a failed capture leaves them in capture mode."""
     device = torch.cuda.current_device()
     with suppress(RuntimeError):

@@ -30,9 +30,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = [
     "InputGradient",
-    "Merged",
     "Moments",
     "Reduce",
+    "WholeMoments",
     "backward_sums",
     "given_to",
     "instances",
@@ -57,7 +57,7 @@ class Moments:
     var: Tensor
 
 
-class Merged:
+class WholeMoments:
     """The count, mean and variance per channel of the whole batch, with cached derived values."""
 
     def __init__(self, count: int | Tensor, mean: Tensor, var: Tensor, means: Tensor) -> None:
@@ -88,26 +88,20 @@ class Merged:
         return self._invstd[eps]
 
 
-_WIDE = (torch.float32, torch.float64)
-
-
 def moments(x: Tensor) -> Moments:
     """Return the count, mean and variance of every channel (dimension 1) of `x`."""
-    count = x.numel() // x.shape[1]
     kind = x.device.type
-    if kind == "cuda" or (kind == "cpu" and x.dtype in _WIDE):
-        # The CUDA kernel accumulates 16-bit input in float32 itself: x needs no copy.
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    elif kind == "cpu":
-        mean, var = torch.batch_norm_update_stats(x.float(), None, None, 0.0)
+    # The CUDA kernel accumulates 16-bit input in float32 itself: x needs no copy.
+    wide = x if kind == "cuda" or x.dtype in (torch.float32, torch.float64) else x.float()
+    if kind in ("cuda", "cpu"):
+        mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
     else:
-        wide = x if x.dtype in _WIDE else x.float()
         dims = [d for d in range(x.dim()) if d != 1]
         var, mean = torch.var_mean(wide, dims, correction=0)
-    return Moments(count, mean, var)
+    return Moments(x.numel() // x.shape[1], mean, var)
 
 
-def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
+def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> WholeMoments:
     """Return the moments of all parts together, with `reduce` over all ranks."""
     both = torch.stack([each for part in parts for each in (part.mean, part.var)])
     means, variances = both.view(len(parts), 2, -1).unbind(1)
@@ -116,7 +110,7 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
     even = len(set(counts)) == 1
     if even and reduce is None:  # The common case, once per layer: use few kernels.
         between, mean = torch.var_mean(means, 0, correction=0)
-        return Merged(count, mean, variances.mean(0).add_(between), means)
+        return WholeMoments(count, mean, variances.mean(0).add_(between), means)
     weights = float(counts[0]) if even else _column(counts, means)
     sums = (means * weights).sum(0)
     if reduce is not None:
@@ -124,7 +118,7 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
         sums, count = of_all[:-1], of_all[-1]
     mean = sums / count
     m2 = ((variances + (means - mean).square_()) * weights).sum(0)
-    return Merged(count, mean, (m2 if reduce is None else reduce(m2)) / count, means)
+    return WholeMoments(count, mean, (m2 if reduce is None else reduce(m2)) / count, means)
 
 
 _columns: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
@@ -148,7 +142,7 @@ def _column(counts: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: Merged, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: WholeMoments, eps: float
 ) -> Tensor:
     """Normalise `x` with the whole batch's moments, in the dtype and memory format of `x`."""
     wide = _like(weight, whole), _like(bias, whole)
@@ -160,7 +154,7 @@ def normalise(
     )
 
 
-def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> tuple[Tensor, Tensor]:
+def backward_sums(dy: Tensor, x: Tensor, whole: WholeMoments, eps: float) -> tuple[Tensor, Tensor]:
     """Return S1 = Σ dy and S2 = Σ dy (x - mean) of one part."""
     if x.device.type == "cuda":
         s1, s2, _, _ = torch.batch_norm_backward_reduce(
@@ -178,7 +172,7 @@ class InputGradient:
     """The input gradient dx of every part, from S1/N and S2/N; shared factors are computed once."""
 
     def __init__(
-        self, weight: Tensor | None, whole: Merged, means: Tensor, eps: float, dimensions: int
+        self, weight: Tensor | None, whole: WholeMoments, means: Tensor, eps: float, dimensions: int
     ) -> None:
         self._whole = whole
         self._s1, self._s2 = means.unbind()
@@ -200,15 +194,13 @@ class InputGradient:
                 _dense(dy), x, whole.mean, self._invstd, self._weight, self._s1, self._s2, whole.one
             )
         dx = (x - self._mean).mul_(self._of_x)
-        dx.addcmul_(dy if dy.dtype == dx.dtype else dy.to(dx.dtype), self._of_dy)
+        dx.addcmul_(dy.to(dx.dtype), self._of_dy)
         dx.sub_(self._of_one)
-        return dx if dx.dtype == x.dtype else dx.to(x.dtype)
+        return dx.to(x.dtype)
 
 
-def _like(parameter: Tensor | None, whole: Merged) -> Tensor | None:
-    if parameter is None or parameter.dtype == whole.mean.dtype:
-        return parameter
-    return parameter.to(whole.mean.dtype)
+def _like(parameter: Tensor | None, whole: WholeMoments) -> Tensor | None:
+    return None if parameter is None else parameter.to(whole.mean.dtype)
 
 
 def _dense(dy: Tensor) -> Tensor:
@@ -219,7 +211,7 @@ def _dense(dy: Tensor) -> Tensor:
     return dy.contiguous()
 
 
-def move(module: _BatchNorm, whole: Merged) -> None:
+def move(module: _BatchNorm, whole: WholeMoments) -> None:
     """Update a layer's running statistics as one training-mode forward of the whole batch does."""
     if not (module.training and module.track_running_stats):
         return
@@ -235,7 +227,7 @@ def move_buffers(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     factor: float | Tensor,
-    whole: Merged,
+    whole: WholeMoments,
 ) -> None:
     """Set running = (1 - factor) · running + factor · (the whole batch's), in the wider dtype."""
     for buffer, value in ((running_mean, whole.mean), (running_var, whole.unbiased_var)):
@@ -253,7 +245,7 @@ def recomputing() -> bool:
 
 
 def given_to(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a normalisation layer was called with, by position or by name."""
+    """Return the tensor that a normalisation layer was called with, by position or by name."""
     given: Tensor = args[0] if args else next(iter(kwargs.values()))
     return given
 

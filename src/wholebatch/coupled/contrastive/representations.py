@@ -1,12 +1,10 @@
-"""The tensors that `encode` returns: of one micro-batch, and joined over all of them.
-
----
-A differentiable gather of a tensor's rows from all ranks."""
+"""The representations that `encode` returns: of one micro-batch, of all of them, of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,18 +13,19 @@ from torch import Tensor
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError
 
-__all__ = ["Gathered", "Leaves", "Tree"]
+__all__ = ["Representations", "WholeRepresentations", "gather_rows"]
 
 
 @dataclass(frozen=True)
-class Tree:
+class Representations:
     """The tensors that `encode` returned for one micro-batch, in order, and their structure."""
 
     tensors: list[Tensor]
-    shape: Any
+    structure: Any
+    """The containers that `encode` returned, with an index in place of every tensor."""
 
     @classmethod
-    def of(cls, given: Any) -> Tree:
+    def of(cls, given: Any) -> Representations:
         tensors: list[Tensor] = []
 
         def take(node: Any) -> Any:
@@ -46,13 +45,49 @@ class Tree:
                 "list of tensors"
             )
 
-        shape = take(given)
+        structure = take(given)
         if not tensors:
             raise LossError("encode returned no tensor: return the representations of its samples")
-        return cls(tensors, shape)
+        return cls(tensors, structure)
 
-    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the same structure with other tensors."""
+    def detached(self) -> Representations:
+        """Return the same structure with detached tensors."""
+        return Representations([tensor.detach() for tensor in self.tensors], self.structure)
+
+    def is_finite(self) -> Tensor:
+        """Return True as a tensor if all values are finite, without waiting for the device."""
+        checks = [tensor.isfinite().all() for tensor in self.tensors if tensor.is_floating_point()]
+        if not checks:
+            return torch.tensor(True)
+        return torch.stack([check.to(checks[0].device) for check in checks]).all()
+
+
+class WholeRepresentations:
+    """The tensors joined over all micro-batches, without their graphs; numbers become vectors."""
+
+    def __init__(self, parts: list[Representations]) -> None:
+        """Join the parts and empty them on the way, so that representations are held once."""
+        self._structure = parts[0].structure
+        for part in parts:
+            if part.structure != self._structure:
+                raise LossError(
+                    "encode returned another structure for another micro-batch: all must have the "
+                    "same keys and lengths"
+                )
+        self.tensors: list[Tensor] = []
+        self._ends: list[list[int]] = []
+        for place in range(len(parts[0].tensors)):
+            rows = [_as_rows(part.tensors[place].detach()) for part in parts]
+            for part in parts:
+                part.tensors[place] = torch.empty(0)
+            self._ends.append(list(accumulate(map(len, rows), initial=0)))
+            whole = torch.cat(rows)
+            del rows
+            self.tensors.append(whole.requires_grad_(whole.is_floating_point()))
+
+    def for_loss(self, gather: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """Return the tensors in the structure of `encode`; `gather` adds the rows of all ranks."""
+        tensors = self.tensors if gather is None else [gather(tensor) for tensor in self.tensors]
 
         def put(node: Any) -> Any:
             if node is None:
@@ -63,91 +98,39 @@ class Tree:
                 return {key: put(value) for key, value in node.items()}
             return type(node)(put(value) for value in node)
 
-        return put(self.shape)
-
-    def detached(self) -> Tree:
-        """Return the same structure with detached tensors."""
-        return Tree([tensor.detach() for tensor in self.tensors], self.shape)
-
-    def is_finite(self) -> Tensor:
-        """Return True as a tensor if all values are finite, without waiting for the device."""
-        checks = [tensor.isfinite().all() for tensor in self.tensors if tensor.is_floating_point()]
-        return torch.stack([c.to(checks[0].device) for c in checks]).all() if checks else _true()
-
-
-class Leaves:
-    """The tensors joined over all micro-batches, without their graphs; numbers become vectors."""
-
-    def __init__(self, tree: Tree, tensors: list[Tensor], rows: list[list[int]]) -> None:
-        self.tree = tree
-        self.tensors = tensors
-        self.dtypes = [tensor.dtype for tensor in tensors]
-        self._ends = rows
-
-    @classmethod
-    def of(cls, trees: list[Tree]) -> Leaves:
-        """Join the trees and empty them on the way, so that representations are held once."""
-        shape = trees[0].shape
-        for tree in trees:
-            if tree.shape != shape:
-                raise LossError(
-                    "encode returned another structure for another micro-batch: all must have the "
-                    "same keys and lengths"
-                )
-        joined: list[Tensor] = []
-        ends: list[list[int]] = []
-        for place in range(len(trees[0].tensors)):
-            parts = [_as_rows(tree.tensors[place].detach()) for tree in trees]
-            for tree in trees:
-                tree.tensors[place] = torch.empty(0)
-            stops = [0]
-            for part in parts:
-                stops.append(stops[-1] + len(part))
-            whole = torch.cat(parts)
-            del parts
-            joined.append(whole.requires_grad_(whole.is_floating_point()))
-            ends.append(stops)
-        return cls(Tree([], shape), joined, ends)
+        return put(self._structure)
 
     def rows(self, index: int) -> int:
         """Return the number of rows that this micro-batch has in the first tensor."""
-        start, stop = self._ends[0][index : index + 2]
-        return stop - start
+        rows = self._slice(0, index)
+        return rows.stop - rows.start
 
-    def distances(self, index: int, tree: Tree) -> Iterator[Tensor]:
+    def distances(self, index: int, again: Representations) -> Iterator[Tensor]:
         """Yield the relative distance of each representation from that of the first pass."""
-        self._check(tree)
-        for place, tensor in enumerate(tree.tensors):
+        if again.structure != self._structure:
+            raise LossError("encode returned another structure the second time")
+        for place, tensor in enumerate(again.tensors):
             if tensor.is_floating_point():
-                yield _distance(_as_rows(tensor.detach()), self._rows(place, index))
+                first = self.tensors[place].detach()[self._slice(place, index)]
+                yield _distance(_as_rows(tensor.detach()), first)
 
-    def gradients(self, index: int, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
+    def gradients(self, index: int, again: Representations) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of this micro-batch that require gradients, and their gradients."""
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
-        for place, tensor in enumerate(tree.tensors):
+        for place, tensor in enumerate(again.tensors):
             gradient = self.tensors[place].grad
             if gradient is not None and tensor.requires_grad:
-                start, stop = self._ends[place][index : index + 2]
                 outputs.append(tensor)
-                gradients.append(gradient[start:stop].view_as(tensor))
+                gradients.append(gradient[self._slice(place, index)].view_as(tensor))
         return outputs, gradients
 
-    def _check(self, tree: Tree) -> None:
-        if tree.shape != self.tree.shape:
-            raise LossError("encode returned another structure the second time")
-
-    def _rows(self, place: int, index: int) -> Tensor:
-        start, stop = self._ends[place][index : index + 2]
-        return self.tensors[place].detach()[start:stop]
+    def _slice(self, place: int, index: int) -> slice:
+        return slice(*self._ends[place][index : index + 2])
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(1) if tensor.dim() == 0 else tensor
-
-
-def _true() -> Tensor:
-    return torch.tensor(True)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
@@ -161,27 +144,21 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     return distance
 
 
-class Gathered:
-    """A differentiable gather along the first dimension (the samples), in the order of the ranks.
+def gather_rows(tensor: Tensor, sync: Sync) -> Tensor:
+    """Gather a tensor's rows from all ranks, in the order of the ranks, differentiably.
 
-    Ranks may have different numbers of samples. The backward sums the gradients of all ranks for
-    each row, so a loss that every rank computes must be divided by the number of ranks.
+    Ranks may have different numbers of rows. The backward sums the gradients of all ranks for each
+    row, so a loss that every rank computes must be divided by the number of ranks.
     """
-
-    def __init__(self, sync: Sync) -> None:
-        self._sync = sync
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        sync = self._sync
-        counts = [0.0] * sync.ranks
-        counts[sync.rank] = float(len(tensor))
-        sizes = [int(size) for size in sync.sum(counts)]
-        start = sum(sizes[: sync.rank])
-        if not tensor.is_floating_point():
-            wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
-            return _spread(wide, start, sum(sizes), sync.sum_tensor).to(tensor.dtype)
-        gathered: Tensor = _Gather.apply(tensor, start, sum(sizes), sync.sum_tensor)  # type: ignore[no-untyped-call]
-        return gathered
+    counts = [0.0] * sync.ranks
+    counts[sync.rank] = float(len(tensor))
+    sizes = [int(size) for size in sync.sum(counts)]
+    start = sum(sizes[: sync.rank])
+    if not tensor.is_floating_point():
+        wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
+        return _spread(wide, start, sum(sizes), sync.sum_tensor).to(tensor.dtype)
+    gathered: Tensor = _GatherRows.apply(tensor, start, sum(sizes), sync.sum_tensor)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -191,7 +168,7 @@ def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Te
     return summed(whole)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]

@@ -1,16 +1,10 @@
-"""A loss of the whole batch in a window: one entry in the ledger, and a backward in parts.
-
----
-Losses that couple samples, in two passes over the micro-batches.
+"""Losses that couple samples, in two passes over the micro-batches.
 
 The first pass encodes every micro-batch without an autograd graph. The loss of the whole batch is
 computed from all representations, and differentiated with respect to them. The second pass encodes
 every micro-batch again, with the same random numbers and with a graph, and backpropagates its part
 of that gradient. By the chain rule this gives the gradient of the undivided batch.
-
-
----
-The number of graphs that a two-pass window keeps: as asked, or as many as fit in memory."""
+"""
 
 from __future__ import annotations
 
@@ -18,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,17 +26,28 @@ from wholebatch.core.loss import Loss, Term, Terms, as_loss
 from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.coupled.contrastive.representations import Gathered, Leaves, Tree
+from wholebatch.coupled.contrastive.representations import (
+    Representations,
+    WholeRepresentations,
+    gather_rows,
+)
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 
-__all__ = ["Each", "Keep", "Keeping", "WholeLoss", "run_two_pass"]
+__all__ = ["TwoPasses", "WholeLoss"]
 
+_log = logging.getLogger("wholebatch")
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+_MARGIN = 0.8
+"""The fraction of the free memory to use for graphs; the rest allows for fragmentation."""
+
+Item: TypeAlias = tuple[int, Any]
+Each: TypeAlias = Callable[[Sequence[Item], Callable[[Item], Any], Callable[[Any], Any]], list[Any]]
+"""A function that runs `backward(forward(item))` for every item and returns the results."""
 
 
 class WholeLoss:
-    """A runner that feeds windows by two passes, with the loss of the global batch.
+    """Feeds windows by two passes, with the loss of the global batch.
 
     Every rank computes the whole loss from all representations and scales it by 1 / ranks. So the
     sum over the ranks is one loss, also for parameters that only the loss uses.
@@ -58,11 +64,10 @@ class WholeLoss:
                 "DistributedDataParallel (without SyncBatchNorm) only; use those"
             )
         self._coupled = coupled
-        self.keeping = Keeping(coupled.keep, window.target.models)
+        self.keeping = KeptGraphs(coupled.keep, window.target.models)
         self._model = model
         self._window = window
         self._untouched = untouched
-        self._gather = Gathered(sync) if sync.ranks > 1 else None
         self._finite: list[Tensor] = []
 
     def run(
@@ -79,48 +84,82 @@ class WholeLoss:
         before_micro: Callable[[int], None],
         after_micro: Callable[[int, int], None],
     ) -> None:
-        """Run both passes; a micro-batch is done after its second pass."""
+        """Run both passes; a micro-batch is done after its second pass.
+
+        Both passes call `moved(micro)`, and encode within `computing()` and `sampling(micro)`. The
+        loss also runs within `computing()`, and each backward within `sampling(micro)`. `between`
+        is called after the first pass. `each` runs the micro-batches of a pass.
+        """
         window = self._window
+
+        def encode(micro: Any) -> Any:
+            with sampling(micro), computing():
+                return self._coupled.encode(self._model, moved(micro))
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = window.micro_batches == len(micros) - 1
             window.closing = reduces and each is None and last
-            if outputs:
-                with self._untouched.backward():
-                    window.backward(outputs, gradients)
-            window.micro_batch_done()
-            if each is None:
-                after_micro(window.micro_batches, len(micros))
+            # A checkpointed block draws its masks again.
+            with sampling(micros[index]):
+                if outputs:
+                    with self._untouched.backward():
+                        window.backward(outputs, gradients)
+                window.micro_batch_done()
+                if each is None:
+                    after_micro(window.micro_batches, len(micros))
 
+        passes = TwoPasses(
+            micros,
+            encode,
+            modules=window.target.models,
+            before_micro=before_micro,
+            each=each,
+            keep=self.keeping.number() if keeps_graphs and each is None else 0,
+        )
         try:
-            self._finite = run_two_pass(
-                self._coupled,
-                self._model,
-                micros,
-                modules=window.target.models,
-                whole=self._add,
-                inject=inject,
-                moved=moved,
-                sampling=sampling,
-                computing=computing,
-                between=between,
-                before_micro=before_micro,
-                each=each,
-                gather=self._gather,
-                keep=self.keeping.number() if keeps_graphs and each is None else 0,
-                weighing=self.keeping.weighing,
-            )
+            whole = passes.first()
+            between()
+            self._add_loss(whole, computing, may_retry=passes.keeps_graphs)
+            passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
         except torch.OutOfMemoryError:
             self.keeping.ran_out()
             raise
+        self._finite = passes.finite
         if each is not None:
             after_micro(len(micros), len(micros))
 
-    def _add(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
-        """Run the backward of the whole loss, into the representations and its own parameters."""
+    def _add_loss(
+        self,
+        whole: WholeRepresentations,
+        computing: Callable[[], AbstractContextManager[Any]],
+        *,
+        may_retry: bool,
+    ) -> None:
+        """Compute the loss of the whole batch and run its backward into the representations."""
+        sync = self._window.sync
+        gather = partial(gather_rows, sync=sync) if sync.ranks > 1 else None
+        try:
+            with computing():
+                loss = as_loss(self._coupled.loss(whole.for_loss(gather)))
+            self._backward(loss, [leaf for leaf in whole.tensors if leaf.requires_grad])
+        except torch.OutOfMemoryError as error:
+            if may_retry:
+                raise
+            # Smaller micro-batches would not help: do not raise an out-of-memory error.
+            raise WindowError(
+                f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
+                f"holds the representations of all {len(whole.tensors[0])} samples and what it "
+                "computes from them; compute it in fewer rows at a time (the ready losses have "
+                "rows=), or make the representations or the batch smaller"
+            ) from None
+
+    def _backward(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
+        """Record the loss, and run its backward into the leaves and its own parameters."""
         window = self._window
-        terms = _terms(loss)
-        units = self._agreed(terms)
+        terms = (
+            {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
+        )
+        units = self._agreed_units(terms)
         window.begin(known=units)
         if terms.keys() == {SINGLE} and terms[SINGLE].total.dtype in _SIXTEEN_BIT:
             # 1 / units would be rounded to 16 bit. A power of two is exact, and the close rescales.
@@ -139,7 +178,7 @@ class WholeLoss:
         with self._untouched.backward():
             window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
-    def _agreed(self, terms: Mapping[str, Term]) -> dict[str, float]:
+    def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
         """Return the units of each term; raise LossError if the ranks' losses differ."""
         read = read_scalars(
             [
@@ -172,158 +211,122 @@ class WholeLoss:
         )
 
 
-def _terms(loss: Loss | Terms) -> dict[str, Term]:
-    if isinstance(loss, Loss):
-        return {SINGLE: Term(loss.total, loss.units)}
-    return dict(loss.by_name)
+class TwoPasses:
+    """The two passes over the micro-batches of one window.
 
-
-Inject: TypeAlias = Callable[[int, list[Tensor], list[Tensor]], None]
-Whole: TypeAlias = Callable[[Loss | Terms, list[Tensor]], None]
-Each: TypeAlias = Callable[
-    [Sequence[tuple[int, Any]], Callable[[tuple[int, Any]], Any], Callable[[Any], Any]], list[Any]
-]
-"""A function that runs `backward(forward(item))` for every item and returns the results."""
-
-
-def run_two_pass(
-    coupled: Coupled,
-    model: Any,
-    micros: Sequence[Any],
-    *,
-    whole: Whole,
-    inject: Inject,
-    modules: Iterable[nn.Module],
-    moved: Callable[[Any], Any] = lambda micro: micro,
-    sampling: Callable[[Any], AbstractContextManager[Any]] = lambda micro: nullcontext(),
-    computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    between: Callable[[], None] = lambda: None,
-    before_micro: Callable[[int], None] = lambda index: None,
-    each: Each | None = None,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    keep: int = 0,
-    weighing: Callable[[int], AbstractContextManager[Any]] = lambda samples: nullcontext(),
-) -> list[Tensor]:
-    """Add the gradient of `coupled.loss` over all `micros` into the parameters.
-
-    - `whole(loss, leaves)` is called once with the loss of the whole batch. It runs the backward
-      into the leaves, and chooses the scale.
-    - `inject(index, outputs, gradients)` runs the backward of a micro-batch. The gradients already
-      contain the scale.
-    - Both passes call `moved(micro)`, and encode within `computing()` and `sampling(micro)`. The
-      loss also runs within `computing()`, and each backward within `sampling(micro)`.
-    - `between` is called after the first pass, once the buffers of `modules` are restored.
-    - `before_micro(index)` is called before each micro-batch of either pass.
-    - `gather` returns the rows of all ranks, differentiably.
-    - `each` runs the micro-batches of a pass; by default, one after the other.
-    - The last `keep` micro-batches keep their graphs from the first pass and are not encoded again,
-      unless the forward changes buffers.
-    - `weighing(samples)` wraps each encoding of the second pass.
-
-    Buffers and random generators end as after one pass. Returns, for each micro-batch, a flag on
-    the device: True if its representations were finite.
+    `encode(micro)` returns the representations of a micro-batch. `before_micro(index)` is called
+    before each micro-batch of either pass. `each` runs the micro-batches of a pass; by default, one
+    after the other. The last `keep` micro-batches keep their graphs from the first pass and are not
+    encoded again, unless the forward changes buffers of `modules`. Buffers and random generators
+    end as after one pass.
     """
-    numbered = list(enumerate(micros))
-    alone = each is None
-    run = _one_by_one if each is None else each
-    buffers = _Buffers(modules)
-    starts: dict[int, dict[str, Any]] = {}
-    kept: dict[int, Tree] = {}
 
-    def first(item: tuple[int, Any]) -> Tree:
-        index, micro = item
-        before_micro(index)
-        starts[index] = random_state.capture()
-        keeps = alone and index >= len(micros) - keep
-        if keeps and not kept:
-            torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
-        with sampling(micro), computing(), torch.set_grad_enabled(keeps):
-            tree = Tree.of(coupled.encode(model, moved(micro)))
-        if keeps:
-            kept[index] = tree
-        return tree.detached()
+    def __init__(
+        self,
+        micros: Sequence[Any],
+        encode: Callable[[Any], Any],
+        *,
+        modules: Iterable[nn.Module],
+        before_micro: Callable[[int], None] = lambda index: None,
+        each: Each | None = None,
+        keep: int = 0,
+    ) -> None:
+        self._items = list(enumerate(micros))
+        self._encode = encode
+        self._before_micro = before_micro
+        self._one_by_one = each is None
+        self._each: Each = each or _one_by_one
+        self._keep = keep
+        self._buffers = _ModuleBuffers(modules)
+        self._moves_buffers = False
+        self._start = random_state.capture()
+        self._starts: dict[int, dict[str, Any]] = {}
+        self._kept: dict[int, Representations] = {}
+        self.finite: list[Tensor] = []
+        """For each micro-batch, a flag on the device: True if its representations are finite."""
 
-    start = random_state.capture()
-    with torch.no_grad():
-        trees = run(numbered, first, lambda tree: tree)
-        finite = [tree.is_finite() for tree in trees]
-        whole_batch = Leaves.of(trees)
-        del trees
-    moves = buffers.put_back()
-    if moves:  # The second pass must change the buffers, so it encodes every micro-batch.
-        kept.clear()
-    between()
-    try:
-        _whole_loss(coupled, whole_batch, whole=whole, computing=computing, gather=gather)
-    except torch.OutOfMemoryError as error:
-        if kept:
-            raise
-        # Smaller micro-batches would not help: do not raise an out-of-memory error.
-        raise WindowError(
-            f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
-            f"holds the representations of all {len(whole_batch.tensors[0])} samples and what it "
-            "computes from them; compute it in fewer rows at a time (the ready losses have rows=), "
-            "or make the representations or the batch smaller"
-        ) from None
-    after = random_state.capture()
-    farthest: list[Tensor] = []
+    @property
+    def keeps_graphs(self) -> bool:
+        return bool(self._kept)
 
-    def again(item: tuple[int, Any]) -> tuple[int, Tree]:
-        index, micro = item
-        before_micro(index)
-        if index in kept:
-            return index, kept.pop(index)
-        if alone:  # In lock-step, each micro-batch has its own stream, restarted below.
-            random_state.restore(starts[index])
-        with sampling(micro), computing(), weighing(whole_batch.rows(index)):
-            return index, Tree.of(coupled.encode(model, moved(micro)))
+    def first(self) -> WholeRepresentations:
+        """Encode every micro-batch, without a graph if it is not kept; restore the buffers."""
 
-    def through(encoded: tuple[int, Tree]) -> None:
-        index, tree = encoded
-        farthest.extend(whole_batch.distances(index, tree))
-        outputs, gradients = whole_batch.gradients(index, tree)
-        with sampling(micros[index]):  # A checkpointed block draws its masks again.
-            inject(index, outputs, gradients)
+        def forward(item: Item) -> Representations:
+            index, micro = item
+            self._before_micro(index)
+            self._starts[index] = random_state.capture()
+            keeps = index >= len(self._items) - self._keep
+            if keeps and not self._kept:
+                torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
+            with torch.set_grad_enabled(keeps):
+                made = Representations.of(self._encode(micro))
+            if keeps:
+                self._kept[index] = made
+            return made.detached()
 
-    if not alone:
-        random_state.restore(start)
-    # Go from the last to the first. The kept graphs then come first and free their memory for the
-    # others, and the order of addition (so every bit) does not depend on how many were kept.
-    run(numbered[::-1] if alone and not moves else numbered, again, through)
-    random_state.restore(after)
-    if farthest:
-        worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
-        # A NaN distance is expected if a representation was not finite: the close reports that.
-        if not math.isnan(worst) or all(finite):
-            _check_replay(worst, whole_batch.dtypes, coupled)
-    return finite
+        with torch.no_grad():
+            parts = self._each(self._items, forward, lambda made: made)
+            self.finite = [part.is_finite() for part in parts]
+            whole = WholeRepresentations(parts)
+        self._moves_buffers = self._buffers.put_back()
+        if self._moves_buffers:  # The second pass must change them, so it encodes everything.
+            self._kept.clear()
+        return whole
+
+    def second(
+        self,
+        whole: WholeRepresentations,
+        inject: Callable[[int, list[Tensor], list[Tensor]], None],
+        tolerance: float | None = None,
+        *,
+        weighing: Callable[[int], AbstractContextManager[Any]] = lambda samples: nullcontext(),
+    ) -> None:
+        """Encode every micro-batch again, and backpropagate the gradient of its representations.
+
+        `inject(index, outputs, gradients)` runs the backward of a micro-batch. `weighing(samples)`
+        wraps each encoding.
+        """
+        after = random_state.capture()
+        farthest: list[Tensor] = []
+
+        def forward(item: Item) -> tuple[int, Representations]:
+            index, micro = item
+            self._before_micro(index)
+            if index in self._kept:
+                return index, self._kept.pop(index)
+            if self._one_by_one:  # In lock-step, each has its own stream, restarted below.
+                random_state.restore(self._starts[index])
+            with weighing(whole.rows(index)):
+                return index, Representations.of(self._encode(micro))
+
+        def backward(encoded: tuple[int, Representations]) -> None:
+            index, made = encoded
+            farthest.extend(whole.distances(index, made))
+            inject(index, *whole.gradients(index, made))
+
+        if not self._one_by_one:
+            random_state.restore(self._start)
+        # Go from the last to the first. The kept graphs then come first and free their memory for
+        # the others, and the order of addition (so every bit) does not depend on how many were
+        # kept.
+        backwards = self._one_by_one and not self._moves_buffers
+        self._each(self._items[::-1] if backwards else self._items, forward, backward)
+        random_state.restore(after)
+        if farthest:
+            worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
+            # A NaN distance is expected if a representation was not finite: the close reports that.
+            if not math.isnan(worst) or all(self.finite):
+                _check_replay(worst, [tensor.dtype for tensor in whole.tensors], tolerance)
 
 
 def _one_by_one(
-    items: Sequence[tuple[int, Any]],
-    forward: Callable[[tuple[int, Any]], Any],
-    backward: Callable[[Any], Any],
+    items: Sequence[Item], forward: Callable[[Item], Any], backward: Callable[[Any], Any]
 ) -> list[Any]:
     return [backward(forward(item)) for item in items]
 
 
-def _whole_loss(
-    coupled: Coupled,
-    whole_batch: Leaves,
-    *,
-    whole: Whole,
-    computing: Callable[[], AbstractContextManager[Any]],
-    gather: Callable[[Tensor], Tensor] | None,
-) -> None:
-    """Compute the loss of the whole batch and run its backward into the representations."""
-    leaves = whole_batch.tensors
-    with computing():
-        given = leaves if gather is None else [gather(leaf) for leaf in leaves]
-        loss = as_loss(coupled.loss(whole_batch.tree.rebuilt(given)))
-    whole(loss, [leaf for leaf in leaves if leaf.requires_grad])
-
-
-class _Buffers:
+class _ModuleBuffers:
     """A copy of the modules' buffers, taken before the first pass."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -342,8 +345,8 @@ class _Buffers:
         return bool(moved) or [id(b) for b in self._now()] != [id(b) for b, _, _ in self._saved]
 
 
-def _check_replay(found: float, dtypes: Iterable[torch.dtype], coupled: Coupled) -> None:
-    allowed = coupled.tolerance
+def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | None) -> None:
+    """Refuse representations that differ between the passes by more than rounding."""
     if allowed is None:
         # Some kernels add in a different order each time: allow 500 rounding steps of the dtype.
         # Allow 8 in 16-bit dtypes, where hundreds of steps would be as large as the number itself.
@@ -361,15 +364,7 @@ def _check_replay(found: float, dtypes: Iterable[torch.dtype], coupled: Coupled)
         )
 
 
-_log = logging.getLogger("wholebatch")
-
-Keep: TypeAlias = int | Literal["auto"]
-
-_MARGIN = 0.8
-"""The fraction of the free memory to use; the rest allows for fragmentation."""
-
-
-class Keeping:
+class KeptGraphs:
     """The number of graphs that a window keeps from its first pass, to avoid encoding again.
 
     With "auto" the first window keeps none, and measures the bytes that the graph of a micro-batch
@@ -377,7 +372,7 @@ class Keeping:
     last window left free, or None if unknown.
     """
 
-    def __init__(self, keep: Keep, models: Iterable[nn.Module]) -> None:
+    def __init__(self, keep: int | Literal["auto"], models: Iterable[nn.Module]) -> None:
         self._auto = keep == "auto"
         self._models = tuple(models)
         self._number = keep if isinstance(keep, int) else 0
