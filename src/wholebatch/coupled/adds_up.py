@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.layout import BatchSize, Static, readable_layout
+from wholebatch.core.splitting.samples import BatchSize, Static, readable_layout
 from wholebatch.coupled import causes
 from wholebatch.coupled.finding import Finding
 from wholebatch.coupled.moving_state import Moving

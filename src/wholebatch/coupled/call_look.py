@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.splitting.layout import layout_of
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten, layout_of
 from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.coupled.finding import Finding
 from wholebatch.errors import SplitError

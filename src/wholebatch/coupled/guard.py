@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.layout import readable_layout
+from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.coupled.audit import audit
 from wholebatch.distributed import Sync
