@@ -36,6 +36,7 @@ __all__ = [
     "backward_sums",
     "given_to",
     "instances",
+    "mean_over_samples",
     "merge",
     "moments",
     "move",
@@ -119,6 +120,19 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> WholeMoment
     mean = sums / count
     m2 = ((variances + (means - mean).square_()) * weights).sum(0)
     return WholeMoments(count, mean, (m2 if reduce is None else reduce(m2)) / count, means)
+
+
+def mean_over_samples(
+    parts: Sequence[Moments], reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the averages of mean and variance, weighted by counts: those of an InstanceNorm."""
+    total: int | Tensor = sum(part.count for part in parts)
+    means = torch.stack([part.mean * part.count for part in parts]).sum(0)
+    variances = torch.stack([part.var * part.count for part in parts]).sum(0)
+    if reduce is not None:
+        means, variances = reduce(means), reduce(variances)
+        total = reduce(means.new_full((), float(total)))
+    return means / total, variances / total
 
 
 _columns: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}

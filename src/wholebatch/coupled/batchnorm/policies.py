@@ -18,17 +18,14 @@ for micro in window:
 policy.end_window()
 policy.detach()                            # restores the model's forward methods
 ```
-
-
----
-Running statistics of a window whose micro-batches are normalised separately."""
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, final, get_args
+from typing import Any, Literal, cast, final, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,6 +38,7 @@ from wholebatch.coupled.batchnorm.moments import (
     Reduce,
     given_to,
     instances,
+    mean_over_samples,
     merge,
     move,
     recomputing,
@@ -70,8 +68,8 @@ __all__ = [
 Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]
 
 
-class Policy(Protocol):
-    """The calls that an accumulating loop makes for each window. Unneeded calls cost nothing."""
+class Policy:
+    """The calls that an accumulating loop makes for each window; by default they do nothing."""
 
     def begin_window(self) -> None:
         """Begin a window, before its first micro-batch."""
@@ -87,6 +85,7 @@ class Policy(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an unfinished window, for a checkpoint in the middle of it."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the window of `state`."""
@@ -115,13 +114,14 @@ def choose(name: str, model: nn.Module, *, reduce: Reduce | None = None) -> Poli
         return Freeze(batchnorms(model))
     if name == "refuse":
         return Refuse(batchnorms(model))
-    return convert(model, "group" if name == "group" else "layer" if name == "layer" else "sync")
+    return convert(model, cast(Literal["group", "layer", "sync"], name))
 
 
 def _check_device(name: str, model: nn.Module) -> None:
     """Refuse SyncBatchNorm among ranks on a CPU: torch runs it on accelerators only."""
     parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type != "cpu" or not _has_ranks():
+    has_ranks = dist.is_available() and dist.is_initialized()
+    if parameter is None or parameter.device.type != "cpu" or not has_ranks:
         return
     norms = [
         layer
@@ -137,37 +137,8 @@ def _check_device(name: str, model: nn.Module) -> None:
         )
 
 
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-class _NothingPerWindow:
-    """The base of policies that keep no state per window."""
-
-    def begin_window(self) -> None:
-        pass
-
-    def micro(self) -> None:
-        pass
-
-    def end_window(self) -> None:
-        pass
-
-    def discard_window(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def detach(self) -> None:
-        pass
-
-
 @final
-class Refuse(_NothingPerWindow):
+class Refuse(Policy):
     """A policy that refuses layers that use batch statistics.
 
     It checks at construction and at the start of every window, because `model.train()` may come
@@ -179,14 +150,11 @@ class Refuse(_NothingPerWindow):
         self.begin_window()
 
     def begin_window(self) -> None:
-        for _, module in self._norms:
-            if uses_batch_statistics(module):
-                raise UnsupportedError(self._message())
-
-    def _message(self) -> str:
         names = [repr(name) for name, module in self._norms if uses_batch_statistics(module)]
+        if not names:
+            return
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return (
+        raise UnsupportedError(
             f"BatchNorm in {shown}: it would normalise with each micro-batch alone, and the update "
             'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact (plain '
             "models and DDP); or name what you accept: "
@@ -195,7 +163,7 @@ class Refuse(_NothingPerWindow):
 
 
 @final
-class Freeze(_NothingPerWindow):
+class Freeze(Policy):
     """A policy that runs BatchNorms in evaluation mode until `detach`, despite `model.train()`."""
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
@@ -226,14 +194,14 @@ def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @final
-class Converted(_NothingPerWindow):
+class Converted(Policy):
     """The layers that replaced BatchNorms, as pairs of name and new layer."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.layers = tuple(layers)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {_describe(layer)}" for name, layer in self.layers)
+        return "\n".join(f"{name}: {_short_name(layer)}" for name, layer in self.layers)
 
 
 def convert(model: nn.Module, to: Literal["group", "layer", "sync"]) -> Converted:
@@ -289,14 +257,14 @@ def _replacement(norm: _BatchNorm, to: str) -> nn.Module:
     return layer.train(norm.training)
 
 
-def _describe(layer: nn.Module) -> str:
+def _short_name(layer: nn.Module) -> str:
     if isinstance(layer, nn.GroupNorm):
         return f"GroupNorm({layer.num_groups}, {layer.num_channels})"
     return type(layer).__name__
 
 
 @final
-class Statistics:
+class Statistics(Policy):
     """A policy that updates running statistics once per window, from all its micro-batches.
 
     Every micro-batch is normalised with its own mean and variance. Only the running statistics are
@@ -339,7 +307,7 @@ class Statistics:
         self.discard_window()
 
     def _end_on_all_ranks(self, reduce: Reduce) -> None:
-        """Every layer that was called on some rank; one without data takes part with nothing."""
+        """Update every layer that was called on some rank; a rank without data adds nothing."""
         tracked = {
             name: module
             for name, module in self._norms.items()
@@ -406,7 +374,8 @@ class Statistics:
             both = merge([parts[call], part])
             parts[call] = Moments(parts[call].count + part.count, both.mean, both.var)
         else:
-            parts[call] = _mean_over_samples(parts[call], part)
+            count = parts[call].count + part.count
+            parts[call] = Moments(count, *mean_over_samples([parts[call], part]))
 
 
 @contextmanager
@@ -433,6 +402,7 @@ def _filled(module: nn.Module, mean: Tensor, var: Tensor) -> bool:
 
 
 def _moments(module: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Moments:
+    """Return the moments of `x` from what the layer left in its scratch buffers."""
     wide = torch.float64 if mean.dtype == torch.float64 else torch.float32
     mean, var = mean.to(wide), var.to(wide)
     if isinstance(module, _BatchNorm):
@@ -449,24 +419,15 @@ def _no_moments(module: nn.Module) -> Moments:
     return Moments(0, nothing, nothing)
 
 
-def _mean_over_samples(a: Moments, b: Moments) -> Moments:
-    """Average two statistics of an InstanceNorm, weighted by their samples."""
-    count = a.count + b.count
-    mean = (a.mean * a.count + b.mean * b.count) / count
-    return Moments(count, mean, (a.var * a.count + b.var * b.count) / count)
-
-
 def _move(module: nn.Module, part: Moments, reduce: Reduce | None) -> None:
+    """Update a layer's running statistics from the moments of a window."""
     if isinstance(module, _BatchNorm):
         move(module, merge([part], reduce))
         return
-    count: int | Tensor = part.count
+    assert isinstance(module, _NormBase)
     mean, var = part.mean, part.var
     if reduce is not None:
-        mean, var = reduce(mean * count), reduce(var * count)
-        count = reduce(mean.new_full((), float(part.count)))
-        mean, var = mean / count, var / count
-    assert isinstance(module, _NormBase)
+        mean, var = mean_over_samples([part], reduce)
     factor = module.momentum or 0.0
     for buffer, value in ((module.running_mean, mean), (module.running_var, var)):
         if buffer is not None:

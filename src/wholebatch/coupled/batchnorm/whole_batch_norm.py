@@ -24,6 +24,7 @@ from wholebatch.coupled.batchnorm.moments import (
     backward_sums,
     given_to,
     instances,
+    mean_over_samples,
     merge,
     moments,
     move,
@@ -127,7 +128,10 @@ class WholeBatchNorms:
             finally:
                 _fill(buffers, before)
             if not recomputing():
-                whole = self._weighted(name, instances(module, given_to(args, kwargs)), after)
+                mine = Moments(instances(module, given_to(args, kwargs)), *after)
+                whole = self._threads.meet(
+                    f"InstanceNorm {name!r}", mine, lambda p: mean_over_samples(p, self._reduce)
+                )
                 if self._first:
                     _fill(buffers, whole)
             return out
@@ -196,19 +200,6 @@ class WholeBatchNorms:
             return make(whole / count), _SumsOfAll(own)
 
         return self._threads.meet(f"the backward of BatchNorm {name!r}", mine, total)
-
-    def _weighted(self, name: str, count: int, values: list[Tensor]) -> list[Tensor]:
-        """Return the means of `values` over the samples of all parties."""
-
-        def mean(parts: list[tuple[int, list[Tensor]]]) -> list[Tensor]:
-            total: int | Tensor = sum(n for n, _ in parts)
-            sums = [torch.stack([v[i] * n for n, v in parts]).sum(0) for i in range(len(values))]
-            if self._reduce is not None:
-                sums = [self._reduce(each) for each in sums]
-                total = self._reduce(values[0].new_full((), float(total)))
-            return [each / total for each in sums]
-
-        return self._threads.meet(f"InstanceNorm {name!r}", (count, values), mean)
 
 
 class _SumsOfAll:
