@@ -339,15 +339,14 @@ class LockStepRunner(Runner):
         window, sync = self._window, self._window.sync
         self._norms = [*batchnorms(root), *tracked_instance_norms(root)]
         reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce)
-        self._lock_step.waits = self._untouched.remember
+        waits = self._untouched.remember
+        self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce, waits=waits)
         self.recorder = Recorder(
             self._lock_step,
             model=root,
             loss=self._loss.stand_in if isinstance(self._loss, Coupled) else self._loss,
             window=window,
             forward=self.forward,
-            single=SINGLE,
             execute=self.executor.execute,
             sixteen_bit=self._precision.name in ("bf16", "fp16"),
         )
@@ -419,9 +418,7 @@ class LockStepRunner(Runner):
             self._window.micro_batch_done()
 
         self._untouched.note_rates()  # all losses may come before the first backward
-        self.recorder.run(
-            micros, lambda: self._lock_step.run(micros, forward=forward, backward=backward)
-        )
+        self.recorder.run(micros, forward=forward, backward=backward)
 
 
 class TwoPassRunner(LockStepRunner):

@@ -76,6 +76,8 @@ class LockStep:
     - `"auto"`: the first of these that fits. If memory runs out, less is held from then on: at once
       if no backward had begun; else the error is raised, and the next run holds less. `holding` is
       the current choice.
+
+    `waits()` is called when a micro-batch sleeps in its backward: the loss of another may follow.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class LockStep:
         hold: Hold | Literal["auto"] = "graphs",
         blocks: Sequence[tuple[str, nn.Module]] = (),
         least_page: int = 1 << 16,
+        waits: Callable[[], None] = lambda: None,
     ) -> None:
         if hold != "auto" and hold not in get_args(Hold):
             raise OptionError(f'hold="{hold}": must be "graphs", "inputs", "host" or "auto"')
@@ -114,8 +117,7 @@ class LockStep:
         self.drawn = frozenset({"cpu"})  # Devices whose random numbers the last run drew.
         self.seed = 0  # The seed of the last run's random numbers.
         self._begins: dict[Call, int] = {}
-        self.relieve: Callable[[], bool] = lambda: False  # Frees memory; True if there was any.
-        self.waits: Callable[[], None] = lambda: None  # A backward waits: another loss may follow.
+        self._waits = waits
 
     def begin_with(self, hold: Hold) -> None:
         """Set what "auto" holds from here on; it still holds less if that does not fit."""
@@ -123,14 +125,20 @@ class LockStep:
             self.holding = hold
 
     def run(
-        self, micros: Sequence[M], *, forward: Callable[[M], T], backward: Callable[[T], R]
+        self,
+        micros: Sequence[M],
+        *,
+        forward: Callable[[M], T],
+        backward: Callable[[T], R],
+        free_memory: Callable[[], bool] = lambda: False,
     ) -> list[R]:
         """Run the micro-batches and return the results of `backward`, in order.
 
         For each micro-batch `backward(forward(micro))` is called on its thread. The threads have
         the caller's autocast, gradient mode, devices, streams and context variables. Each has its
         own stream of random numbers. Between two BatchNorms, gradients are added in the order of
-        the micro-batches, the same on every run.
+        the micro-batches, the same on every run. If memory runs out, `free_memory()` is called
+        first, and returns True if it freed any.
 
         If anything fails, all micro-batches end, running statistics and random state are restored,
         and the exception is raised unchanged. What was already added to `.grad` stays: the caller
@@ -139,13 +147,13 @@ class LockStep:
         if not micros:
             return []
         while True:
-            backwards = _Backwards(self.waits)
+            backwards = _Backwards(self._waits)
             try:
                 return self._attempt(micros, forward, backward, backwards)
             except BeginAgain:
                 continue
             except torch.OutOfMemoryError:
-                if not (self.relieve() or self._hold_less()) or backwards.begun:
+                if not (free_memory() or self._hold_less()) or backwards.begun:
                     raise
             # Outside of the handler: the traceback, which held every tensor, is gone.
             if torch.cuda.is_initialized():

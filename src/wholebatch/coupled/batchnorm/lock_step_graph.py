@@ -29,6 +29,7 @@ from wholebatch.compile.trace import Form
 from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.random_streams import RecordedStreams, draw
@@ -37,6 +38,8 @@ from wholebatch.distributed.single_process import Single
 __all__ = ["MOST_MICRO_BATCHES", "Recorder"]
 
 
+R = TypeVar("R")
+T = TypeVar("T")
 Micro = tuple[list[Tensor], list[Tensor]]
 """The totals of one micro-batch, and those of its units that are tensors."""
 
@@ -87,7 +90,6 @@ class Recorder:
         loss: Callable[..., Any],
         window: Window,
         forward: Callable[[Any], Loss | Terms],
-        single: str,
         execute: str,
         sixteen_bit: bool,
         tape: Callable[[], Tape] | None = None,
@@ -97,7 +99,6 @@ class Recorder:
         self._loss = loss
         self._window = window
         self._forward = forward
-        self._single = single
         self._eager_windows = 1 if execute == "graph" else _EAGER_WINDOWS
         self._sixteen_bit = sixteen_bit
         self._tape = tape or self._cuda_tape
@@ -106,10 +107,9 @@ class Recorder:
         self._off = execute not in ("auto", "graph") or (
             tape is None and window.target.device.type != "cuda"
         )
-        lock_step.relieve = self._relieve
         self.forget()
 
-    def _relieve(self) -> bool:
+    def _free_memory(self) -> bool:
         """Free the memory of all recordings; return True if there were any."""
         held = bool(self._recordings)
         self.forget()
@@ -124,30 +124,41 @@ class Recorder:
         self._pool: Any = None
         self._lock_step.forget_recordings()
 
-    def run(self, micros: Sequence[Any], by_threads: Callable[[], object]) -> None:
-        """Run one window: add its gradients, and enter its totals and units in the ledger."""
+    def run(
+        self, micros: Sequence[Any], *, forward: Callable[[Any], T], backward: Callable[[T], None]
+    ) -> None:
+        """Run one window: add its gradients, and enter its totals and units in the ledger.
+
+        `forward` and `backward` are those of `LockStep.run`, for a window that runs by threads.
+        """
         self.mode = "threads"
-        if self._off or not 1 < len(micros) <= MOST_MICRO_BATCHES:
-            by_threads()
-            return
+        apart: list[Inputs] = []
+        if not self._off and 1 < len(micros) <= MOST_MICRO_BATCHES:
+            try:
+                apart = [take_apart(micro) for micro in micros]
+                recording = self._recording(apart)
+            except CannotTrace as reason:
+                apart = []
+                self._give_up(str(reason))
+            else:
+                if recording is not None:
+                    self.mode = "recording"
+                    self._replay(recording, apart)
+                    return
         try:
-            apart = [take_apart(micro) for micro in micros]
-            recording = self._recording(apart)
-        except CannotTrace as reason:
-            self._give_up(str(reason))
-            by_threads()
-            return
-        if recording is not None:
-            self.mode = "recording"
-            self._replay(recording, apart)
-            return
-        try:
-            by_threads()
+            self._lock_step.run(
+                micros, forward=forward, backward=backward, free_memory=self._free_memory
+            )
         except torch.OutOfMemoryError:
             self.forget()  # The recordings may hold the missing memory.
             raise
+        if apart:
+            self._note(apart)
+
+    def _note(self, apart: list[Inputs]) -> None:
+        """Count a window that has run by threads; record it if enough of its kind have."""
         if self._fingerprint is None:
-            self._look()
+            self._remember_conditions()
         key = self._key(apart)
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] >= self._eager_windows and len(self._recordings) < _KINDS:
@@ -173,7 +184,7 @@ class Recorder:
         )
         if not same or self._fingerprint is None or not self._fingerprint.holds():
             self.forget()
-            self._look()
+            self._remember_conditions()
         key = self._key(apart)
         found = self._recordings.get(key)
         if found is not None and found.addresses != self._addresses():
@@ -181,8 +192,8 @@ class Recorder:
             return None
         return found
 
-    def _look(self) -> None:
-        """Store the state that new recordings depend on."""
+    def _remember_conditions(self) -> None:
+        """Store the conditions that new recordings are made under."""
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._parameters = list(self._window.inputs)
 
@@ -310,7 +321,7 @@ class Recorder:
         backwards: list[Backward] = []
 
         def backward(loss: Loss | Terms) -> Micro:
-            forms.append(Form.of(loss, self._single))
+            forms.append(Form.of(loss, SINGLE))
             terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
             totals = [term.total for term in terms]
             if not backwards:
@@ -373,9 +384,6 @@ def _static(tensor: Tensor, device: torch.device, *, on_host: bool) -> Tensor:
         pin_memory=on_host and device.type == "cuda",
     )
     return like.copy_(tensor)
-
-
-R = TypeVar("R")
 
 
 class Tape(Protocol):
