@@ -594,7 +594,8 @@ class WatchedOperations(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -38,7 +38,11 @@ from wholebatch.coupled.batchnorm.caller_thread_kernels import (
     execute_on_caller,
 )
 from wholebatch.coupled.batchnorm.moments import Reduce
-from wholebatch.coupled.batchnorm.recomputed_blocks import BeginAgain, Recomputed, blocks_of
+from wholebatch.coupled.batchnorm.recomputed_blocks import (
+    BlockInputChanged,
+    RecomputedBlocks,
+    blocks_of,
+)
 from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
 from wholebatch.coupled.batchnorm.whole_batch_norm import WholeBatchNorms
 from wholebatch.coupled.normalisation_layers import running_buffers
@@ -52,7 +56,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Hold = Literal["graphs", "inputs", "host"]
-_Again = Callable[[Call], AbstractContextManager[None]]
+_Recompute = Callable[[Call], AbstractContextManager[None]]
 _LESS: dict[Hold, Hold] = {"graphs": "inputs", "inputs": "host"}
 
 
@@ -150,7 +154,7 @@ class LockStep:
             backwards = _Backwards(self._waits)
             try:
                 return self._attempt(micros, forward, backward, backwards)
-            except BeginAgain:
+            except BlockInputChanged:
                 continue
             except torch.OutOfMemoryError:
                 if not (free_memory() or self._hold_less()) or backwards.begun:
@@ -224,7 +228,7 @@ class LockStep:
         self._pool = None  # A later run uses another pool.
         pool.forget_copies()
         self._recorded_pools.append(pool)
-        again: _Again = (lambda call: nullcontext()) if streams is None else streams.again
+        again: _Recompute = (lambda call: nullcontext()) if streams is None else streams.again
         try:
             return self._run(micros, forward, backward, streams=streams, pool=pool, again=again)
         finally:
@@ -245,7 +249,7 @@ class LockStep:
         *,
         streams: Streams | RecordedStreams | None,
         pool: HostPool | None = None,
-        again: _Again | None = None,
+        again: _Recompute | None = None,
         backwards: _Backwards | None = None,
     ) -> list[R]:
         """Run every micro-batch in a thread of its own, and let them meet at the BatchNorms.
@@ -259,7 +263,7 @@ class LockStep:
         on_caller = parties > 1 and self._has_thread_state()
         watched = self._watched(pages, threads if on_caller else None)
         begins = Begins(_cuda_offset if self._on_cuda() else lambda: 0, lambda: threads.party)
-        recomputed = Recomputed(
+        recomputed = RecomputedBlocks(
             self._blocks if self.holding == "inputs" else (),
             kept=self._kept_blocks,
             changing=self._changing,

@@ -34,15 +34,15 @@ __all__ = [
     "Reduce",
     "WholeMoments",
     "backward_sums",
-    "given_to",
-    "instances",
+    "layer_input",
     "mean_over_samples",
     "merge",
     "moments",
-    "move",
-    "move_buffers",
     "normalise",
     "recomputing",
+    "samples_in",
+    "update_buffers",
+    "update_running",
 ]
 
 Reduce = Callable[[Tensor], Tensor]
@@ -75,7 +75,7 @@ class WholeMoments:
         return self.var * (self.count / (self.count - 1))
 
     @cached_property
-    def marks(self) -> Tensor:
+    def mean_sums(self) -> Tensor:
         """The sum of each part's mean, to tell several calls of a layer apart."""
         return self._means.sum(1)
 
@@ -225,7 +225,7 @@ def _dense(dy: Tensor) -> Tensor:
     return dy.contiguous()
 
 
-def move(module: _BatchNorm, whole: WholeMoments) -> None:
+def update_running(module: _BatchNorm, whole: WholeMoments) -> None:
     """Update a layer's running statistics as one training-mode forward of the whole batch does."""
     if not (module.training and module.track_running_stats):
         return
@@ -234,10 +234,10 @@ def move(module: _BatchNorm, whole: WholeMoments) -> None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:  # Stay on the device, to avoid a synchronisation.
             factor = module.num_batches_tracked.double().reciprocal()
-    move_buffers(module.running_mean, module.running_var, factor, whole)
+    update_buffers(module.running_mean, module.running_var, factor, whole)
 
 
-def move_buffers(
+def update_buffers(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     factor: float | Tensor,
@@ -258,13 +258,13 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def given_to(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def layer_input(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Return the tensor that a normalisation layer was called with, by position or by name."""
     given: Tensor = args[0] if args else next(iter(kwargs.values()))
     return given
 
 
-def instances(module: nn.Module, x: Tensor) -> int:
+def samples_in(module: nn.Module, x: Tensor) -> int:
     """Return the number of samples of an InstanceNorm's input: 1 without a batch dimension."""
     assert isinstance(module, _InstanceNorm)
     return 1 if x.dim() == module._get_no_batch_dim() else x.shape[0]

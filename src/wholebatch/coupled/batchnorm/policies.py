@@ -36,12 +36,12 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from wholebatch.coupled.batchnorm.moments import (
     Moments,
     Reduce,
-    given_to,
-    instances,
+    layer_input,
     mean_over_samples,
     merge,
-    move,
     recomputing,
+    samples_in,
+    update_running,
 )
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -360,7 +360,7 @@ class Statistics(Policy):
                 out = found(*args, **kwargs)
             # A recomputed block has already been counted.
             if self.counts and not recomputing() and _filled(module, mean, var):
-                self._add(name, _moments(module, given_to(args, kwargs), mean, var))
+                self._add(name, _moments(module, layer_input(args, kwargs), mean, var))
             return out
 
         return forward
@@ -408,7 +408,7 @@ def _moments(module: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Moments
     if isinstance(module, _BatchNorm):
         count = x.numel() // x.shape[1]
         return Moments(count, mean, var * ((count - 1) / count))  # `var` is the unbiased one.
-    return Moments(instances(module, x), mean, var)
+    return Moments(samples_in(module, x), mean, var)
 
 
 def _no_moments(module: nn.Module) -> Moments:
@@ -422,7 +422,7 @@ def _no_moments(module: nn.Module) -> Moments:
 def _move(module: nn.Module, part: Moments, reduce: Reduce | None) -> None:
     """Update a layer's running statistics from the moments of a window."""
     if isinstance(module, _BatchNorm):
-        move(module, merge([part], reduce))
+        update_running(module, merge([part], reduce))
         return
     assert isinstance(module, _NormBase)
     mean, var = part.mean, part.var

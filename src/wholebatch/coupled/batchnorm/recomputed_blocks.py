@@ -20,7 +20,7 @@ from wholebatch.coupled.normalisation_layers import batchnorms
 from wholebatch.coupled.random_streams import Begins, Call
 from wholebatch.coupled.replaced_forwards import ReplacedForwards
 
-__all__ = ["BeginAgain", "Recomputed", "blocks_of"]
+__all__ = ["BlockInputChanged", "RecomputedBlocks", "blocks_of"]
 
 _MOST_NORMS = 8
 _SMALL = 0.05
@@ -60,11 +60,11 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-class BeginAgain(Exception):
+class BlockInputChanged(Exception):
     """Raised when a block's input was changed in place and no copy of it was kept."""
 
 
-class Recomputed:
+class RecomputedBlocks:
     """A context in which the given blocks keep only their inputs.
 
     Blocks in `kept` keep everything; `worth_keeping` names some after a run. `begins` records where
@@ -72,8 +72,8 @@ class Recomputed:
     the generators are left alone.
 
     A block is recomputed with its first arguments, even if a list among them has grown since. If a
-    tensor among them was changed in place, by the block or later, `check` raises `BeginAgain` and
-    adds the block's name to `changing`. For these blocks a copy of the input is kept.
+    tensor among them was changed in place, by the block or later, `check` raises an error and adds
+    the block's name to `changing`. For these blocks a copy of the input is kept.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Recomputed:
         self._calls: dict[str, int] = {}
         self._replaced = ReplacedForwards()
 
-    def __enter__(self) -> Recomputed:
+    def __enter__(self) -> RecomputedBlocks:
         for name, block in self._blocks:
             if name not in self._kept:
                 self._replaced.replace(block, self._checkpointed(name, block.forward))
@@ -104,12 +104,12 @@ class Recomputed:
         self._replaced.restore()
 
     def check(self) -> None:
-        """Raise `BeginAgain` if a block's input has changed; call before the first backward."""
+        """Raise `BlockInputChanged` if one has; call before the first backward."""
         watched, self._watched = self._watched or [], None
         found = {name for name, tensor, then in watched if _version(tensor) != then}
         if found:
             self._changing |= found
-            raise BeginAgain
+            raise BlockInputChanged
 
     def worth_keeping(self, micro_batches: int, sizes: Mapping[str, int]) -> frozenset[str]:
         """Return the blocks at the end of the forward that are cheap to keep.

@@ -8,6 +8,7 @@ moments of an earlier batch, so that they couple no samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ from wholebatch.coupled.batchnorm.moments import (
     Reduce,
     WholeMoments,
     backward_sums,
-    given_to,
-    instances,
+    layer_input,
     mean_over_samples,
     merge,
     moments,
-    move,
-    move_buffers,
     normalise,
     recomputing,
+    samples_in,
+    update_buffers,
+    update_running,
 )
 from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
 from wholebatch.coupled.normalisation_layers import running_buffers, uses_batch_statistics
@@ -128,7 +129,7 @@ class WholeBatchNorms:
             finally:
                 _fill(buffers, before)
             if not recomputing():
-                mine = Moments(instances(module, given_to(args, kwargs)), *after)
+                mine = Moments(samples_in(module, layer_input(args, kwargs)), *after)
                 whole = self._threads.meet(
                     f"InstanceNorm {name!r}", mine, lambda p: mean_over_samples(p, self._reduce)
                 )
@@ -171,8 +172,8 @@ class WholeBatchNorms:
                 f"BatchNorm {name!r} was called in the backward pass and never before, in the "
                 "forward: exact BatchNorm does not know its statistics"
             )
-        mark = mine.mean.sum()
-        gaps = torch.stack([(then.marks[self._threads.party or 0] - mark).abs() for then in met])
+        party = self._threads.party or 0
+        gaps = torch.stack([(then.mean_sums[party] - mine.mean.sum()).abs() for then in met])
         return met[int(gaps.argmin())]
 
     def input_gradient(
@@ -315,9 +316,9 @@ def _plain_forward(
     assert isinstance(module, _BatchNorm)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        x = given_to(args, kwargs)
+        x = layer_input(args, kwargs)
         module._check_input_dim(x)
-        return norm(x, module.weight, module.bias, module.eps, lambda whole: move(module, whole))
+        return norm(x, module.weight, module.bias, module.eps, partial(update_running, module))
 
     return forward
 
@@ -367,7 +368,7 @@ class _InsideNorm(TorchFunctionMode):
             weight,
             bias,
             eps,
-            lambda whole: move_buffers(running_mean, running_var, momentum, whole),
+            lambda whole: update_buffers(running_mean, running_var, momentum, whole),
         )
 
 

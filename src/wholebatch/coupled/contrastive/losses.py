@@ -177,8 +177,10 @@ def siglip_loss(
     if normalise:
         a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
 
-    def part(some: Tensor, others: Tensor, scale_and_bias: Any, first: int) -> Tensor:
-        scale, bias = scale_and_bias
+    def part(
+        some: Tensor, others: Tensor, both: tuple[Tensor | float, Tensor | float], first: int
+    ) -> Tensor:
+        scale, bias = both
         logits = scale * (some @ others.T) + bias
         # softplus(z) = -log sigmoid(-z), and -log sigmoid(z) = softplus(z) - z for the pairs.
         pairs = logits.diagonal(first)

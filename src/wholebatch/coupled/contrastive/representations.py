@@ -102,8 +102,8 @@ class WholeRepresentations:
 
     def rows(self, index: int) -> int:
         """Return the number of rows that this micro-batch has in the first tensor."""
-        rows = self._slice(0, index)
-        return rows.stop - rows.start
+        start, stop = self._ends[0][index : index + 2]
+        return stop - start
 
     def distances(self, index: int, again: Representations) -> Iterator[Tensor]:
         """Yield the relative distance of each representation from that of the first pass."""
