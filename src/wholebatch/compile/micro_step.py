@@ -255,7 +255,7 @@ class Executor:
     @property
     def is_plain(self) -> bool:
         """True if every micro-step will be eager code, with autograd adding the gradients."""
-        return self.by_autograd and self._forward is None
+        return self._plan.eager and self._forward is None and not self._eager.replaces
 
     # ---------------------------------------------------------------- prepare
 
