@@ -465,7 +465,7 @@ class TwoPassRunner(LockStepRunner):
             sampling=self._sampling,
             computing=self._precision.forward,
             between=self._between_passes,
-            each=self._each_in_lock_step if together else None,
+            lock_step=self._lock_step if together else None,
             keeps_graphs=self.policy is None,  # one that counts forwards counts the second's
             before_micro=before,
             after_micro=after_micro,
@@ -478,14 +478,6 @@ class TwoPassRunner(LockStepRunner):
         torch.clear_autocast_cache()
         if self.policy is not None:
             self.policy.begin_window()  # the second pass counts
-
-    def _each_in_lock_step(
-        self,
-        items: Sequence[tuple[int, Any]],
-        forward: Callable[[tuple[int, Any]], Any],
-        backward: Callable[[Any], Any],
-    ) -> list[Any]:
-        return self._lock_step.run(items, forward=forward, backward=backward)
 
 
 def choose_runner(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.loss import Loss, Term, Terms, as_loss
 from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
+from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.coupled.contrastive.representations import (
     Representations,
@@ -35,6 +36,9 @@ from wholebatch.errors import LossError, UnsupportedError, WindowError
 
 __all__ = ["TwoPasses", "WholeLoss"]
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 _log = logging.getLogger("wholebatch")
 
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -42,8 +46,7 @@ _MARGIN = 0.8
 """The fraction of the free memory to use for graphs; the rest allows for fragmentation."""
 
 Item: TypeAlias = tuple[int, Any]
-Each: TypeAlias = Callable[[Sequence[Item], Callable[[Item], Any], Callable[[Any], Any]], list[Any]]
-"""A function that runs `backward(forward(item))` for every item and returns the results."""
+"""A micro-batch and its index."""
 
 
 class WholeLoss:
@@ -79,7 +82,7 @@ class WholeLoss:
         sampling: Callable[[Any], AbstractContextManager[Any]],
         computing: Callable[[], AbstractContextManager[Any]],
         between: Callable[[], None],
-        each: Each | None,
+        lock_step: LockStep | None,
         keeps_graphs: bool,
         before_micro: Callable[[int], None],
         after_micro: Callable[[int, int], None],
@@ -88,9 +91,11 @@ class WholeLoss:
 
         Both passes call `moved(micro)`, and encode within `computing()` and `sampling(micro)`. The
         loss also runs within `computing()`, and each backward within `sampling(micro)`. `between`
-        is called after the first pass. `each` runs the micro-batches of a pass.
+        is called after the first pass. With `lock_step`, the micro-batches of a pass meet at every
+        BatchNorm, and are done all at once.
         """
         window = self._window
+        alone = lock_step is None
 
         def encode(micro: Any) -> Any:
             with sampling(micro), computing():
@@ -98,14 +103,14 @@ class WholeLoss:
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = window.micro_batches == len(micros) - 1
-            window.closing = reduces and each is None and last
+            window.closing = reduces and alone and last
             # A checkpointed block draws its masks again.
             with sampling(micros[index]):
                 if outputs:
                     with self._untouched.backward():
                         window.backward(outputs, gradients)
                 window.micro_batch_done()
-                if each is None:
+                if alone:
                     after_micro(window.micro_batches, len(micros))
 
         passes = TwoPasses(
@@ -113,8 +118,8 @@ class WholeLoss:
             encode,
             modules=window.target.models,
             before_micro=before_micro,
-            each=each,
-            keep=self.keeping.number() if keeps_graphs and each is None else 0,
+            lock_step=lock_step,
+            keep=self.keeping.number() if keeps_graphs and alone else 0,
         )
         try:
             whole = passes.first()
@@ -125,7 +130,7 @@ class WholeLoss:
             self.keeping.ran_out()
             raise
         self._finite = passes.finite
-        if each is not None:
+        if not alone:
             after_micro(len(micros), len(micros))
 
     def _add_loss(
@@ -215,10 +220,9 @@ class TwoPasses:
     """The two passes over the micro-batches of one window.
 
     `encode(micro)` returns the representations of a micro-batch. `before_micro(index)` is called
-    before each micro-batch of either pass. `each` runs the micro-batches of a pass; by default, one
-    after the other. The last `keep` micro-batches keep their graphs from the first pass and are not
-    encoded again, unless the forward changes buffers of `modules`. Buffers and random generators
-    end as after one pass.
+    before each micro-batch of either pass. They run one after the other, or in `lock_step`. The
+    last `keep` of them keep their graphs from the first pass and are not encoded again, unless the
+    forward changes buffers of `modules`. Buffers and random generators end as after one pass.
     """
 
     def __init__(
@@ -228,14 +232,13 @@ class TwoPasses:
         *,
         modules: Iterable[nn.Module],
         before_micro: Callable[[int], None] = lambda index: None,
-        each: Each | None = None,
+        lock_step: LockStep | None = None,
         keep: int = 0,
     ) -> None:
         self._items = list(enumerate(micros))
         self._encode = encode
         self._before_micro = before_micro
-        self._one_by_one = each is None
-        self._each: Each = each or _one_by_one
+        self._lock_step = lock_step
         self._keep = keep
         self._buffers = _ModuleBuffers(modules)
         self._moves_buffers = False
@@ -266,7 +269,7 @@ class TwoPasses:
             return made.detached()
 
         with torch.no_grad():
-            parts = self._each(self._items, forward, lambda made: made)
+            parts = self._run(self._items, forward, lambda made: made)
             self.finite = [part.is_finite() for part in parts]
             whole = WholeRepresentations(parts)
         self._moves_buffers = self._buffers.put_back()
@@ -295,7 +298,7 @@ class TwoPasses:
             self._before_micro(index)
             if index in self._kept:
                 return index, self._kept.pop(index)
-            if self._one_by_one:  # In lock-step, each has its own stream, restarted below.
+            if self._lock_step is None:  # In lock-step, each has its own stream, restarted below.
                 random_state.restore(self._starts[index])
             with weighing(whole.rows(index)):
                 return index, Representations.of(self._encode(micro))
@@ -305,13 +308,13 @@ class TwoPasses:
             farthest.extend(whole.distances(index, made))
             inject(index, *whole.gradients(index, made))
 
-        if not self._one_by_one:
+        if self._lock_step is not None:
             random_state.restore(self._start)
         # Go from the last to the first. The kept graphs then come first and free their memory for
         # the others, and the order of addition (so every bit) does not depend on how many were
         # kept.
-        backwards = self._one_by_one and not self._moves_buffers
-        self._each(self._items[::-1] if backwards else self._items, forward, backward)
+        backwards = self._lock_step is None and not self._moves_buffers
+        self._run(self._items[::-1] if backwards else self._items, forward, backward)
         random_state.restore(after)
         if farthest:
             worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
@@ -319,11 +322,12 @@ class TwoPasses:
             if not math.isnan(worst) or all(self.finite):
                 _check_replay(worst, [tensor.dtype for tensor in whole.tensors], tolerance)
 
-
-def _one_by_one(
-    items: Sequence[Item], forward: Callable[[Item], Any], backward: Callable[[Any], Any]
-) -> list[Any]:
-    return [backward(forward(item)) for item in items]
+    def _run(
+        self, items: Sequence[Item], forward: Callable[[Item], T], backward: Callable[[T], R]
+    ) -> list[R]:
+        if self._lock_step is not None:
+            return self._lock_step.run(items, forward=forward, backward=backward)
+        return [backward(forward(item)) for item in items]
 
 
 class _ModuleBuffers:
