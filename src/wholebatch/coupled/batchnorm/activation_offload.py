@@ -566,10 +566,12 @@ class ActivationPages:
 class WatchedOperations(TorchDispatchMode):
     """A dispatch mode that restores the inputs of every operation and registers its outputs.
 
-    `execute(func, args, kwargs)` runs the operation.
+    `execute(func, args, kwargs)` runs the operation; by default it is called.
     """
 
-    def __init__(self, pages: ActivationPages, execute: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(
+        self, pages: ActivationPages, execute: Callable[[Any, Any, Any], Any] | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pages = pages
         self._execute = execute
@@ -581,7 +583,8 @@ class WatchedOperations(TorchDispatchMode):
         given = {id(tensor): tensor for tensor in _tensors_in((args, tuple(kwargs.values())))}
         for tensor in given.values():
             self._pages.touched(tensor)
-        out = self._execute(func, args, kwargs)
+        execute = self._execute
+        out = func(*args, **kwargs) if execute is None else execute(func, args, kwargs)
         for position, name in _written_by(func):
             for tensor in _tensors_in(args[position] if position < len(args) else kwargs.get(name)):
                 self._pages.written(tensor)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -261,7 +261,7 @@ class LockStep:
         states = [state for state in (backwards, streams, pages) if state is not None]
         threads = TurnTakingThreads[R](parties, states, around=below_autograd)
         on_caller = parties > 1 and self._has_thread_state()
-        watched = self._watched(pages, threads if on_caller else None)
+        execute = execute_on_caller(threads) if on_caller else None
         begins = Begins(_cuda_offset if self._on_cuda() else lambda: 0, lambda: threads.party)
         recomputed = RecomputedBlocks(
             self._blocks if self.holding == "inputs" else (),
@@ -272,7 +272,7 @@ class LockStep:
         )
 
         def body(party: int) -> R:
-            with watched():
+            with nullcontext() if pages is None else WatchedOperations(pages, execute):
                 result = forward(micros[party])
                 recomputed.check()
                 if backwards is not None:
@@ -313,19 +313,6 @@ class LockStep:
             least=self._least_page,
         )
 
-    @staticmethod
-    def _watched(
-        pages: ActivationPages | None, threads: TurnTakingThreads[Any] | None
-    ) -> Callable[[], AbstractContextManager[object]]:
-        """Return the context in which a micro-batch runs: with pages, its operations are watched.
-
-        Operations with per-thread state run on the caller's thread if `threads` are given.
-        """
-        if pages is None:
-            return nullcontext
-        execute = _execute if threads is None else execute_on_caller(threads)
-        return lambda: WatchedOperations(pages, execute)
-
     def _has_thread_state(self) -> bool:
         return self._on_cuda()
 
@@ -361,7 +348,3 @@ class _Backwards:
 def _cuda_offset() -> int:
     """Return the offset of the current device's random generator."""
     return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
-
-
-def _execute(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)

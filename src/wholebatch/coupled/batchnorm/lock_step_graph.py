@@ -230,20 +230,9 @@ class Recorder:
             for static, tensor in zip(statics, inputs.tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
         form = recording.forms[0]
-        seeds = self._seeds(dict(zip(form.names, form.dtypes, strict=True)), form.weights)
-        for name, seed in seeds.items():
-            recording.seeds[name].copy_(seed)
-
-    def _seeds(
-        self, dtypes: Mapping[str, torch.dtype], weights: Sequence[float] | None = None
-    ) -> dict[str, Tensor]:
-        """Return the seed of each term's backward in this window."""
-        device = self._parameters[0].device
-        found = [self._window.weights[name] for name in dtypes] if weights is None else weights
-        return {
-            name: self._window.seed_of(name, torch.empty((), dtype=dtype, device=device), weight)
-            for (name, dtype), weight in zip(dtypes.items(), found, strict=True)
-        }
+        for name, weight in zip(form.names, form.weights, strict=True):
+            seed = recording.seeds[name]
+            seed.copy_(self._window.seed_of(name, seed, weight))
 
     def _addresses(self) -> list[int]:
         tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
@@ -288,7 +277,7 @@ class Recorder:
             [_static(tensor, device, on_host=on_host) for tensor in one.tensors] for one in apart
         ]
         micros = [one.around(statics) for one, statics in zip(apart, inputs, strict=True)]
-        seeds = {name: seed.clone() for name, seed in self._seeds(dtypes).items()}
+        seeds = {n: torch.ones((), dtype=dtype, device=device) for n, dtype in dtypes.items()}
         forms: list[Form] = []
         backward = self._captured_backward(seeds, forms)
         for parameter in self._parameters:
