@@ -172,8 +172,8 @@ class WholeBatchNorms:
                 f"BatchNorm {name!r} was called in the backward pass and never before, in the "
                 "forward: exact BatchNorm does not know its statistics"
             )
-        party = self._threads.party or 0
-        gaps = torch.stack([(then.mean_sums[party] - mine.mean.sum()).abs() for then in met])
+        party, mark = self._threads.party or 0, mine.mean.sum()
+        gaps = torch.stack([(then.mean_sums[party] - mark).abs() for then in met])
         return met[int(gaps.argmin())]
 
     def input_gradient(
