@@ -265,8 +265,8 @@ class ActivationPages:
         self._kind = kind
         self._least = least
         self._pages: dict[int, _ActivationPage] = {}
+        # The pages in use of each party; of a sleeping one, those that stay or are prefetched.
         self._awake: list[dict[int, _ActivationPage]] = [{} for _ in range(parties)]
-        self._kept: list[dict[int, _ActivationPage]] = [{} for _ in range(parties)]
         self._by_place: list[dict[Place, _ActivationPage]] = [{} for _ in range(parties)]
         self._owned = [0] * parties
         self._created = 0
@@ -297,8 +297,8 @@ class ActivationPages:
         self._stretch[party] += 1
         self._created = 0
         self._used = set()
-        for page in list(self._kept[party].values()):
-            self._wake(page)
+        for page in self._awake[party].values():
+            self._end_sleep(page)
         following = (party + 1) % self._parties
         if following != party:
             self._prefetch(following, self._stretch[following] + 1)
@@ -310,6 +310,7 @@ class ActivationPages:
         self._learned.learn(stretch, frozenset(self._used))
         going: list[tuple[_ActivationPage, UntypedStorage]] = []
         sleeping: list[_ActivationPage] = []
+        staying: dict[int, _ActivationPage] = {}
         for page in list(self._awake[party].values()):
             storage = page.storage()
             if storage is None:
@@ -319,12 +320,12 @@ class ActivationPages:
             elif page.span is None and self._stays(page, stretch):
                 page.kept = True
                 self._kept_bytes += page.nbytes
-                self._kept[party][page.key] = page
+                staying[page.key] = page
             else:
                 sleeping.append(page)
                 if page.span is None:
                     going.append((page, storage))
-        self._awake[party].clear()
+        self._awake[party] = staying
         if party == 0:  # The last party also owns what the meetings create.
             self._learned.most = max(self._learned.most, self._owned[party])
         spans = [self._pool.take(page.nbytes) for page, _ in going]
@@ -341,8 +342,6 @@ class ActivationPages:
 
     def finish(self, party: int) -> None:
         """Forget the freed pages of a micro-batch that is done."""
-        for page in list(self._kept[party].values()):
-            self._wake(page)
         self._awake[party].clear()
         self._forget_freed(page for page in self._pages.values() if page.owner == party)
 
@@ -438,7 +437,6 @@ class ActivationPages:
         if page.kept:
             page.kept = False
             self._kept_bytes -= page.nbytes
-            del self._kept[page.owner][page.key]
 
     def _keep_for_good(self, page: _ActivationPage) -> None:
         if not page.shared:
