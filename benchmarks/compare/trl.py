@@ -142,7 +142,7 @@ def _in_16_bit(library: str) -> Row:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_post_hook(
             lambda *_: seen.append(
-                torch.cat([p.grad.flatten().double() for p in model.parameters()])
+                torch.cat([p.grad.flatten().double() for p in model.parameters()])  # type: ignore[union-attr]
             )
         )
         with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,6 @@ import copy
 import faulthandler
 import json
 import logging
-import os
 import sys
 from typing import Any
 
@@ -239,9 +238,7 @@ def main() -> None:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump({"ranks": gathered}, file)
     dist.destroy_process_group()
-    # Not through the interpreter's own end: a thread of gloo that still lets go of a tensor then
-    # aborts the process, after everything that is tested here (see Alarm._end).
-    os._exit(0)
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ class Window:
     # -------------------------------------------------------------------- add
 
     def add(self, total: Tensor, units: Units) -> None:
-        """Backward of one total, added into the gradients. Nothing is read from the device."""
+        """Run the backward of one total into the gradients. Nothing is read from the device."""
         check_total(total)
         self.store.check_total(total)
         units = check_units(units)
@@ -212,7 +212,7 @@ class Window:
         self.backward([total], [self.seed_of(SINGLE, total, 1.0)])
 
     def add_loss(self, loss: Loss | Terms) -> None:
-        """Backward of one micro-batch's loss, plain or in terms."""
+        """Run the backward of one micro-batch's loss, plain or in terms."""
         if isinstance(loss, Loss):
             self.add(loss.total, loss.units)
             return
@@ -267,7 +267,7 @@ class Window:
         units: Mapping[str, Units],
         weights: Mapping[str, float],
     ) -> None:
-        """Enter a micro-batch whose gradient, times the seed, is in: its sums and their units."""
+        """Record the totals and units of a micro-batch whose gradient is in."""
         for name, total in totals.items():
             self.totals.setdefault(name, []).append(0.0 if self.weightless else total)
             self.units.setdefault(name, []).append(0 if self.weightless else units[name])
@@ -275,7 +275,7 @@ class Window:
         self.owners.append(self.micro_batches)
 
     def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
-        """What the backward of this total starts from (its dtype and device are what counts)."""
+        """Return the number that the backward of this total starts from."""
         last = self._last_seed  # nearly always it is the same again
         if last is not None and last[:2] == (name, weight) and not self.weightless:
             value = last[2]
@@ -297,7 +297,7 @@ class Window:
         return value
 
     def micro_batch_done(self) -> None:
-        """The backwards of one micro-batch are all made."""
+        """Count a micro-batch whose backwards are all made."""
         self.micro_batches += 1
 
     # ------------------------------------------------------------------ close
@@ -366,7 +366,7 @@ class Window:
     def _sums(
         self, totals: Mapping[str, Sequence[float]]
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Totals and units of each term over the window and all ranks: one small collective.
+        """Return totals and units of each term over the window and all ranks (one collective).
 
         With them go whether this rank has more data, and which parameters have a gradient here:
         one that has none on any rank keeps none, as for the undivided batch.
@@ -390,7 +390,7 @@ class Window:
         return dict(zip(names, sums, strict=True)), dict(zip(names, units, strict=True))
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
-        """Take part in a window of the other ranks without a micro-batch of one's own."""
+        """Take part in a window of the other ranks, without a micro-batch."""
         self.has_more = False
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
@@ -398,7 +398,7 @@ class Window:
         return self.close()
 
     def _close_ahead(self) -> Closed | None:
-        """Let the device close the window while the host waits; the numbers are read either way."""
+        """Let the device close the window while the host waits for its numbers."""
         if not self.totals:
             return None
         sums = Sums(self.totals, self.units, self.known, self.seed, self.loss_scale)
@@ -448,7 +448,7 @@ class Window:
         )
 
     def _nonfinite(self, totals: Mapping[str, Sequence[float]], losses_finite: bool) -> str:
-        """The reason for skipping, or the error; the same on all ranks."""
+        """Return the reason for skipping, or raise the error; the same on all ranks."""
         culprit = first_nonfinite(totals, self.owners)
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
