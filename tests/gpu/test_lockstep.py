@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 
 Pair = tuple[Tensor, Tensor]
@@ -59,8 +58,7 @@ def moved(micro: Pair) -> Pair:
 
 def lockstep(model: nn.Module, data: Pair, sizes: list[int], hold: Hold, windows: int = 1) -> None:
     step = LockStep(
-        batchnorms(model),
-        model=model,
+        model,
         hold=hold,
         least_page=1024,
     )
@@ -137,7 +135,7 @@ def test_host_memory_does_not_depend_on_the_batch() -> None:
     for parts in (4, 4, 32):  # the first time for what is made once
         x = torch.randn(parts * 16, 3, 64, 64)
         micros = [(part, torch.zeros(16, dtype=torch.long)) for part in x.split(16)]
-        step = LockStep(batchnorms(model), model=model, hold="host", least_page=1024)
+        step = LockStep(model, hold="host", least_page=1024)
         for _ in range(2):  # what is fetched ahead is known from the first window on
             model.zero_grad()
             torch.cuda.synchronize()

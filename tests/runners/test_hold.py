@@ -11,7 +11,6 @@ from tests.runners.windows import Dropped, batch, error, result, split, total, w
 from wholebatch.coupled.batchnorm.activation_offload import ActivationPages, HostPool, LearnedUse
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
-from wholebatch.coupled.normalisation_layers import batchnorms
 from wholebatch.errors import OptionError
 
 BLOCKLESS = ("inputs", "reused")
@@ -19,8 +18,7 @@ BLOCKLESS = ("inputs", "reused")
 
 def held(model: nn.Module, hold: Hold) -> LockStep:
     return LockStep(
-        batchnorms(model),
-        model=model,
+        model,
         hold=hold,
         least_page=512,  # more than a channel's statistics, less than any activation
     )
@@ -134,7 +132,7 @@ def test_blocks_are_given_again_what_they_were_given(body: type[Growing | InPlac
     torch.manual_seed(0)
     model = nn.Sequential(body(), nn.Flatten(), nn.Linear(9 * 36, 5)).double()
     blocks = [(name, model.get_submodule(name)) for name in body.blocks]
-    step = LockStep(batchnorms(model), model=model, hold="inputs", blocks=blocks)
+    step = LockStep(model, hold="inputs", blocks=blocks)
     for seed in range(2):  # what was found in the first run is known in the second
         data = batch(7, seed=seed)
         want = whole(model, data)
@@ -254,15 +252,15 @@ def test_options() -> None:
     with pytest.raises(
         OptionError, match='hold="disk": must be "graphs", "inputs", "host" or "auto"'
     ):
-        LockStep([], model=nn.Linear(2, 2), hold="disk")  # type: ignore[arg-type]
+        LockStep(nn.Linear(2, 2), hold="disk")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="has no blocks to compute again"):
-        LockStep([], model=nn.Linear(2, 2), hold="inputs")
+        LockStep(nn.Linear(2, 2), hold="inputs")
 
 
 @pytest.mark.parametrize("fits", ["inputs", "host"])
 def test_auto_holds_less_when_memory_runs_out(fits: Hold) -> None:
     model = resnet().double()
-    step = LockStep(batchnorms(model), model=model, hold="auto", least_page=512)
+    step = LockStep(model, hold="auto", least_page=512)
     data = batch(6)
     want = whole(model, data)
     tried: list[Hold] = []
@@ -284,7 +282,7 @@ def test_auto_holds_less_when_memory_runs_out(fits: Hold) -> None:
 
 def test_auto_leaves_a_window_that_has_begun_to_the_caller() -> None:
     model = resnet().double()
-    step = LockStep(batchnorms(model), model=model, hold="auto", least_page=512)
+    step = LockStep(model, hold="auto", least_page=512)
     micros = split(batch(6), [3, 3])
 
     def backward(value: Tensor) -> None:

@@ -34,7 +34,6 @@ from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
 from wholebatch.coupled.guard import Guard
-from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
 
@@ -337,10 +336,9 @@ class LockStepRunner(Runner):
     ) -> None:
         super().__init__(*given, root=root, **options)
         window, sync = self._window, self._window.sync
-        self._norms = [*batchnorms(root), *tracked_instance_norms(root)]
         reduce = sync.sum_tensor if sync.ranks > 1 else None
         waits = self._untouched.remember
-        self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce, waits=waits)
+        self._lock_step = LockStep(root, hold=hold, reduce=reduce, waits=waits)
         self.recorder = Recorder(
             self._lock_step,
             model=root,
@@ -362,7 +360,7 @@ class LockStepRunner(Runner):
 
     def needs_lock_step(self) -> bool:
         """Return True if a norm uses batch statistics now, or moves running ones."""
-        return self.policy is None and any(uses_batch_statistics(m) for _, m in self._norms)
+        return self.policy is None and self._lock_step.is_needed()
 
     def needs_every_rank(self) -> str | None:
         if self.needs_lock_step():

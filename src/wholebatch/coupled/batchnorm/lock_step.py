@@ -7,7 +7,7 @@ its two sums. The gradient and the running statistics are those of the undivided
 SyncBatchNorm with micro-batches in place of ranks.
 
 ```python
-step = LockStep(batchnorms(model), model=model)
+step = LockStep(model)
 losses = step.run(
     micros,
     forward=lambda micro: loss_fn(model, micro),     # called in the order of the micro-batches
@@ -45,7 +45,12 @@ from wholebatch.coupled.batchnorm.recomputed_blocks import (
 )
 from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
 from wholebatch.coupled.batchnorm.whole_batch_norm import WholeBatchNorms
-from wholebatch.coupled.normalisation_layers import running_buffers
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    running_buffers,
+    tracked_instance_norms,
+    uses_batch_statistics,
+)
 from wholebatch.coupled.random_streams import Begins, Call, RecordedStreams, Streams
 from wholebatch.errors import OptionError
 
@@ -63,10 +68,10 @@ _LESS: dict[Hold, Hold] = {"graphs": "inputs", "inputs": "host"}
 class LockStep:
     """Runs windows whose BatchNorms use the statistics of the undivided batch.
 
-    `norms` are the layers of `model` to make exact, with their names for errors: BatchNorms, and
-    InstanceNorms with running statistics. Every call checks which of them use batch statistics, so
-    layers in evaluation mode are left alone. `reduce` sums a tensor over data-parallel ranks; with
-    it the statistics, and the gradients through them, are those of the global batch.
+    These are all BatchNorms of `model`, and its InstanceNorms with running statistics. Every call
+    checks which of them use batch statistics, so layers in evaluation mode are left alone. `reduce`
+    sums a tensor over data-parallel ranks; with it the statistics, and the gradients through them,
+    are those of the global batch.
 
     All micro-batches are alive at once. `hold` sets which of their tensors stay on the device:
 
@@ -86,9 +91,8 @@ class LockStep:
 
     def __init__(
         self,
-        norms: Sequence[tuple[str, nn.Module]],
-        *,
         model: nn.Module,
+        *,
         reduce: Reduce | None = None,
         hold: Hold | Literal["auto"] = "graphs",
         blocks: Sequence[tuple[str, nn.Module]] = (),
@@ -105,7 +109,7 @@ class LockStep:
                 "inside, each with at most half of all): put some of its layers into modules of "
                 'their own, or use hold="graphs", "host" or "auto"'
             )
-        self._norms = tuple(norms)
+        self._norms = (*batchnorms(model), *tracked_instance_norms(model))
         self._reduce = reduce
         self._auto = hold == "auto"
         self.holding: Hold = "graphs" if hold == "auto" else hold
@@ -122,6 +126,10 @@ class LockStep:
         self.seed = 0  # The seed of the last run's random numbers.
         self._begins: dict[Call, int] = {}
         self._waits = waits
+
+    def is_needed(self) -> bool:
+        """True if a layer would use the statistics of its batch now."""
+        return any(uses_batch_statistics(module) for _, module in self._norms)
 
     def begin_with(self, hold: Hold) -> None:
         """Set what "auto" holds from here on; it still holds less if that does not fit."""
