@@ -13,7 +13,7 @@ from wholebatch.core import precision as precisions
 from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
-from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
 from wholebatch.core.options import BatchNorm, Close, Memory, Samples
 from wholebatch.core.runner import (
@@ -26,14 +26,12 @@ from wholebatch.core.runner import (
 )
 from wholebatch.core.splitting import Tokens
 from wholebatch.core.units import UnitsCount, UnitsFunction
-from wholebatch.core.window import Step, Turn, Window
+from wholebatch.core.window import Step, Turn, Window, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.offload import choose as choose_store
 
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
@@ -103,42 +101,31 @@ class WholeBatch:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
         given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
-        close = Close.of(close)
-        options = close.with_clip_norm(clip_norm)
         root, models = modules_of(model)
-        engine = choose_sync(models, sync=close.sync)
-        target = build_target(
+        window = make_window(
             models,
             optimizer,
-            options=options,
+            clip_norm=clip_norm,
             scheduler=scheduler,
-            ema=close.ema,
+            memory=memory,
+            close=Close.of(close),
             precision=precision,
-            scaler=close.scaler,
-            sync=engine,
+            counts_units=units is not None or isinstance(loss, Coupled),
         )
+        target, sync = window.target, window.sync
         self.model, self._root = model, root
         self.micro_batch = given.micro_batch
         self.last_step: Step | None = None
-        self._count = None if units is None else UnitsCount(units, engine)
+        self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
-        keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
+        keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
-        store = choose_store(
-            memory.gradients,
-            optimizer_on=memory.optimizer,
-            target=target,
-            options=options,
-            sync=engine,
-            counts_units=units is not None or isinstance(loss, Coupled),
-            on_gradient=close.on_gradient is not None,
-        )
-        self._window = Window(target, options, engine, store, close.on_gradient)
+        self._window = window
         self._runner = choose_runner(
             model,
             loss,
             root=root,
-            window=self._window,
+            window=window,
             precision=self._precision,
             execute=execute,
             batchnorm=norms.policy,
@@ -155,7 +142,7 @@ class WholeBatch:
             precision=precision,
             layout=self._layout,
             scale=target.scale,
-            sync=engine,
+            sync=sync,
             is_coupled=self._runner.needs_lock_step,
             hold=self._runner.hold,
             gradients=memory.gradients,
@@ -163,7 +150,7 @@ class WholeBatch:
         if self._runner.whole_loss is not None:
             keeping = self._runner.whole_loss.keeping
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
-            self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
+            self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.close import (
+    ClipNorm,
     Closed,
     CloseOptions,
     DeferredHooks,
@@ -37,9 +38,11 @@ from wholebatch.core.close import (
     where_nonfinite,
 )
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
-from wholebatch.core.model_and_optimizer import Target, step_scheduler
+from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
+from wholebatch.core.options import Close, Memory
 from wholebatch.core.units import SINGLE
 from wholebatch.distributed import Sync
+from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -48,9 +51,10 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.offload import DeviceStore, Store, refuse_stray
+from wholebatch.offload import choose as choose_store
 from wholebatch.offload.close_on_device import Sums
 
-__all__ = ["Step", "Turn", "Window"]
+__all__ = ["Step", "Turn", "Window", "make_window"]
 
 
 class Turn:
@@ -329,21 +333,14 @@ class Window:
         means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
         loss = math.fsum(weights[name] * means[name] for name in names)
 
-        if self.known is None:
-            normalise = 1.0 / (units * read_scalars([self.seed])[0])
-        else:
-            check_counts(self.known, units_of)
-            normalise = 1.0
         losses_finite = all(map(math.isfinite, sum_of.values()))
-        closed = ahead or self._closed(normalise, losses_finite)
+        closed = ahead or self._closed(self._normalise(units, units_of), losses_finite)
         if closed.norm == 0.0:
             self.store.refuse_nothing()
         finite = closed.finite and losses_finite
         skipped = None if finite else self._nonfinite(totals, losses_finite)
-        if finite and steps:
-            self._update(closed, loss)
-        elif finite:
-            self.store.hand_over(closed.remaining)
+        if finite:
+            self._update(closed, loss, steps)
         if self.target.scale is not None:
             self.target.scale.update(finite=finite)
         self.skipped += skipped is not None
@@ -362,6 +359,13 @@ class Window:
             terms=means if names != [SINGLE] else {},
             skipped=skipped,
         )
+
+    def _normalise(self, units: float, units_of: Mapping[str, float]) -> float:
+        """Return the factor from the gradients as they are to those of the mean loss."""
+        if self.known is None:
+            return 1.0 / (units * read_scalars([self.seed])[0])
+        check_counts(self.known, units_of)
+        return 1.0
 
     def _sums(
         self, totals: Mapping[str, Sequence[float]]
@@ -419,7 +423,11 @@ class Window:
             check_same_norm(closed.norm, self.sync.largest, self.target.device)
         return closed
 
-    def _update(self, closed: Closed, loss: float) -> None:
+    def _update(self, closed: Closed, loss: float, steps: bool) -> None:
+        """Step the optimizers, schedulers and EMA, or leave the gradients to the user."""
+        if not steps:
+            self.store.hand_over(closed.remaining)
+            return
         if not closed.stepped:
             self.store.update(closed.remaining)
         self.updates += 1
@@ -472,3 +480,39 @@ class Window:
         self.sync.discard()
         self._hooks.give_back()
         self._clear()
+
+
+def make_window(
+    models: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    *,
+    clip_norm: ClipNorm,
+    scheduler: Scheduler | Sequence[Scheduler] | None,
+    memory: Memory,
+    close: Close,
+    precision: str = "full",
+    counts_units: bool = False,
+) -> Window:
+    """Return the window of these models and optimizers; refuse what does not go together."""
+    options = close.with_clip_norm(clip_norm)
+    sync = choose_sync(models, sync=close.sync)
+    target = build_target(
+        models,
+        optimizer,
+        options=options,
+        scheduler=scheduler,
+        ema=close.ema,
+        precision=precision,
+        scaler=close.scaler,
+        sync=sync,
+    )
+    store = choose_store(
+        memory.gradients,
+        optimizer_on=memory.optimizer,
+        target=target,
+        options=options,
+        sync=sync,
+        counts_units=counts_units,
+        on_gradient=close.on_gradient is not None,
+    )
+    return Window(target, options, sync, store, close.on_gradient)
