@@ -424,7 +424,14 @@ class TwoPassRunner(LockStepRunner):
 
     def __init__(self, model: Any, loss: Coupled, **options: Any) -> None:
         super().__init__(model, loss, **options)
-        self._whole = WholeLoss(loss, model, window=self._window, untouched=self._untouched)
+        self._whole = WholeLoss(
+            loss,
+            model,
+            window=self._window,
+            untouched=self._untouched,
+            precision=self._precision,
+            policy=self.policy,
+        )
 
     @property
     def whole_loss(self) -> WholeLoss:
@@ -450,32 +457,16 @@ class TwoPassRunner(LockStepRunner):
         if together:
             self._refuse_sharded()
         drawn = self._prepare(micros, numbers)
-
-        def before(index: int) -> None:
-            before_micro(index)
-            if self.policy is not None:
-                self.policy.micro()  # what comes is another micro-batch
-
         self._whole.run(
             micros,
             reduces=reduces,
-            moved=lambda micro: to_device(micro, self._device),
             sampling=self._sampling,
-            computing=self._precision.forward,
-            between=self._between_passes,
             lock_step=self._lock_step if together else None,
-            keeps_graphs=self.policy is None,  # one that counts forwards counts the second's
-            before_micro=before,
+            before_micro=before_micro,
             after_micro=after_micro,
         )
         if drawn is not None:
             torch.set_rng_state(drawn)
-
-    def _between_passes(self) -> None:
-        # What was cast without a graph leads no gradient back; autocast would keep it.
-        torch.clear_autocast_cache()
-        if self.policy is not None:
-            self.policy.begin_window()  # the second pass counts
 
 
 def choose_runner(

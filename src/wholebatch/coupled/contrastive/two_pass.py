@@ -23,9 +23,12 @@ from wholebatch.core import random_state
 from wholebatch.core.close import power_of_two_near, read_scalars
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.loss import Loss, Term, Terms, as_loss
+from wholebatch.core.precision import Precision
+from wholebatch.core.splitting import to_device
 from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.lock_step import LockStep
+from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.coupled.contrastive.representations import (
     Representations,
@@ -57,7 +60,14 @@ class WholeLoss:
     """
 
     def __init__(
-        self, coupled: Coupled, model: Any, *, window: Window, untouched: Untouched
+        self,
+        coupled: Coupled,
+        model: Any,
+        *,
+        window: Window,
+        untouched: Untouched,
+        precision: Precision,
+        policy: Policy | None,
     ) -> None:
         sync = window.sync
         if sync.grows_own_graph or sync.counts_must_agree:
@@ -71,6 +81,8 @@ class WholeLoss:
         self._model = model
         self._window = window
         self._untouched = untouched
+        self._precision = precision
+        self._policy = policy
         self._finite: list[Tensor] = []
 
     def run(
@@ -78,28 +90,27 @@ class WholeLoss:
         micros: Sequence[Any],
         *,
         reduces: bool,
-        moved: Callable[[Any], Any],
         sampling: Callable[[Any], AbstractContextManager[Any]],
-        computing: Callable[[], AbstractContextManager[Any]],
-        between: Callable[[], None],
         lock_step: LockStep | None,
-        keeps_graphs: bool,
         before_micro: Callable[[int], None],
         after_micro: Callable[[int, int], None],
     ) -> None:
         """Run both passes; a micro-batch is done after its second pass.
 
-        Both passes call `moved(micro)`, and encode within `computing()` and `sampling(micro)`. The
-        loss also runs within `computing()`, and each backward within `sampling(micro)`. `between`
-        is called after the first pass. With `lock_step`, the micro-batches of a pass meet at every
-        BatchNorm, and are done all at once.
+        Both passes encode within `sampling(micro)`, and each backward runs within it. With
+        `lock_step`, the micro-batches of a pass meet at every BatchNorm, and are done all at once.
         """
-        window = self._window
+        window, policy = self._window, self._policy
         alone = lock_step is None
 
+        def begin(index: int) -> None:
+            before_micro(index)
+            if policy is not None:
+                policy.micro()
+
         def encode(micro: Any) -> Any:
-            with sampling(micro), computing():
-                return self._coupled.encode(self._model, moved(micro))
+            with sampling(micro), self._precision.forward():
+                return self._coupled.encode(self._model, to_device(micro, window.target.device))
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = window.micro_batches == len(micros) - 1
@@ -117,14 +128,17 @@ class WholeLoss:
             micros,
             encode,
             modules=window.target.models,
-            before_micro=before_micro,
+            before_micro=begin,
             lock_step=lock_step,
-            keep=self.keeping.number() if keeps_graphs and alone else 0,
+            # A policy that counts forwards counts those of the second pass: all must run again.
+            keep=self.keeping.number() if policy is None and alone else 0,
         )
         try:
             whole = passes.first()
-            between()
-            self._add_loss(whole, computing, may_retry=passes.keeps_graphs)
+            torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
+            if policy is not None:
+                policy.begin_window()
+            self._add_loss(whole, may_retry=passes.keeps_graphs)
             passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
         except torch.OutOfMemoryError:
             self.keeping.ran_out()
@@ -133,18 +147,12 @@ class WholeLoss:
         if not alone:
             after_micro(len(micros), len(micros))
 
-    def _add_loss(
-        self,
-        whole: WholeRepresentations,
-        computing: Callable[[], AbstractContextManager[Any]],
-        *,
-        may_retry: bool,
-    ) -> None:
+    def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
         sync = self._window.sync
         gather = partial(gather_rows, sync=sync) if sync.ranks > 1 else None
         try:
-            with computing():
+            with self._precision.forward():
                 loss = as_loss(self._coupled.loss(whole.for_loss(gather)))
             self._backward(loss, [leaf for leaf in whole.tensors if leaf.requires_grad])
         except torch.OutOfMemoryError as error:
