@@ -248,6 +248,16 @@ def test_pool_uses_its_memory_again() -> None:
     assert (pool.used, pool.held) == (0, 0)
 
 
+def test_a_piece_that_held_less_is_used_again_in_full() -> None:
+    pool = HostPool(pinned=False)
+    first = pool.take(5000)
+    pool._pinned = True  # as on CUDA: pieces are kept for later
+    pool.give(first)
+    again = pool.take(8000)  # of the same size when rounded up
+    assert again is first
+    assert len(again.bytes) == 8000
+
+
 def test_options() -> None:
     with pytest.raises(
         OptionError, match='hold="disk": must be "graphs", "inputs", "host" or "auto"'

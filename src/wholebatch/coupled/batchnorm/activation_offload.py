@@ -27,7 +27,14 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ActivationPages", "HostPool", "LearnedUse", "Traffic", "WatchedOperations"]
+__all__ = [
+    "ActivationPages",
+    "HostPool",
+    "LearnedUse",
+    "Traffic",
+    "WatchedOperations",
+    "storage_key",
+]
 
 _aten = torch.ops.aten
 # Operations that make a new tensor on the same storage without reading it or checking its bounds.
@@ -80,10 +87,10 @@ class LearnedUse:
 
 @dataclass(eq=False, slots=True)
 class _Span:
-    """A piece of host memory, and the events of the last copies to and from it."""
+    """A piece of host memory, its `bytes` in use, and the events of the last copies."""
 
+    whole: Tensor
     bytes: Tensor
-    size: int
     written: torch.cuda.Event | None = None
     read: torch.cuda.Event | None = None
 
@@ -110,18 +117,21 @@ class HostPool:
         free = self._free.get(size)
         with torch._C._DisableTorchDispatch():  # Host memory is no page of the micro-batch.
             if not free:
-                return _Span(self._new(size)[:nbytes], size)
+                whole = self._new(size)
+                return _Span(whole, whole[:nbytes])
             span = free.pop()
-            span.bytes = span.bytes[:nbytes] if len(span.bytes) != nbytes else span.bytes
+            if len(span.bytes) != nbytes:
+                span.bytes = span.whole[:nbytes]
             return span
 
     def give(self, span: _Span) -> None:
         """Take a piece back, to use it again if it is pinned."""
-        self.used -= span.size
+        size = len(span.whole)
+        self.used -= size
         if self._pinned:
-            self._free.setdefault(span.size, []).append(span)
+            self._free.setdefault(size, []).append(span)
         else:
-            self.held -= span.size
+            self.held -= size
 
     def forget_copies(self) -> None:
         """Drop the events of free pieces, once all copies to and from them are done."""
@@ -389,7 +399,7 @@ class ActivationPages:
         nbytes = storage.nbytes()
         if nbytes < self._least or storage.device.type != self._kind:
             return
-        key, weak = _key(tensor), cast(int, storage._weak_ref())
+        key, weak = storage_key(tensor), cast(int, storage._weak_ref())
         page = _ActivationPage(key, weak, nbytes, party, place, stretch)
         self._pages[key] = self._awake[party][key] = self._by_place[party][place] = page
         self._owned[party] += nbytes
@@ -415,7 +425,7 @@ class ActivationPages:
             self._keep_for_good(page)
 
     def _page(self, tensor: Tensor) -> _ActivationPage | None:
-        return self._pages.get(_key(tensor))
+        return self._pages.get(storage_key(tensor))
 
     # Moving pages.
 
@@ -546,7 +556,7 @@ class ActivationPages:
 
     def _is_gradient(self, page: _ActivationPage) -> bool:
         return any(
-            parameter.grad is not None and _key(parameter.grad) == page.key
+            parameter.grad is not None and storage_key(parameter.grad) == page.key
             for parameter in self._gradients.get(page.nbytes, ())
         )
 
@@ -586,14 +596,14 @@ class WatchedOperations(TorchDispatchMode):
         for position, name in _written_by(func):
             for tensor in _tensors_in(args[position] if position < len(args) else kwargs.get(name)):
                 self._pages.written(tensor)
-        owned = {_key(tensor) for tensor in given.values()}
+        owned = {storage_key(tensor) for tensor in given.values()}
         for tensor in _tensors_in(out):
-            if _key(tensor) not in owned:
+            if storage_key(tensor) not in owned:
                 self._pages.created(tensor)
         return out
 
 
-def _key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage."""
     key: int = tensor.untyped_storage()._cdata
     return key

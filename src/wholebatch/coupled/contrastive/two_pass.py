@@ -27,6 +27,7 @@ from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import to_device
 from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
+from wholebatch.coupled.batchnorm.activation_offload import storage_key
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.contrastive.losses import Coupled
@@ -137,7 +138,7 @@ class WholeLoss:
             whole = passes.first()
             torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             if policy is not None:
-                policy.begin_window()
+                policy.begin_window()  # It counts the second pass only.
             self._add_loss(whole, may_retry=passes.keeps_graphs)
             passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
         except torch.OutOfMemoryError:
@@ -420,16 +421,15 @@ class KeptGraphs:
             yield
             return
         own = {
-            tensor.untyped_storage()._cdata
+            storage_key(tensor)
             for model in self._models
             for tensor in (*model.parameters(), *model.buffers())
         }
         held: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                held[storage._cdata] = storage.nbytes()
+            if (key := storage_key(tensor)) not in own:
+                held[key] = tensor.untyped_storage().nbytes()
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
