@@ -19,13 +19,13 @@ from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import Guard
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.batchnorm.running_statistics import Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
 from wholebatch.coupled.contrastive.whole_loss import WholeLoss
-from wholebatch.coupled.guard import Guard
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError

@@ -22,11 +22,10 @@ from torch import nn
 
 from wholebatch.core.splitting.layout import BatchSize, Static, readable_layout
 from wholebatch.coupled import causes
-from wholebatch.coupled.finding import Finding
+from wholebatch.coupled.causes import Finding
 from wholebatch.coupled.moving_state import Moving
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
-from wholebatch.coupled.rounding_tolerance import Tolerance
-from wholebatch.coupled.sample_runs import Few, GoesBack, Run, Uncheckable, evaluating
+from wholebatch.coupled.sample_runs import Few, GoesBack, Run, Tolerance, Uncheckable, evaluating
 from wholebatch.errors import LossError, UnsupportedError
 
 __all__ = ["AddsUp", "Look"]

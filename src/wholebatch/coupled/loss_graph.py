@@ -15,20 +15,313 @@ Only the graph between the model's outputs and the loss is differentiated. Nothi
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Output", "linked_samples"]
+from wholebatch.core.loss import Units
+from wholebatch.errors import LossError
+
+__all__ = ["Output", "check_mean", "check_sum", "divisors", "linked_samples"]
+
+_log = logging.getLogger("wholebatch")
+
+_MOST_NODES = 512
+_CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
+
+# Nodes that pass one number on, times 1 or -1.
+_SAME = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("ToCopy", "Neg", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"),
+        *("Clone", "NanToNum", "Rsub", "Permute", "T"),
+    )
+    for number in range(4)
+) | {"AddBackward1", "SubBackward1"}  # plus a Python number
+_ADD = ("AddBackward0", "SubBackward0")
+_SUM = ("SumBackward0", "SumBackward1")
+_MEAN = ("MeanBackward0", "MeanBackward1")
+_JOINED = ("StackBackward0", "CatBackward0")
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One term of a scalar: a reduction, and the scalars that multiply and divide it."""
+
+    node: str
+    kind: str  # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`)
+    count: float  # elements that the mean (or the sum) is over
+    times: tuple[float, ...] = ()
+    whole_number: bool = True  # of the factors: none of them is a float
+    over: tuple[float, ...] = ()
+    sizes: tuple[int, ...] = ()
+    is_loss: bool = False  # the sum is one of torch's loss functions, or over such losses
+
+
+def check_sum(total: Tensor, units: Units) -> None:
+    """Refuse a mean that is given as a sum over `units`."""
+    number = _number(units)
+    if number is None or total.grad_fn is None:
+        return
+    means = [term for term in _terms(total.grad_fn) if _is_mean(term, number)]
+    added = [term for term in means if term.kind == "mean" and not term.over]
+    if not means or 1 < number <= len(added):  # as many means as units: one of each, added
+        return
+    term = means[0]
+    what = f"a mean over {_words(term.count)} ({term.node})"
+    if term.kind == "sum":
+        what = f"a mean, a sum divided by {_words(term.over[0], '')} ({term.node}, DivBackward)"
+    if number == 0:
+        way = "multiply it by the units of the micro-batch"
+    else:
+        way = (
+            'take the sum (reduction="sum" in torch\'s losses), or say that it is a mean: '
+            f"backward(mean=..., units={number:g}), or wb.mean_loss(mean, {number:g})"
+        )
+    if number == 1:
+        way += "; mean=..., units=1 also states that every micro-batch counts as one unit"
+    which = "total is" if len(means) == 1 else "terms of total are means: one is"
+    raise LossError(
+        f"{which} {what}, and must be the sum over its units={number:g}: its gradient would be "
+        f"too small. What to do: {way} (audit=False: leave this check out)"
+    )
+
+
+def check_mean(mean: Tensor, units: Units) -> None:
+    """Refuse a sum that is given as the mean over `units`, where that is certain."""
+    number = _number(units)
+    if number is None or number in (0.0, 1.0) or mean.grad_fn is None:
+        return
+    for term in _terms(mean.grad_fn):
+        if term.kind != "sum" or not term.is_loss or term.count <= 1 or term.times or term.over:
+            continue
+        raise LossError(
+            f"mean is a sum over {_words(term.count)} ({term.node}), and must be the mean over its "
+            f"units={number:g}: its gradient would be too large. What to do: give it as the sum it "
+            f"is, backward(total, units={number:g}), or take the mean (audit=False: leave this "
+            "check out)"
+        )
+
+
+def divisors(scalar: Tensor, units: Units) -> set[int]:
+    """Return the whole numbers above 2 that a loss is divided by, but for what it is a mean over.
+
+    >>> import torch
+    >>> losses = torch.rand(6, requires_grad=True)
+    >>> divisors(losses.sum() / 4, 6), divisors(losses.mean(), 6)
+    ({4}, set())
+    """
+    found = set()
+    for term in _terms(scalar.grad_fn):
+        counts = (term.count, *term.sizes, _number(units) or 0.0)
+        for value in (*term.over, *(1 / factor for factor in term.times if factor)):
+            if not math.isfinite(value):
+                continue
+            whole = round(value)
+            if whole > 2 and _close(value, whole) and not any(_close(value, c) for c in counts):
+                found.add(whole)
+    return found
+
+
+def _words(count: float, what: str = " elements") -> str:
+    return f"{count:g}{what}"
+
+
+def _is_mean(term: _Term, units: float) -> bool:
+    """True if this term is certainly a mean that nothing makes a sum again."""
+    if term.kind == "sum":
+        return _is_divided_by_its_count(term, units)
+    if term.count <= 1:
+        return False
+    if term.kind in ("first", "joined"):  # 2 may be the number of terms as well
+        return units > 2 and _close(term.count, units) and not _is_undone(term, (units,))
+    if units == 1 and len(term.sizes) > 1 and term.sizes[0] == 1:
+        return False  # one sample, and the mean over its features
+    if _is_undone(term, (term.count, units)):
+        return False
+    factor = math.prod(term.times) / math.prod(term.over)
+    if units == 0:
+        return factor <= 1
+    if factor > 1 and not term.whole_number:
+        _log.warning(
+            "total is a mean over %s times %g, for units=%g: taken as a sum with a weight of %g. "
+            "If it is a mean, give backward(mean=..., units=%g)",
+            _words(term.count),
+            factor,
+            units,
+            factor / units,
+            units,
+        )
+        return False
+    return True
+
+
+def _is_divided_by_its_count(term: _Term, units: float) -> bool:
+    """True for `losses.sum() / n`, where n is what `losses` are or the units."""
+    if units <= 1 or len(term.over) != 1 or term.over[0] <= 1 or _is_undone(term, term.over):
+        return False
+    count = term.over[0]
+    if _close(count, term.count):
+        return True
+    # Of [units, units] losses, a division may be by the features; by 2, it may be of two terms.
+    return _close(count, units) and not _close(units, 2) and term.count != units * units
+
+
+def _is_undone(term: _Term, counts: tuple[float, ...]) -> bool:
+    """True if some of the factors make one of the counts."""
+    times = term.times[:8]
+    subsets = chain.from_iterable(combinations(times, k) for k in range(1, len(times) + 1))
+    found = [math.prod(subset) for subset in subsets]
+    found.append(math.prod(times) / math.prod(term.over))
+    return any(_close(value, count) for value in found for count in counts if count > 1)
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_CLOSE)
+
+
+# --------------------------------------------------------------------- the graph
+
+
+def _terms(root: Any) -> Iterator[_Term]:
+    """Yield the reductions that a scalar is made of; what is not understood yields nothing."""
+    waiting: list[tuple[Any, _Term]] = [(root, _Term("", "", 1.0))]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return
+        node, so_far = waiting.pop()
+        if node is None:
+            continue
+        name = node.name()
+        below = [child for child, _ in node.next_functions]
+        if name in _SAME:
+            waiting.append((below[0], so_far))
+        elif name in _ADD:
+            waiting.append((below[0], so_far))
+            waiting.append((below[1], _times(so_far, getattr(node, "_saved_alpha", 1))))
+        elif name.startswith(("MulBackward", "DivBackward")):
+            scaled = _scaled(node, name, below, so_far)
+            if scaled is not None:
+                waiting.append(scaled)
+        elif name in _MEAN + _SUM and _joins_scalars(node, below):
+            inside = [child for child, _ in below[0].next_functions]
+            if name in _MEAN:
+                yield replace(so_far, node=name, kind="joined", count=len(inside))
+                so_far = replace(so_far, over=(*so_far.over, float(len(inside))))
+            waiting += [(child, so_far) for child in inside]
+        else:
+            yield from _reduction(node, name, below, so_far)
+
+
+def _reduction(node: Any, name: str, below: list[Any], so_far: _Term) -> Iterator[_Term]:
+    if name in _MEAN:
+        sizes = tuple(_saved(node, "self_sym_sizes") or ())
+        yield replace(so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes)
+    elif name in _SUM:
+        yield _sum(node, name, below, so_far)
+    else:
+        reduction = _saved(node, "reduction")
+        if reduction in (1, 2):
+            kind = "mean" if reduction == 1 else "sum"
+            sizes, count = _loss_size(node)
+            yield replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
+
+
+def _sum(node: Any, name: str, below: list[Any], so_far: _Term) -> _Term:
+    """The sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
+    sizes = tuple(_saved(node, "self_sym_sizes") or ())
+    inner = below[0]
+    while inner is not None and inner.name() in _SAME:
+        inner = inner.next_functions[0][0]
+    if inner is not None and inner.name() == "MeanBackward1":
+        given = tuple(_saved(inner, "self_sym_sizes") or ())
+        dims = {_signed(dim) % len(given) for dim in _saved(inner, "dim") or ()} if given else set()
+        if dims == {0} and math.prod(sizes) != given[0]:
+            return replace(so_far, node=inner.name(), kind="first", count=given[0])
+    of_losses = inner is not None and _saved(inner, "reduction") == 0
+    count = math.prod(sizes)
+    return replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
+
+
+def _times(term: _Term, factor: Any, *, whole: bool = True) -> _Term:
+    if factor in (1, -1):
+        return term
+    times = (*term.times, abs(float(factor)))
+    return replace(term, times=times, whole_number=term.whole_number and whole)
+
+
+def _scaled(node: Any, name: str, below: list[Any], so_far: _Term) -> tuple[Any, _Term] | None:
+    """The operand of a product with, or quotient by, a number that can be read."""
+    operands = [child for child in below if child is not None]
+    if len(operands) != 1 or (name.startswith("Div") and below[0] is None):
+        return None
+    other = _saved(node, "other" if below[0] is not None else "self")
+    whole = isinstance(other, int) or (isinstance(other, Tensor) and not other.is_floating_point())
+    factor = _number(other)
+    if factor is None or factor == 0:
+        return None
+    if name.startswith("Mul"):
+        return operands[0], _times(so_far, factor, whole=whole)
+    return operands[0], replace(so_far, over=(*so_far.over, abs(factor)))
+
+
+def _joins_scalars(node: Any, below: list[Any]) -> bool:
+    """True if what is reduced is a stack of scalars: `torch.stack(losses).sum()`."""
+    inner = below[0]
+    if inner is None or inner.name() not in _JOINED:
+        return False
+    return tuple(_saved(node, "self_sym_sizes") or ()) == (len(inner.next_functions),)
+
+
+def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
+    """The shape that a loss function was given, and how many losses it reduces."""
+    given = _saved(node, "self")
+    sizes = tuple(given.shape) if isinstance(given, Tensor) else ()
+    weight = _number(_saved(node, "total_weight"))
+    if weight is not None and _saved(node, "reduction") == 1:
+        return sizes, weight  # the labels that are not ignored, or their weights
+    per_row = node.name().startswith(("NllLoss", "MultiMargin", "MultilabelMargin"))
+    target = _saved(node, "target") if per_row else None
+    if isinstance(target, Tensor) and not node.name().startswith("Multilabel"):
+        return sizes, target.numel()
+    return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What the node keeps for its backward under this name; None if nothing can be read."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # the graph was used already, or the tensor has changed since
+        return None
+
+
+def _signed(dim: int) -> int:
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
+def _number(value: Any) -> float | None:
+    """A scalar's value; None where there is none to read."""
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        return None
+    try:
+        return float(value.detach())
+    except (RuntimeError, TypeError, NotImplementedError):  # a tensor without numbers
+        return None
+
 
 _MOST_ELEMENTS = 1 << 24
 _MOST_ROWS = 1 << 13
-_MOST_NODES = 1 << 13
+_MOST_NODES_TO_ASK = 1 << 13
 _MOST_PASSES = 64
 _TOLERANCE = 1e-6
 
@@ -111,7 +404,7 @@ def _can_run_again(total: Tensor, until: set[Any]) -> bool:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if isinstance(node, BackwardCFunction) or len(seen) > _MOST_NODES:
+        if isinstance(node, BackwardCFunction) or len(seen) > _MOST_NODES_TO_ASK:
             return False
         seen.add(node)
         waiting += [below for below, _ in node.next_functions]

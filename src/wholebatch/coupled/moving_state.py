@@ -17,10 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.core.forward_state import ForwardState, Key
-from wholebatch.coupled.finding import Finding
+from wholebatch.coupled.causes import Finding
 from wholebatch.coupled.normalisation_layers import is_spectral_norm
-from wholebatch.coupled.rounding_tolerance import Tolerance, identical
-from wholebatch.coupled.sample_runs import Few, Run, weight_norms
+from wholebatch.coupled.sample_runs import Few, Run, Tolerance, identical, weight_norms
 
 __all__ = ["Moving"]
 
