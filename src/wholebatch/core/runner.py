@@ -19,7 +19,7 @@ from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import Guard
+from wholebatch.coupled.audit import SplitGuard
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy
@@ -81,7 +81,7 @@ class Feeding:
             self.policy = choose_batchnorm(batchnorm, root, reduce=reduce)
         if batchnorm == "sync" and sync.ranks > 1:
             sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
-        self._guard = Guard(root, looks=audit and not sync.counts_must_agree)
+        self._guard = SplitGuard(root, looks=audit and not sync.counts_must_agree)
         self._whole = None
         if isinstance(loss, Coupled):
             self._whole = WholeLoss(loss, model, window=window, untouched=self._untouched)
@@ -137,7 +137,7 @@ class Feeding:
                 return function(self.model, self._moved(few))
 
         name = getattr(function, "__name__", "a function")
-        self._guard.look(run, batch, micros, layout, outputs=encodes, name=name, sync=sync)
+        self._guard.look(run, batch, micros, **layout, outputs=encodes, name=name, sync=sync)
 
     def join_look(self) -> None:
         """A rank without a sample takes part in the look of the others."""

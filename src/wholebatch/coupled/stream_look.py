@@ -1,17 +1,19 @@
 """Look at a loop whose forwards are not ours, in its first window.
 
 A stream gives its losses and keeps its forwards to itself. What it does can still be seen: hooks on
-the models see the outputs of the first forwards, and the graph of a loss tells how it was made.
+the models see the first forwards, the first call of a model can be made again on a few samples, and
+the graph of a loss tells how it was made.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -19,133 +21,20 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Units, check_units
-from wholebatch.core.splitting.layout import layout_of
+from wholebatch.core.splitting.layout import layout_of, readable_layout
 from wholebatch.core.splitting.structure import flatten
-from wholebatch.coupled.adds_up import AddsUp, Look
+from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.batchnorm.running_statistics import Statistics
-from wholebatch.coupled.causes import Finding
+from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.loss_graph import check_mean, check_sum, divisors, linked_samples
 from wholebatch.errors import LossError, SplitError
 
-__all__ = ["StreamLook", "look_at_call", "tensors_of"]
+__all__ = ["StreamLook"]
 
 _log = logging.getLogger("wholebatch")
-
-
-def look_at_call(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Finding, ...] | None:
-    """Return what couples the samples of this call, and the state that it moves.
-
-    None: the call has one sample, and another may tell more. Every tensor that is given must have
-    the same number of samples in its first dimension; else nothing is found. What is found must
-    also be found where the second dimension is read as the samples, if that is possible: it may
-    have been [time, samples, ...]. The module is left as it was.
-    """
-    given = tensors_of((args, kwargs))
-    if given and all(len(tensor) == 1 for tensor in given):
-        return None
-    with _plain_autograd() as is_plain:
-        look = _looked(_Call(module, args, kwargs, 0)) if is_plain else Look(told=False)
-        if look.findings:
-            turned = _looked(_Call(module, args, kwargs, 1))
-            return () if turned.told and not turned.findings else look.findings
-    return look.findings
-
-
-def _looked(call: _Call) -> Look:
-    if not call.has_samples():
-        return Look(told=False)
-    try:
-        call.find_rows()
-        return AddsUp(call.module).look(call.run, call.batch, outputs=True, name="forward")
-    except Exception as error:  # it cannot be called so: with fewer samples, or time as samples
-        _log.debug("a call of %s was not looked at: %r", type(call.module).__name__, error)
-        return Look(told=False)
-
-
-@contextmanager
-def _plain_autograd() -> Iterator[bool]:
-    """Keep what a look saves for its backwards from a checkpoint or offload that is being made.
-
-    False: a mode that sees every operation is active (a selective checkpoint), and would see ours.
-    """
-    private = torch._C._autograd
-    hooks = []
-    while (top := private._top_saved_tensors_default_hooks(True)) is not None:
-        private._pop_saved_tensors_default_hooks()
-        hooks.append(top)
-    try:
-        yield not _get_current_dispatch_mode_stack()
-    finally:
-        for pack, unpack in reversed(hooks):
-            private._push_saved_tensors_default_hooks(pack, unpack)
-
-
-class _Call:
-    """A call that can be made again with fewer samples, which lie in dimension `dim`."""
-
-    def __init__(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
-    ) -> None:
-        self.module = module
-        self._dim = dim
-        self._given = tensors_of((args, kwargs))
-        self.batch = self._turned((tuple(args), dict(kwargs)))
-        self._rows: set[str] | None = None  # the outputs that have a row for each sample
-
-    def has_samples(self) -> bool:
-        """True if all tensors have equally many samples, and more than one."""
-        dims = [tensor.dim() > self._dim for tensor in self._given]
-        sizes = {tensor.shape[self._dim] for tensor in self._given if tensor.dim() > self._dim}
-        return bool(dims) and all(dims) and len(sizes) == 1 and sizes.pop() > 1
-
-    def find_rows(self) -> None:
-        """Call the module with different numbers of samples: an output has as many rows, or not."""
-        size = self._given[0].shape[self._dim]
-        layout = layout_of(self.batch, batch_size=size)
-        numbers = (2, 3) if size > 2 else (1, 2)  # of one sample, a BatchNorm knows no variance
-        before = ForwardState(self.module)
-        try:
-            with torch.no_grad():
-                rows = [self._named(self.run(layout.take(list(range(n)))), n) for n in numbers]
-        finally:
-            before.restore()
-        self._rows = rows[0] & rows[1]
-
-    def run(self, few: Any) -> dict[str, Tensor]:
-        """Call the module, and return the outputs that have a row for each sample."""
-        args, kwargs = self._turned(few)
-        leaves, _ = flatten(self._turned(self.module(*args, **kwargs)))
-        tensors = {x.name: x.value for x in leaves if isinstance(x.value, Tensor) and x.value.dim()}
-        return {n: t for n, t in tensors.items() if self._rows is None or n in self._rows}
-
-    @staticmethod
-    def _named(made: Mapping[str, Tensor], count: int) -> set[str]:
-        return {name for name, tensor in made.items() if len(tensor) == count}
-
-    def _turned(self, tree: Any) -> Any:
-        """The same with samples first, or back: the two dimensions change places."""
-        if self._dim == 0:
-            return tree
-        leaves, structure = flatten(tree)
-        values = [leaf.value for leaf in leaves]
-        return structure.build(
-            [v.transpose(0, 1) if isinstance(v, Tensor) and v.dim() > 1 else v for v in values]
-        )
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors in a structure that have a dimension; none if it cannot be read."""
-    try:
-        leaves = [leaf.value for leaf in flatten(tree)[0]]
-    except SplitError:
-        return []
-    return [value for value in leaves if isinstance(value, Tensor) and value.dim()]
-
 
 _MOST_OUTPUTS = 32
 _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the next
@@ -154,13 +43,10 @@ _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the 
 class StreamLook:
     """Refuses, in a loop's first window, what cannot be the update of the whole batch.
 
-    - A mean that is given as a sum, and a sum that is given as a mean
-      (`wholebatch.coupled.loss_graph`).
-    - A loss that compares samples with each other (`wholebatch.coupled.loss_graph`).
+    - A mean that is given as a sum, and a sum that is given as a mean.
+    - A loss that compares samples with each other.
     - A model that lets samples act on each other by more than a BatchNorm, and state that its
-      forward moves (`wholebatch.coupled.stream_look`).
-
-    How a door uses it:
+      forward moves.
 
     ```python
     look = StreamLook(models, audit=audit, policies=batchnorm_policies)
@@ -189,7 +75,7 @@ class StreamLook:
         self._statistics = [policy for policy in policies if isinstance(policy, Statistics)]
         self._called: set[nn.Module] = set()  # in this micro-batch, with all modules below them
         self._judged: set[nn.Module] = set()
-        self._found: list[Finding] = []
+        self._found: list[AuditFinding] = []
         self._looking = False
         self._audits = audit
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
@@ -210,11 +96,11 @@ class StreamLook:
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            entering = module.register_forward_pre_hook(_Entering(self), with_kwargs=True)
-            leaving = module.register_forward_hook(
-                _Leaving(self), with_kwargs=True, always_call=True
-            )
-            self._handles += [entering, leaving]
+            enter, leave = _Hook(self._enter), _Hook(self._leave)
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            ]
 
     def at_backward(
         self,
@@ -250,11 +136,11 @@ class StreamLook:
             number = float(check_units(units))
             # One unit owns all rows of its micro-batch: only state can be wrong there.
             of_state = [finding for finding in self._found if finding.kind in ("state", "outside")]
-            Look(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
+            LookResult(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
             self._refuse_comparisons(scalar, number)
 
     def done(self) -> None:
-        """The backwards of a micro-batch are made: one that was looked at is enough."""
+        """End a micro-batch, after its backwards: one that was looked at is enough."""
         if self._handles:
             self._outputs.clear()
             self._called.clear()
@@ -262,10 +148,7 @@ class StreamLook:
                 self._remove_hooks()
 
     def end_window(self, micro_batches: int = 0) -> None:
-        """The first window is over: nothing more is looked at.
-
-        Warn of losses that were divided by the number of micro-batches.
-        """
+        """End the first window; warn of losses divided by its number of micro-batches."""
         self.active = False
         if micro_batches in self._divisors:
             _log.warning(
@@ -332,18 +215,37 @@ class StreamLook:
             for policy in self._statistics:
                 policy.counts = True
 
-    def _leave(self, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._looking:
             return
         self._depth -= 1
         if self._depth or not torch.is_grad_enabled() or recomputing():
             return
-        given = tensors_of((args, kwargs))
+        given = _tensors_of((args, kwargs))
         if not given or output is None:
             return
-        for tensor in tensors_of(output):
+        for tensor in _tensors_of(output):
             if tensor.requires_grad and tensor.shape[0] == given[0].shape[0]:
                 self._outputs.append(tensor)
+
+
+class _Hook:
+    """A hook that leaves itself out of copies and pickles of the model, and of compiled code."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = WeakMethod(method)  # a look that nobody holds any more keeps no outputs
+
+    def __call__(self, *given: Any) -> None:
+        method = None if torch.compiler.is_compiling() else self._method()
+        if method is not None:
+            method(*given)
+
+    def __reduce__(self) -> Any:
+        return partial, (_do_nothing,)
+
+
+def _do_nothing(*given: Any) -> None:
+    """Stand for a hook in a copy of the model."""
 
 
 def _is_ddp(module: nn.Module) -> bool:
@@ -354,36 +256,108 @@ def _runs_collectives(module: nn.Module) -> bool:
     return any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in module.modules())
 
 
-class _Hook:
-    """A hook that leaves itself out of copies and pickles of the model, and of compiled code."""
-
-    def __init__(self, look: StreamLook) -> None:
-        self._look = ref(look)  # a look that nobody holds any more keeps no outputs
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _give_nothing, ()
+# --------------------------------------------------------------------- a call, made again
 
 
-class _Entering(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        look = None if torch.compiler.is_compiling() else self._look()
-        if look is not None:
-            look._enter(module, args, kwargs)
+def look_at_call(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[AuditFinding, ...] | None:
+    """Return what couples the samples of this call, and the state that it moves.
+
+    None: the call has one sample, and another may tell more. Every tensor that is given must have
+    the same number of samples in its first dimension; else nothing is found. What is found must
+    also be found where the second dimension is read as the samples, if that is possible: it may
+    have been [time, samples, ...]. The module is left as it was.
+    """
+    given = _tensors_of((args, kwargs))
+    if given and all(len(tensor) == 1 for tensor in given):
+        return None
+    with _plain_autograd() as is_plain:
+        if not is_plain:
+            return ()
+        found = _looked(module, args, kwargs, dim=0).findings
+        if found:
+            turned = _looked(module, args, kwargs, dim=1)
+            return () if turned.told and not turned.findings else found
+    return ()
 
 
-class _Leaving(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        look = None if torch.compiler.is_compiling() else self._look()
-        if look is not None:
-            look._leave(args, kwargs, output)
+def _looked(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, dim: int
+) -> LookResult:
+    """Make the call on a few samples, which lie in dimension `dim`, and on their halves."""
+    sizes = {t.shape[dim] if t.dim() > dim else 0 for t in _tensors_of((args, kwargs))}
+    if len(sizes) != 1 or max(sizes) < 2:
+        return LookResult(told=False)
+
+    def call(few: Any) -> dict[str, Tensor]:
+        args, kwargs = _swapped(few, dim)
+        leaves, _ = flatten(_swapped(module(*args, **kwargs), dim))
+        return {x.name: x.value for x in leaves if isinstance(x.value, Tensor) and x.value.dim()}
+
+    def run(few: Any) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in call(few).items() if name in rows}
+
+    batch = _swapped((tuple(args), dict(kwargs)), dim)
+    before = ForwardState(module)
+    try:
+        try:
+            rows = _outputs_with_rows(call, batch, max(sizes))
+        finally:
+            before.restore()
+        layout = readable_layout(batch, None, ())
+        return check_adds_up(module, run, layout, outputs=True, name="forward")
+    except Exception as error:  # it cannot be called so: with fewer samples, or time as samples
+        _log.debug("a call of %s was not looked at: %r", type(module).__name__, error)
+        return LookResult(told=False)
 
 
-def _nothing(*_: Any) -> None:
-    """Stands for a hook in a copy of the model."""
+@torch.no_grad()
+def _outputs_with_rows(
+    call: Callable[[Any], Mapping[str, Tensor]], batch: Any, size: int
+) -> set[str]:
+    """Return the outputs that have a row for each sample, for two numbers of samples."""
+    layout = layout_of(batch, batch_size=size)
+    found = []
+    for count in (2, 3) if size > 2 else (1, 2):  # of one sample, a BatchNorm knows no variance
+        made = call(layout.take(list(range(count))))
+        found.append({name for name, tensor in made.items() if len(tensor) == count})
+    return found[0] & found[1]
 
 
-def _give_nothing() -> Any:
-    return _nothing
+@contextmanager
+def _plain_autograd() -> Iterator[bool]:
+    """Keep what a look saves for its backwards from a checkpoint or offload that is being made.
+
+    False: a mode that sees every operation is active (a selective checkpoint), and would see ours.
+    """
+    private = torch._C._autograd
+    hooks = []
+    while (top := private._top_saved_tensors_default_hooks(True)) is not None:
+        private._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield not _get_current_dispatch_mode_stack()
+    finally:
+        for pack, unpack in reversed(hooks):
+            private._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _swapped(tree: Any, dim: int) -> Any:
+    """Return the tensors of a structure with dimensions 0 and `dim` exchanged."""
+    if dim == 0:
+        return tree
+    leaves, structure = flatten(tree)
+    values = [leaf.value for leaf in leaves]
+    return structure.build(
+        [v.transpose(0, dim) if isinstance(v, Tensor) and v.dim() > dim else v for v in values]
+    )
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in a structure that have a dimension; none if it cannot be read."""
+    try:
+        leaves = [leaf.value for leaf in flatten(tree)[0]]
+    except SplitError:
+        return []
+    return [value for value in leaves if isinstance(value, Tensor) and value.dim()]

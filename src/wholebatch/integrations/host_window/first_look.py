@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from wholebatch.core.loss import Loss
-from wholebatch.coupled.adds_up import AddsUp, Look
+from wholebatch.core.splitting.layout import readable_layout
+from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.integrations.host_window.host_ledger import Hosted
 
 __all__ = ["FirstLook"]
@@ -44,11 +45,12 @@ class FirstLook:
 
         Samples without units tell nothing; one process then looks at the next window's first.
         """
-        ranks, made = self._window.ranks, Look()
+        ranks, made = self._window.ranks, LookResult()
         with _as_found(self._host):
             try:
-                made = AddsUp(self._model).look(
-                    run, batch, micro_batch=micro_batch, name="the loss"
+                layout = readable_layout(batch, None, ())
+                made = check_adds_up(
+                    self._model, run, layout, micro_batch=micro_batch, name="the loss"
                 )
             except Exception as error:  # most often the loss's own, and the training will raise it
                 _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
