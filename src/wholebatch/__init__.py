@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from wholebatch.core.loader_loop import over
     from wholebatch.core.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.core.splitting import split, tokens, unpadded
-    from wholebatch.core.step_result import Step
     from wholebatch.core.whole_batch import WholeBatch
+    from wholebatch.core.window import Step
     from wholebatch.core.window_size import by_epoch
     from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit

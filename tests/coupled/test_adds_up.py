@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
-from wholebatch.core.splitting.layout import layout_of
+from wholebatch.core.splitting.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch

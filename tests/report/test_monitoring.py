@@ -16,7 +16,7 @@ from tests.cli.conftest import command, recipe
 from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of
 from wholebatch.cli.report.metrics_file import record_of, scalars_of
 from wholebatch.cli.report.wandb_run import WandbRun
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError
 
 __all__ = ["command", "recipe"]  # fixtures of the command line, used here too

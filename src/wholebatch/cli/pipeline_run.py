@@ -18,7 +18,7 @@ from wholebatch.cli.parallel_ranks import Crew
 from wholebatch.cli.recipes import Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.core.loss import Loss
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import OptionError, RecipeError, StateError
 

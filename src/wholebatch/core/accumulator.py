@@ -10,17 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core import state_dict as state
-from wholebatch.core.close import ClipNorm, CloseOptions, Policy
+from wholebatch.core.close import ClipNorm, CloseOptions, OnGradient, Policy
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.gradient_hooks import OnGradient
 from wholebatch.core.loader_loop import over
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
 from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
-from wholebatch.core.one_call_at_a_time import Turn
-from wholebatch.core.step_result import Step
-from wholebatch.core.window import Window
+from wholebatch.core.window import Step, Turn, Window
 from wholebatch.core.window_size import Steps
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model

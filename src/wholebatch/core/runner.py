@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
+from wholebatch.core import random_state
 from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
-from wholebatch.core.sequential import run_sequential
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
@@ -30,7 +31,16 @@ from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["AfterMicro", "Feeding", "LossFunction", "check_functions", "modules_of"]
+__all__ = [
+    "AfterMicro",
+    "Feeding",
+    "LossFunction",
+    "check_functions",
+    "find_nonfinite",
+    "modules_of",
+    "run_sequential",
+]
+
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
@@ -406,3 +416,78 @@ def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:
     if isinstance(model, Mapping):
         return nn.ModuleDict(dict(model)), models
     return nn.ModuleList(models), models
+
+
+def run_sequential(
+    window: Window,
+    micros: Sequence[Any],
+    micro_step: Callable[[Any], None],
+    *,
+    first: int = 0,
+    places: int | None = None,
+    stand_in: Any = None,
+    reduces: bool = True,
+    before_micro: Callable[[int], None] | None = None,
+    after_micro: Callable[[int, int], None] | None = None,
+) -> None:
+    """Feed the window with `micros[first:]`; the last backward reduces the gradients.
+
+    With `reduces=False` no backward does, and the close reduces them.
+
+    `micro_step(micro)` makes one micro-batch's forward and backward and enters it in the window.
+    `places` is the number that all ranks have agreed on: a rank with fewer micro-batches runs its
+    last one again (or `stand_in`, if it has none), with weight zero and its buffers put back.
+    """
+    places = len(micros) if places is None else places
+    for index in range(first, places):
+        window.closing = reduces and index == places - 1
+        if before_micro is not None:
+            before_micro(index)
+        if index < len(micros):
+            micro_step(micros[index])
+            window.micro_batch_done()
+            if after_micro is not None:
+                after_micro(index + 1, len(micros))
+        else:
+            before = [ForwardState(model) for model in window.target.models]
+            window.weightless = True
+            micro_step(micros[-1] if micros else stand_in)
+            window.weightless = False
+            for snapshot in before:
+                snapshot.restore()
+
+
+def find_nonfinite(
+    model: nn.Module,
+    micros: Sequence[Any],
+    forward: Callable[[Any], Loss | Terms],
+    start: dict[str, Any],
+) -> tuple[int | None, str]:
+    """The first micro-batch whose gradient is not finite, and a sentence that says so.
+
+    `start` is the random state before the first of them; buffers and random state are left as
+    they are found.
+    """
+    now = ForwardState(model)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [parameter for _, parameter in named]
+    random_state.restore(start)
+    try:
+        for index, micro in enumerate(micros):
+            loss = forward(micro)
+            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+            gradients = torch.autograd.grad(
+                [term.total for term in terms], parameters, allow_unused=True
+            )
+            for (name, _), gradient in zip(named, gradients, strict=True):
+                if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                    return index, (
+                        f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
+                        f"whose gradient is not finite, at parameter {name}"
+                    )
+    finally:
+        now.restore()
+    return None, (
+        "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a gradient "
+        "hook or on_gradient= has made it so"
+    )

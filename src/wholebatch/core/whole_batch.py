@@ -12,19 +12,22 @@ from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
 from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
-from wholebatch.core.close import ClipNorm, CloseOptions, Policy, read_scalars
-from wholebatch.core.gradient_hooks import OnGradient
+from wholebatch.core.close import ClipNorm, CloseOptions, OnGradient, Policy, read_scalars
 from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
 from wholebatch.core.noise_scale import Noise, NoiseScale, Probe, check_noise
-from wholebatch.core.nonfinite_search import find_nonfinite
-from wholebatch.core.one_call_at_a_time import Turn
-from wholebatch.core.runner import AfterMicro, Feeding, LossFunction, check_functions, modules_of
+from wholebatch.core.runner import (
+    AfterMicro,
+    Feeding,
+    LossFunction,
+    check_functions,
+    find_nonfinite,
+    modules_of,
+)
 from wholebatch.core.splitting import Tokens
-from wholebatch.core.splitting.layout import check_layout
-from wholebatch.core.splitting.token_budget import check_micro_batch
-from wholebatch.core.step_result import Step
+from wholebatch.core.splitting.micro_batches import check_micro_batch
+from wholebatch.core.splitting.samples import check_layout
 from wholebatch.core.units import UnitsCount, UnitsFunction
-from wholebatch.core.window import Window
+from wholebatch.core.window import Step, Turn, Window
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.distributed import choose as choose_sync

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.layout import Layout
+from wholebatch.core.splitting.samples import Layout
 from wholebatch.coupled.causes import (
     AuditFinding,
     gradient_cause,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.layout import BatchSize, Layout, Static, readable_layout
+from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.coupled.adds_up import LookResult, check_adds_up, check_layers
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import (

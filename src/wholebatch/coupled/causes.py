@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.splitting.layout import take
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten, take
 from wholebatch.coupled.sample_runs import FirstSamples, SampleRun, Uncheckable
 from wholebatch.errors import LossError
 

@@ -25,8 +25,7 @@ from wholebatch.core.backward import backward_into, is_reentrant
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Term, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
-from wholebatch.core.splitting.layout import Layout
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import Layout, flatten
 from wholebatch.coupled.batchnorm.fixed_norms import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Units, check_units
-from wholebatch.core.splitting.layout import layout_of, readable_layout
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.batchnorm.policies import Policy

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.core import random_state
 from wholebatch.core.close import CloseOptions, Policy
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
-from wholebatch.core.step_result import Step
 from wholebatch.core.units import SINGLE
-from wholebatch.core.window import Window
+from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.pipeline_stages import LossFunction, PipelineRunner

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from wholebatch.core.sequential import run_sequential
-from wholebatch.core.step_result import Step
+from wholebatch.core.runner import run_sequential
+from wholebatch.core.window import Step
 from wholebatch.errors import RankError
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from wholebatch.core.accumulator import Accumulator
 from wholebatch.core.close import Policy
 from wholebatch.core.loss import Loss, Units
 from wholebatch.core.optional_packages import require
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.distributed.deepspeed import DeepSpeed
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window import (

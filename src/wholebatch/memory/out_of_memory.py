@@ -24,7 +24,7 @@ from torch import nn
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.precision import LossScale
 from wholebatch.core.splitting import batch_size_of, split
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError, SplitError
 from wholebatch.memory.meter import MemoryMeter
 

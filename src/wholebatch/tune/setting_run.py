@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from wholebatch.core.step_result import Step
 from wholebatch.core.whole_batch import WholeBatch
+from wholebatch.core.window import Step
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
 from wholebatch.tune.device_clock import Clock

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wholebatch.core import random_state
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm

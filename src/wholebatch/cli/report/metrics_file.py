@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from wholebatch.core.json_files import finite
 from wholebatch.core.plain_files import reason
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.errors import StateError
 
 __all__ = ["TIMING", "MetricsFile", "Sink", "record_of", "scalars_of", "writing"]

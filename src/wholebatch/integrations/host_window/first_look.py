@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from wholebatch.core.loss import Loss
-from wholebatch.core.splitting.layout import readable_layout
+from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.integrations.host_window.host_ledger import Hosted
 
