@@ -244,7 +244,7 @@ def test_the_entry_for_other_doors() -> None:
     look = check_adds_up(
         model, lambda few: contrast(model, few), layout_of(samples(8)), name="training_step"
     )
-    assert look.told
+    assert look.conclusive
     with pytest.raises(wb.errors.UnsupportedError, match=r"training_step.*\n.*Trainer\(look=False"):
         look.refuse(off="Trainer(look=False)")
     fine = check_adds_up(
@@ -252,5 +252,7 @@ def test_the_entry_for_other_doors() -> None:
     )
     fine.refuse()
     with pytest.raises(wb.errors.UnsupportedError, match="found on another rank"):
-        fine.refuse(elsewhere=True)
-    assert not check_adds_up(model, lambda few: contrast(model, few), layout_of(samples(1))).told
+        fine.refuse(on_another_rank=True)
+    assert not check_adds_up(
+        model, lambda few: contrast(model, few), layout_of(samples(1))
+    ).conclusive

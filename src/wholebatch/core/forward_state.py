@@ -97,15 +97,10 @@ class ForwardState:
         if only is None:
             random_state.restore(self._random)
 
-    def host_draws_same(self, other: ForwardState) -> bool:
-        """True if Python's and NumPy's generators are at the same place in both."""
-        hosts = [name for name in ("python", "numpy") if name in self._random]
-        return all(random_state.is_same(self._random[h], other._random.get(h)) for h in hosts)
-
-    def draws_same(self, other: ForwardState) -> bool:
-        """True if torch's generators are at the same place in both."""
-        own = [name for name in self._random if name not in ("python", "numpy")]
-        return all(random_state.is_same(self._random[n], other._random.get(n)) for n in own)
+    def draws_same(self, other: ForwardState, *, host: bool) -> bool:
+        """True if torch's generators are at the same place; with `host`, Python's and NumPy's."""
+        names = [name for name in self._random if (name in ("python", "numpy")) == host]
+        return all(random_state.is_same(self._random[n], other._random.get(n)) for n in names)
 
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""
@@ -178,9 +173,11 @@ def _equal(a: Kept, b: Kept, tolerance: float) -> bool:
         return bool(x.shape == y.shape and x.dtype == y.dtype and (x == y).all())
     if isinstance(a.found, _CONTAINERS) and x is not None:
         return x.keys() == y.keys() and all(_equal(x[key], y[key], tolerance) for key in x)
-    if type(a.found) in _IMMUTABLE or isinstance(a.found, set):
-        near = isinstance(x, float) and abs(x - y) <= tolerance * max(abs(x), abs(y))
+    if isinstance(x, (float, complex)):
+        near = abs(x - y) <= tolerance * max(abs(x), abs(y))
         return bool(x == y or near or (x != x and y != y))
+    if isinstance(a.found, set) or type(a.found) in _IMMUTABLE:
+        return bool(x == y)
     return a.found is b.found
 
 

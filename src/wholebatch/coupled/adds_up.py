@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,11 +34,11 @@ from wholebatch.coupled.moving_state import MovingState
 from wholebatch.coupled.sample_runs import FirstSamples, OwnBackward, SampleRun, Uncheckable
 from wholebatch.errors import LossError, UnsupportedError
 
-__all__ = ["LookResult", "check_adds_up", "check_layers"]
+__all__ = ["SAMPLES", "LookResult", "check_adds_up"]
 
 _log = logging.getLogger("wholebatch")
 
-_SAMPLES = 8
+SAMPLES = 8  # at most so many are looked at
 _ENOUGH = 4
 _DRAWS = 8
 _COMPARES = (
@@ -52,17 +52,17 @@ _MISTAKES = ("mean", "sum", "added", "units")
 
 @dataclass(frozen=True, slots=True)
 class LookResult:
-    """The findings of a look; `told` is False where there were no two samples, or no units."""
+    """The findings of a look; not `conclusive` if there were no two samples, or no units."""
 
     findings: tuple[AuditFinding, ...] = ()
-    told: bool = True
+    conclusive: bool = True
 
-    def refuse(self, off: str = "WholeBatch(audit=False)", elsewhere: bool = False) -> None:
-        """Raise if anything was found; `elsewhere` says that another rank has found something.
+    def refuse(self, off: str = "WholeBatch(audit=False)", on_another_rank: bool = False) -> None:
+        """Raise if anything was found, here or on another rank.
 
         `off` is how a user of this door trains all the same.
         """
-        if not self.findings and not elsewhere:
+        if not self.findings and not on_another_rank:
             return
         listed = "\n  ".join(map(str, self.findings)) or "(found on another rank)"
         message = (
@@ -97,12 +97,12 @@ def check_adds_up(
     collectives (FSDP, DeepSpeed) cannot be looked at, unless all ranks look at the same time.
     """
     if layout is None or layout.size < 2:
-        return LookResult(told=False)
+        return LookResult(conclusive=False)
     micro_batch = micro_batch or layout.size
     # In forwards of one sample, n samples with their gradient cost 6.5 n (forward and backward of
     # 2 n and a forward of n/2), and a micro-batch of m samples 3 m.
-    count = min(layout.size, max(2, min(_SAMPLES, 6 * micro_batch // 13)))
-    more = min(layout.size, _SAMPLES, 3 * micro_batch)
+    count = min(layout.size, max(2, min(SAMPLES, 6 * micro_batch // 13)))
+    more = min(layout.size, SAMPLES, 3 * micro_batch)
     samples = partial(FirstSamples, model, run, layout, outputs=outputs, name=name)
     try:
         return _Look(samples, _power_of_two(count), more).result()
@@ -111,22 +111,6 @@ def check_adds_up(
         return LookResult()
     finally:
         _release()
-
-
-def check_layers(
-    model: nn.Module,
-    run: Callable[[Any], Any],
-    layout: Layout | None,
-    *,
-    known: Collection[str] = (),
-    name: str = "the loss function",
-) -> tuple[AuditFinding, ...]:
-    """Return the layers whose output for one sample moves with another sample, but the `known`."""
-    if layout is None or layout.size < 2:
-        return ()
-    samples = FirstSamples(model, run, layout, 2, graph=False, name=name)
-    with samples.looking():
-        return layers_that_couple(samples, min(layout.size, _SAMPLES), known)
 
 
 class _Look:
@@ -149,7 +133,7 @@ class _Look:
             _release(thoroughly=True)
             made = self._looked(self._samples(self._count, graph=False))
         more = _power_of_two(self._more)
-        if made.findings or not made.told or self._count >= min(more, _ENOUGH):
+        if made.findings or not made.conclusive or self._count >= min(more, _ENOUGH):
             return made
         for graph in (False, True):
             try:  # Two samples may have nothing to do with each other; of eight some have.
@@ -174,7 +158,7 @@ class _Look:
         if samples.called.outside_norm is not None:
             return LookResult((outside_norm(samples, samples.called.outside_norm),))
         if not whole.terms or not whole.units or not whole.is_finite:
-            return LookResult(told=False)
+            return LookResult(conclusive=False)
         try:
             # Without state that moves, the same samples would give the same once more.
             state = MovingState(samples, whole, again=not looked)

@@ -19,14 +19,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
-from wholebatch.coupled.adds_up import LookResult, check_adds_up, check_layers
-from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
+from wholebatch.coupled.causes import AuditFinding, layers_that_couple
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     is_spectral_norm,
     tracked_instance_norms,
     uses_batch_statistics,
 )
+from wholebatch.coupled.sample_runs import FirstSamples
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError
 
@@ -124,6 +125,8 @@ def audit(
     if batch is None:
         return Audit(findings, probed=False)
     layout = readable_layout(batch, batch_size, static)
+    if layout is None or layout.size < 2:
+        return Audit(findings, probed=True)
     first = next(model.parameters(), None)
     call = _call if forward is None else forward
 
@@ -132,7 +135,9 @@ def audit(
 
     name = getattr(forward, "__name__", "a function")
     known = {finding.name for finding in findings if finding.kind in _BY_TYPE}
-    layers = check_layers(model, run, layout, known=known, name=name)
+    samples = FirstSamples(model, run, layout, 2, graph=False, name=name)
+    with samples.looking():
+        layers = layers_that_couple(samples, min(layout.size, SAMPLES), known)
     try:
         look = check_adds_up(model, run, layout, outputs=forward is None, name=name)
     except LossError:  # not a loss: outputs
@@ -225,7 +230,7 @@ class SplitGuard:
         except Exception as error:
             # Most often it is the loss function's, and the step will raise it.
             _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-        self._tries = self._tries - 1 if sync.ranks == 1 and not result.told else 0
+        self._tries = self._tries - 1 if sync.ranks == 1 and not result.conclusive else 0
         ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
         self._refuse(LookResult((*ghosts, *result.findings)), sync)
 
@@ -236,7 +241,7 @@ class SplitGuard:
             self._refuse(LookResult(), sync)
 
     def _refuse(self, result: LookResult, sync: Sync) -> None:
-        result.refuse(elsewhere=bool(sync.sum([float(len(result.findings))])[0]))
+        result.refuse(on_another_rank=bool(sync.sum([float(len(result.findings))])[0]))
 
 
 def _samples(

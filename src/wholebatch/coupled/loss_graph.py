@@ -370,14 +370,18 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     for cut in (False, True):
         try:
             with emptied(hooks), _cut_at(nodes if cut else ()):
-                linked = _Links(total, watched).beyond(units)
-                others = [_time_first(output, units) for output in watched]
-                if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
-                    return linked if _Links(total, others).beyond(units) else []
-                return linked
+                return _linked(total, watched, units)
         except (RuntimeError, NotImplementedError):  # an operation without a second derivative
             continue  # It may lie between two outputs, and not between them and the loss.
     return []
+
+
+def _linked(total: Tensor, watched: Sequence[_Output], units: float) -> list[int]:
+    linked = _Links(total, watched).beyond(units)
+    others = [_time_first(output, units) for output in watched]
+    if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
+        return linked if _Links(total, others).beyond(units) else []
+    return linked
 
 
 def _can_be_asked(tensor: Tensor) -> bool:

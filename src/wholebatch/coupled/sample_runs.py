@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,24 +92,13 @@ class SampleRun:
         """True if the loss is a number; one of a batch that has none is left to the step."""
         return math.isfinite(self.total)
 
-    def term(self, name: str) -> SampledTerm:
-        """Return the term of this name, or an empty one."""
-        return self.terms.get(name, _NOTHING)
-
     def is_identical(self, other: SampleRun) -> bool:
-        """True if both gave the same loss to the last bit."""
-        own, others = (
-            {name: (term.total, term.units) for name, term in run.terms.items()}
-            for run in (self, other)
-        )
-        return own == others or not self.is_finite
+        """True if both gave the same loss to the last bit, or this one none."""
+        return self.terms == other.terms or not self.is_finite
 
     def drew_alike(self, others: Iterable[SampleRun]) -> bool:
         """True if all have drawn equally often from Python's and NumPy's generators."""
-        return all(other.after.host_draws_same(self.after) for other in others)
-
-
-_NOTHING = SampledTerm()
+        return all(other.after.draws_same(self.after, host=True) for other in others)
 
 
 class FirstSamples:
@@ -143,7 +133,7 @@ class FirstSamples:
         self.draws = HeldDraws()
         self._draws_nothing = False
         self.called = CalledModules(model)
-        self.tolerance = Tolerance(1e-3, 1e-5, 1e-5, 1e-5)
+        self.tolerance = Tolerance(1e-3, 1e-5, 1e-5, 1e-5)  # until a run tells the precision
         self._fixed = FixedNorms([n for n in batchnorms(model) if uses_batch_statistics(n[1])])
         self._seeds: dict[str, float] = {}
 
@@ -154,13 +144,7 @@ class FirstSamples:
         if "torch._dynamo" in sys.modules:  # the look is not to make modules compile again
             eagerly = torch.compiler.set_stance("force_eager")
         try:
-            with (
-                warnings.catch_warnings(),
-                eagerly,
-                self._fixed,
-                self.called,
-                torch.enable_grad(),
-            ):
+            with warnings.catch_warnings(), eagerly, self._fixed, self.called, torch.enable_grad():
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -184,7 +168,7 @@ class FirstSamples:
         if not any(map(_is_dropout, self.model.modules())):
             self.begin()
             run = self._run(range(self.count), backward=self.graph)
-            self._draws_nothing = self.start.draws_same(run.after)
+            self._draws_nothing = self.start.draws_same(run.after, host=False)
         if run is None or not self._draws_nothing:
             self.begin()
             with self.draws.recording():
@@ -231,8 +215,8 @@ class FirstSamples:
         batch = self.layout.take(list(rows))
         with nullcontext() if self.graph else saved_tensors_hooks(_drop, _refuse_backward):
             result = self.run(batch)
-            made = self._output_terms(result, start) if self._outputs else _loss_terms(result)
-            del result
+            made = _output_terms(result, start) if self._outputs else _loss_terms(result)
+        del result
         terms = {name: term for name, (term, _) in made.items()}
         if not self._seeds:
             self._seeds = {n: t.weight / t.units if t.units else t.weight for n, t in terms.items()}
@@ -255,22 +239,23 @@ class FirstSamples:
         made[:, 2] /= self._parameter_sizes  # of the size of a sum of random signs, as the others
         return made
 
-    def _output_terms(self, result: Any, start: int) -> dict[str, tuple[SampledTerm, Tensor]]:
-        """Return tensors with a row for each sample as sums in which no two rows count alike."""
-        terms = {}
-        for leaf in flatten(result)[0]:
-            rows = leaf.value
-            if not (isinstance(rows, Tensor) and rows.dim() and rows.is_floating_point()):
-                continue
-            places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype) + start
-            weighted = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
-            columns = torch.arange(weighted.shape[1], device=rows.device)
-            signs = ((columns * 2654435761 >> 7) % 2 * 2 - 1).to(rows.dtype)
-            weighted = weighted * signs * (1 + 0.37 * places)[:, None]
-            total, size = weighted.sum(), float(weighted.detach().norm())
-            made = SampledTerm(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
-            terms[leaf.name] = (made, total)
-        return terms
+
+def _output_terms(result: Any, start: int) -> dict[str, tuple[SampledTerm, Tensor]]:
+    """Return tensors with a row for each sample as sums in which no two rows count alike."""
+    terms = {}
+    for leaf in flatten(result)[0]:
+        rows = leaf.value
+        if not (isinstance(rows, Tensor) and rows.dim() and rows.is_floating_point()):
+            continue
+        places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype) + start
+        weighted = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
+        columns = torch.arange(weighted.shape[1], device=rows.device)
+        signs = ((columns * 2654435761 >> 7) % 2 * 2 - 1).to(rows.dtype)
+        weighted = weighted * signs * (1 + 0.37 * places)[:, None]
+        total, size = weighted.sum(), float(weighted.detach().norm())
+        made = SampledTerm(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
+        terms[leaf.name] = (made, total)
+    return terms
 
 
 def _loss_terms(result: Any) -> dict[str, tuple[SampledTerm, Tensor]]:
@@ -472,21 +457,18 @@ def gradient_digests(
     """
     sums: dict[int, Tensor] = {}
 
-    def hook(place: int, parameter: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
-        def digest(gradient: Tensor) -> Tensor | None:
-            with _disable_current_modes():  # they would be asked for each of these operations
-                made = _digest(gradient.detach(), parameter.detach())
-                sums[place] = sums[place] + made if place in sums else made
-                if gradient.layout is not torch.strided:
-                    return None
-                return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient at once
-
-        return digest
+    def take(place: int, gradient: Tensor) -> Tensor | None:
+        with _disable_current_modes():  # they would be asked for each of these operations
+            made = _digest(gradient.detach(), parameters[place].detach())
+            sums[place] = sums[place] + made if place in sums else made
+            if gradient.layout is not torch.strided:
+                return None
+            return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient at once
 
     hooks = [h for p in parameters for h in (p._backward_hooks, p._post_accumulate_grad_hooks)]
     bare = [p for p in parameters if p._backward_hooks is None]
     with emptied(hooks):
-        handles = [p.register_hook(hook(i, p)) for i, p in enumerate(parameters)]
+        handles = [p.register_hook(partial(take, i)) for i, p in enumerate(parameters)]
         try:
             if is_reentrant(totals):  # its checkpoints refuse autograd.grad
                 backward_into((), [model], totals).run(totals, seeds)
@@ -562,23 +544,18 @@ class Tolerance:
 
     def adds_up(self, whole: SampleRun, parts: Sequence[SampleRun]) -> bool:
         """True if every term's total and units are the sums of those of the parts."""
-        for name in _names(whole, *parts):
-            one, terms = whole.term(name), [part.term(name) for part in parts]
-            apart = math.fsum(term.total for term in terms)
-            size = max(one.size, math.fsum(term.size for term in terms))
-            units = max(one.units, math.fsum(term.units for term in terms), 1.0)
-            if not self.near(one.total, apart, size, units):
-                return False
-        return self.units_add_up(whole, parts)
+        return self.units_add_up(whole, parts) and all(
+            self.near(a.total, b.total, max(a.size, b.size), max(a.units, b.units, 1.0))
+            for a, b in _by_term(whole, parts)
+        )
 
     def units_add_up(self, whole: SampleRun, parts: Sequence[SampleRun]) -> bool:
         """True if the units of each term are the sum of those of the parts."""
-        for name in _names(whole, *parts):
-            units = whole.term(name).units
-            apart = math.fsum(part.term(name).units for part in parts)
-            if abs(units - apart) > max(1e-5, self.relative / 100) * max(abs(units), abs(apart)):
-                return False
-        return True
+        relative = max(1e-5, self.relative / 100)
+        return all(
+            abs(a.units - b.units) <= relative * max(abs(a.units), abs(b.units))
+            for a, b in _by_term(whole, parts)
+        )
 
     def near(self, a: float, b: float, size: float, units: float = 1.0) -> bool:
         """True if two sums differ by rounding alone; also where one is not finite."""
@@ -586,15 +563,13 @@ class Tolerance:
             return True
         return abs(a - b) <= self.relative * size + self.absolute * units
 
-    def same_again(self, a: SampleRun, b: SampleRun) -> bool:
+    def same_again(self, one: SampleRun, other: SampleRun) -> bool:
         """True if two runs of the same samples gave the same loss."""
-        for name in _names(a, b):
-            x, y = a.term(name), b.term(name)
-            if math.isfinite(x.total) and abs(x.total - y.total) > self.again * max(x.size, y.size):
-                return False
-            if abs(x.units - y.units) > 1e-6 * max(x.units, y.units):
-                return False
-        return True
+        return not any(
+            (math.isfinite(a.total) and abs(a.total - b.total) > self.again * max(a.size, b.size))
+            or abs(a.units - b.units) > 1e-6 * max(a.units, b.units)
+            for a, b in _by_term(one, [other])
+        )
 
     def gradient_gap(
         self, whole: SampleRun, parts: Sequence[SampleRun]
@@ -617,5 +592,13 @@ class Tolerance:
         return worst, float(ratios[worst])
 
 
-def _names(*runs: SampleRun) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.terms))
+def _by_term(whole: SampleRun, parts: Sequence[SampleRun]) -> list[tuple[SampledTerm, SampledTerm]]:
+    """Return each term of the whole beside the sum of that term over the parts."""
+    made = []
+    for name in {name: None for run in (whole, *parts) for name in run.terms}:
+        terms = [part.terms.get(name, SampledTerm()) for part in parts]
+        total = math.fsum(term.total for term in terms)
+        units = math.fsum(term.units for term in terms)
+        size = math.fsum(term.size for term in terms)
+        made.append((whole.terms.get(name, SampledTerm()), SampledTerm(total, units, size)))
+    return made

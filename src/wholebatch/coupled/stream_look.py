@@ -42,10 +42,8 @@ _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the 
 class StreamLook:
     """Refuses, in a loop's first window, what cannot be the update of the whole batch.
 
-    - A mean that is given as a sum, and a sum that is given as a mean.
-    - A loss that compares samples with each other.
-    - A model that lets samples act on each other by more than a BatchNorm, and state that its
-      forward moves.
+    That is a mean given as a sum, or a sum as a mean; a loss that compares samples; a model that
+    lets samples act on each other by more than a BatchNorm, or whose forward moves state.
 
     ```python
     look = StreamLook(models, audit=audit, policies=batchnorm_policies)
@@ -55,16 +53,15 @@ class StreamLook:
     look.end_window(micro_batches)        # the window is over
     ```
 
-    The first call of each model is made again on a few samples and their halves, before it is made
-    itself. `at_backward` reads the graph of the loss once for every kind of node that losses end
-    with. In the first micro-batch it also differentiates that graph twice, and raises what was
-    found. `done` then takes the hooks off; `end_window` does so in any case. After it `active` is
-    False, and only losses such as `wb.info_nce` are still refused.
+    Before the first call of each model, that call is made on a few samples and their halves.
+    `at_backward` reads the graph of the loss, once for every kind of node that losses end with. In
+    the first micro-batch it also differentiates that graph twice (hooks of the user's on tensors in
+    it run once more) and raises what was found. Then the hooks are taken off, at the end of the
+    window in any case. After that `active` is False, and only losses such as `wb.info_nce` are
+    still refused.
 
-    A window that is all of the batch (one micro-batch, one rank) needs no `watch`. Models whose
-    forwards run collectives (FSDP, DeepSpeed) must not be watched. With `audit=False` nothing is
-    done. Hooks that a user has put on tensors between the outputs and the loss run more often in
-    the first micro-batch.
+    Models whose forwards run collectives (FSDP, DeepSpeed) must not be watched. A window that is
+    all of the batch (one micro-batch, one rank) need not be.
     """
 
     def __init__(
@@ -277,7 +274,7 @@ def look_at_call(
         found = _looked(module, args, kwargs, dim=0).findings
         if found:
             turned = _looked(module, args, kwargs, dim=1)
-            return () if turned.told and not turned.findings else found
+            return () if turned.conclusive and not turned.findings else found
     return ()
 
 
@@ -287,7 +284,7 @@ def _looked(
     """Make the call on a few samples, which lie in dimension `dim`, and on their halves."""
     sizes = {t.shape[dim] if t.dim() > dim else 0 for t in _tensors_of((args, kwargs))}
     if len(sizes) != 1 or max(sizes) < 2:
-        return LookResult(told=False)
+        return LookResult(conclusive=False)
 
     def call(few: Any) -> dict[str, Tensor]:
         args, kwargs = _swapped(few, dim)
@@ -308,7 +305,7 @@ def _looked(
         return check_adds_up(module, run, layout, outputs=True, name="forward")
     except Exception as error:  # it cannot be called so: with fewer samples, or time as samples
         _log.debug("a call of %s was not looked at: %r", type(module).__name__, error)
-        return LookResult(told=False)
+        return LookResult(conclusive=False)
 
 
 @torch.no_grad()

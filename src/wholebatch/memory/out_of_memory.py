@@ -95,7 +95,7 @@ class Recovery:
                 raise
             if isinstance(failure, _Done):
                 if self._draws_on_host is None:
-                    self._draws_on_host = not before.host_draws_same(ForwardState())
+                    self._draws_on_host = not before.draws_same(ForwardState(), host=True)
                 return failure.result, parts
             discard()
             before.restore()

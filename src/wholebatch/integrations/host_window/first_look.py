@@ -55,8 +55,8 @@ class FirstLook:
             except Exception as error:  # most often the loss's own, and the training will raise it
                 _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
         self._window.discard()  # what the runs have recorded of BatchNorm
-        self._tries = self._tries - 1 if ranks.size == 1 and not made.told else 0
-        made.refuse(self._off, elsewhere=bool(ranks.sum([float(len(made.findings))])[0]))
+        self._tries = self._tries - 1 if ranks.size == 1 and not made.conclusive else 0
+        made.refuse(self._off, on_another_rank=bool(ranks.sum([float(len(made.findings))])[0]))
 
 
 @contextmanager

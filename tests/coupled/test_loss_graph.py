@@ -1,4 +1,4 @@
-"""What the graph of a scalar tells: a mean given as a sum, and a sum given as a mean."""
+"""The graph of a scalar tells a mean given as a sum, and a sum given as a mean."""
 
 from __future__ import annotations
 
