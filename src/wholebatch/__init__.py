@@ -71,7 +71,7 @@ _HOMES = {
     "Coupled": "coupled",
     "Loss": "core.loss",
     "Pipeline": "distributed.pipeline",
-    "Step": "core.step_result",
+    "Step": "core.window",
     "WholeBatch": "core.whole_batch",
     "audit": "coupled.audit",
     "by_epoch": "core.window_size",

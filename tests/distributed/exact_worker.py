@@ -122,7 +122,7 @@ def by_graphs() -> Any:
     )
     for batch in train.over([window[0] for window in mine]):
         train.step(batch)
-    assert train._feeding.executor.mode == "compile"
+    assert train._runner.executor.mode == "compile"
     return errors(model, seen, undivided(everyones(mine), 0.05, sgd))
 
 

@@ -155,12 +155,12 @@ def traced(
     """A WholeBatch whose graphs run as traced: the compiler takes too long for most tests."""
     options = {"loss": loss, "micro_batch": 4, "execute": "compile", **options}
     train = wb.WholeBatch(model, optimizer or sgd(model), **options)
-    train._feeding.executor._plan.compiles = False
+    train._runner.executor._plan.compiles = False
     return train
 
 
 def mode_of(train: wb.WholeBatch) -> str:
-    return train._feeding.executor.mode
+    return train._runner.executor.mode
 
 
 __all__ = [

@@ -26,7 +26,7 @@ def _also_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def added(train: wb.WholeBatch) -> int:
-    return train._feeding.executor._eager.added
+    return train._runner.executor._eager.added
 
 
 def trained(
@@ -195,7 +195,7 @@ def test_sixteen_bit_copies_follow_the_weights() -> None:
     """Once per window; a weight that is changed within it is cast again."""
     model = nn.Linear(4, 2, bias=False)
     train = trained(model, loss, [], precision="bf16")
-    precision = train._feeding._precision
+    precision = train._runner._precision
     precision.begin()
     first = precision.copy_of(model.weight, torch.bfloat16)
     assert precision.copy_of(model.weight, torch.bfloat16) is first

@@ -55,7 +55,7 @@ def test_tied_weights_padding_attention_and_unused_layers() -> None:
     assert mode_of(train) == "operations"
     # What has a gradient is decayed: that of the unused layer must be None, not zero.
     whole.assert_same(model)
-    assert train._feeding.executor.notes.history[0].endswith(
+    assert train._runner.executor.notes.history[0].endswith(
         "2 weight gradients and 1 embeddings add themselves"
     )
 
@@ -124,7 +124,7 @@ def test_weights_are_cast_once_per_window() -> None:
     train = traced(model, micro_batch=2, precision="bf16")
     for _ in range(3):
         train.step(samples(8, dtype=torch.float32))
-    (prepared,) = train._feeding.executor._steps.values()
+    (prepared,) = train._runner.executor._steps.values()
     casts = [
         node
         for node in prepared.joint._run.graph.nodes  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_weights_are_cast_once_per_window() -> None:
         and node.args[0].meta["val"].shape in {p.shape for p in model.parameters()}
     ]
     assert not casts
-    assert len(train._feeding.executor._casts._copies) == 6
+    assert len(train._runner.executor._casts._copies) == 6
 
 
 def test_sixteen_bit_parameters_are_added_in_fp32() -> None:
@@ -147,7 +147,7 @@ def test_sixteen_bit_parameters_are_added_in_fp32() -> None:
         eager.step(batch)
     assert mode_of(train) == "operations"
     assert all(
-        buffer.dtype is torch.float32 for buffer in train._feeding.executor._gradients.of(range(6))
+        buffer.dtype is torch.float32 for buffer in train._runner.executor._gradients.of(range(6))
     )
     assert distance(model.parameters(), reference.parameters()) <= 1e-3
 

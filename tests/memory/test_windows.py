@@ -122,7 +122,7 @@ def test_in_lock_step(hold: Any, size: int, count: int) -> None:
     model = normed()
     optimizer = torch.optim.AdamW(model.parameters())
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=size)
-    train._feeding.hold(hold)
+    train._runner.hold(hold)
     found = predict_peak(
         model, loss, images(size), optimizer=optimizer, micro_batches=count, lock_step=hold
     )

@@ -87,7 +87,7 @@ def training(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss": loss, "micro_batch": 3} | options
     train = wb.WholeBatch(model, optimizer, **options)
-    feeding = train._feeding
+    feeding = train._runner
     feeding.recorder = Recorder(
         feeding._lock_step,
         model=model,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,28 +41,25 @@ class Precision(ABC):
         """Drop cached casts; they are made again when needed."""
         return
 
-    @abstractmethod
-    def begin(self) -> None:
-        """Open a window: casts of weights may be kept from here until `end`."""
+    def window(self) -> AbstractContextManager[object]:
+        """Return the context of a window's micro-batches: casts of weights are kept within it."""
+        return nullcontext()
 
-    @abstractmethod
+    def begin(self) -> None:
+        """Keep casts of weights from here until `end`, as within `window()`."""
+        return
+
     def end(self) -> None:
-        """End the window: the weights are about to change."""
+        """Drop the casts: the weights are about to change."""
+        return
 
 
 class Full(Precision):
     """No autocast: the parameters' own dtype."""
 
     name = "full"
-
-    def forward(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def begin(self) -> None:
-        return
-
-    def end(self) -> None:
-        return
+    forward = nullcontext  # type: ignore[assignment]
+    window = nullcontext  # type: ignore[assignment]
 
 
 class Autocast(Precision):
@@ -98,14 +95,22 @@ class Autocast(Precision):
             self._copies[id(weight), dtype] = weight._version, copy
         return copy
 
+    def let_go(self) -> None:
+        self._copies.clear()
+        torch.clear_autocast_cache()
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
     def begin(self) -> None:
         if self._keeps and not self._holding:
             torch.autocast_increment_nesting()
             self._holding = True
-
-    def let_go(self) -> None:
-        self._copies.clear()
-        torch.clear_autocast_cache()
 
     def end(self) -> None:
         self._copies.clear()

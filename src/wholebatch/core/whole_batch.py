@@ -17,9 +17,9 @@ from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
 from wholebatch.core.noise_scale import Noise, NoiseScale, Probe, check_noise
 from wholebatch.core.runner import (
     AfterMicro,
-    Feeding,
     LossFunction,
     check_functions,
+    choose_runner,
     find_nonfinite,
     modules_of,
 )
@@ -35,6 +35,7 @@ from wholebatch.distributed.uneven_ranks import batches_of, join
 from wholebatch.errors import NonFiniteError, StateError, WindowError
 from wholebatch.memory.budget import Memory
 from wholebatch.memory.micro_batch_fitting import Fitting
+from wholebatch.memory.out_of_memory import Attempt
 from wholebatch.offload import GradientsOn, OptimizerOn
 from wholebatch.offload import choose as choose_store
 
@@ -150,7 +151,7 @@ class WholeBatch:
             on_gradient=on_gradient is not None,
         )
         self._window = Window(target, options, engine, store, on_gradient)
-        self._feeding = Feeding(
+        self._runner = choose_runner(
             model,
             loss,
             root=root,
@@ -172,17 +173,18 @@ class WholeBatch:
             layout=self._layout,
             scale=target.scale,
             sync=engine,
-            is_coupled=self._feeding.needs_lock_step,
-            hold=self._feeding.hold,
+            is_coupled=self._runner.needs_lock_step,
+            hold=self._runner.hold,
             gradients=gradients,
             noise=noise is not None,
         )
-        if self._feeding.whole_loss is not None:
-            keeping = self._feeding.whole_loss.keeping
+        if self._runner.whole_loss is not None:
+            keeping = self._runner.whole_loss.keeping
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
             self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
-        coupled = self._feeding.needs_every_rank() is not None
-        self._probe = Probe(noise, self._window, coupled=coupled)
+        coupled = self._runner.needs_every_rank() is not None
+        probes = noise is not None
+        self._probe = Probe(noise, self._window, coupled=coupled) if probes else None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
@@ -214,7 +216,7 @@ class WholeBatch:
     @property
     def noise(self) -> NoiseScale | None:
         """The gradient noise scale as far as `noise=` has measured it: `noise.advice()`."""
-        return self._probe.estimate
+        return None if self._probe is None else self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
         """One update from the whole batch. After an error nothing of the batch is left behind.
@@ -225,7 +227,7 @@ class WholeBatch:
         if not self._window.target.steps:
             raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
         with self._turn, self._window.sync.failures():
-            self.last_step = self._window_of(batch, after_micro)
+            self.last_step = self._update(batch, after_micro)
         return self.last_step
 
     def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
@@ -236,7 +238,7 @@ class WholeBatch:
         """
         self._window.store.check_hand_over()
         with self._turn, self._window.sync.failures():
-            self.last_step = self._window_of(batch, after_micro, steps=False)
+            self.last_step = self._update(batch, after_micro, steps=False)
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:
@@ -248,44 +250,47 @@ class WholeBatch:
             self._fitting.split(batch)
         return self._fitting.said
 
-    def _window_of(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
+    def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         micros = self._fitting.split(batch)
-        self._feeding.look_at(batch, micros, self._layout)
+        self._runner.look_at(batch, micros, self._layout)
         window = self._window
-        start = random_state.capture(every=False)
         first = self._resume_at(micros) if window.is_open else 0
-        known = self._count(micros) if self._count is not None and not window.is_open else None
-
-        def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
-            if not window.is_open:
-                self._begin(known)
-            together = self._feeding.in_lock_step(parts)
-            own = self._feeding.executor.by_autograd
-            self._probe.begin(first=first, together=together, own=own)
-            self._run(parts, first, at, after_micro)
-
-        self._precision.begin()
+        known = None if self._count is None or window.is_open else self._count(micros)
+        start = random_state.capture(every=False)
         try:
-            if first or not self._fitting.recovers:  # a resumed window cannot begin again
-                attempt(micros, lambda index: None)
-            else:
-                micros = self._fitting.run(micros, attempt, self._begin_again)
-            self._precision.end()
-            replays = not first and not self._feeding.in_lock_step(micros)
-            return self._close(micros, start if replays else None, steps)
+            with self._precision.window():
+                for attempt in self._attempts(micros, first):
+                    with attempt:
+                        self._begin(known, attempt.micros, first)
+                        self._run(attempt, first, after_micro)
+            replays = not first and not self._runner.in_lock_step(attempt.micros)
+            return self._close(attempt.micros, start if replays else None, steps)
         finally:
-            self._probe.end()
-            self._precision.end()
+            if self._probe is not None:
+                self._probe.end()
             window.sync.restore()
             self._done = 0
             if window.is_open:
                 window.discard()
-            self._feeding.discard_window()
+            self._runner.discard_window()
 
-    def _begin(self, known: dict[str, float] | None) -> None:
-        if known is not None:
-            self._window.begin(known=known)
-        self._feeding.begin_window(self._fitting.samples if self._feeding.numbers_samples else 0)
+    def _attempts(self, micros: list[Any], first: int) -> Iterable[Attempt]:
+        """Return attempts at the window; a resumed one cannot begin again."""
+        if first or not self._fitting.recovers:
+            return [Attempt(micros)]
+        return self._fitting.attempts(micros, self._begin_again)
+
+    def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
+        """Open the window, unless it is one that is resumed, or the first loss must open it."""
+        if not self._window.is_open:
+            if known is not None:
+                self._window.begin(known=known)
+            numbers = self._runner.numbers_samples
+            self._runner.begin_window(self._fitting.samples if numbers else 0)
+        if self._probe is not None:
+            together = self._runner.in_lock_step(micros)
+            own = self._runner.executor.by_autograd
+            self._probe.begin(first=first, together=together, own=own)
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -293,33 +298,32 @@ class WholeBatch:
         if window.is_open and window.sync.ranks > 1 and window.next_seed is None:
             window.next_seed = read_scalars([window.seed])[0]
         window.discard()
-        self._feeding.executor.let_go()
+        self._runner.executor.let_go()
 
-    def _run(
-        self,
-        micros: Sequence[Any],
-        first: int,
-        at: Callable[[int], None],
-        after_micro: AfterMicro | None,
-    ) -> None:
-        """The forwards and backwards of a window, by whoever is to run them."""
+    def _run(self, attempt: Attempt, first: int, after_micro: AfterMicro | None) -> None:
+        """Run the forwards and backwards of a window."""
+        probe, micros = self._probe, attempt.micros
         self._done, self._of = first, len(micros)
 
-        def told(done: int, of: int) -> None:
+        def before(index: int) -> None:
+            attempt.place = index
+
+        def after(done: int, of: int) -> None:
             self._done = done
-            self._probe.micro_batch_done()
+            if probe is not None:
+                probe.micro_batch_done()
             if after_micro is not None:
                 after_micro(done, of)
 
         # A rank that must begin again would leave the others in a reduction.
-        alone = self._fitting.recovers or self._probe.active
-        self._feeding.run(
+        alone = self._fitting.recovers or (probe is not None and probe.active)
+        self._runner.run(
             micros,
             first=first,
             reduces=self._window.sync.ranks == 1 or not alone,
-            before_micro=at,
-            after_micro=told,
-            numbers=self._fitting.numbers_of(micros) if self._feeding.numbers_samples else (),
+            before_micro=before,
+            after_micro=after,
+            numbers=self._fitting.numbers_of(micros) if self._runner.numbers_samples else (),
         )
 
     # --------------------------------------------------------------- the loop
@@ -336,32 +340,35 @@ class WholeBatch:
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
         with self._turn:
-            self._probe.begin()
+            if self._probe is not None:
+                self._probe.begin()
             self.last_step = join(self, like)
-            self._probe.closed(None, self.last_step)
+            if self._probe is not None:
+                self._probe.closed(None, self.last_step)
         return self.last_step
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         try:
-            seen = self._probe.look()
+            seen = None if self._probe is None else self._probe.look()
             step = self._window.close(steps=steps)
-            self._probe.closed(seen, step)
-            self._feeding.end_window()
+            if self._probe is not None:
+                self._probe.closed(seen, step)
+            self._runner.end_window()
             return step
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
                 raise
-            if self._feeding.whole_loss is not None:
-                index, where = self._feeding.whole_loss.find_nonfinite()
+            if self._runner.whole_loss is not None:
+                index, where = self._runner.whole_loss.find_nonfinite()
             else:
-                index, where = find_nonfinite(self._root, micros, self._feeding.forward, start)
+                index, where = find_nonfinite(self._root, micros, self._runner.forward, start)
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, in the middle of a window too (not model and optimizer)."""
-        if self._turn.taken and self._feeding.whole_loss is not None:
+        if self._turn.taken and self._runner.whole_loss is not None:
             raise StateError(
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
                 "this window alone; save between steps"
@@ -370,9 +377,9 @@ class WholeBatch:
         saved.update(
             done=self._done,
             of=self._of,
-            noise=self._probe.state_dict(),
+            noise=None if self._probe is None else self._probe.state_dict(),
             **self._fitting.state_dict(),
-            **self._feeding.state_dict(),
+            **self._runner.state_dict(),
         )
         return saved
 
@@ -384,8 +391,9 @@ class WholeBatch:
         self._fitting.load_state_dict(saved)
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
-        self._probe.load_state_dict(saved.get("noise"))
-        self._feeding.load_state_dict(saved)
+        if self._probe is not None:
+            self._probe.load_state_dict(saved.get("noise"))
+        self._runner.load_state_dict(saved)
 
     def _resume_at(self, micros: Sequence[Any]) -> int:
         if len(micros) != self._of:

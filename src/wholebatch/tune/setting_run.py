@@ -199,10 +199,10 @@ class Running:
 
     def fell_back(self) -> str | None:
         """Return why micro-steps do not run as this setting asks, or None if they do."""
-        executor = self.train._feeding.executor
+        executor = self.train._runner.executor
         if self._is_eager or executor.mode not in ("eager", "compiled forward"):
             return None
-        if self.train._feeding.needs_lock_step():
+        if self.train._runner.needs_lock_step():
             return None  # Lock-step captures its windows in its own way.
         said = executor.notes.history
         return said[-1] if said else f"micro-steps run {executor.mode}"
@@ -236,7 +236,7 @@ class Running:
         clock = Clock(self.device, self._subject.clock)
         last = self.train.last_step
         steps = 1 if last is None else last.micro_batches
-        in_lock_step = steps > 1 and self.train._feeding.needs_lock_step()
+        in_lock_step = steps > 1 and self.train._runner.needs_lock_step()
         is_told_apart = self._is_eager and not in_lock_step
         parts: list[dict[str, float]] = []
         with clock.watching() as busy:

@@ -49,7 +49,7 @@ def _ours(execute: str) -> Loop:
         )
         for batch in train.over(job.micro_batches(whole=True), ahead=True):
             train.step(batch)
-            job.is_compiled = train._feeding.executor.mode != "eager"
+            job.is_compiled = train._runner.executor.mode != "eager"
             yield
 
     return loop
