@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from wholebatch.coupled.normalisation_layers import ReplacedForwards
+from wholebatch.coupled.replaced_forwards import ReplacedForwards
 from wholebatch.errors import UnsupportedError
 
 __all__ = ["Elsewhere", "ignored"]

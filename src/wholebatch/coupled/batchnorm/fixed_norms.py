@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from wholebatch.coupled.batchnorm.moments import Merged, merge, moments, normalise
-from wholebatch.coupled.normalisation_layers import ReplacedForwards
+from wholebatch.coupled.replaced_forwards import ReplacedForwards
 
 __all__ = ["PLAIN", "FixedNorms", "InsideNorm", "given_to"]
 

@@ -32,11 +32,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from wholebatch.coupled.batchnorm.moments import Reduce
 from wholebatch.coupled.batchnorm.running_statistics import Statistics
 from wholebatch.coupled.normalisation_layers import (
-    ReplacedForwards,
     batchnorms,
     tracked_instance_norms,
     uses_batch_statistics,
 )
+from wholebatch.coupled.replaced_forwards import ReplacedForwards
 from wholebatch.errors import OptionError, UnsupportedError
 
 __all__ = ["Choice", "Converted", "Freeze", "Policy", "Refuse", "choose", "convert", "groups_for"]

@@ -14,7 +14,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.coupled.batchnorm.fixed_norms import given_to
 from wholebatch.coupled.batchnorm.moments import Moments, Reduce, merge, move, recomputing
-from wholebatch.coupled.normalisation_layers import ReplacedForwards, running_buffers
+from wholebatch.coupled.normalisation_layers import running_buffers
+from wholebatch.coupled.replaced_forwards import ReplacedForwards
 from wholebatch.errors import StateError
 
 __all__ = ["Statistics", "instances"]

@@ -26,11 +26,8 @@ from wholebatch.coupled.batchnorm.moments import (
 )
 from wholebatch.coupled.batchnorm.running_statistics import instances
 from wholebatch.coupled.batchnorm.turn_taking_threads import Baton
-from wholebatch.coupled.normalisation_layers import (
-    ReplacedForwards,
-    running_buffers,
-    uses_batch_statistics,
-)
+from wholebatch.coupled.normalisation_layers import running_buffers, uses_batch_statistics
+from wholebatch.coupled.replaced_forwards import ReplacedForwards
 from wholebatch.errors import UnsupportedError, WindowError
 
 __all__ = ["Meetings"]
