@@ -1,7 +1,7 @@
-"""The loss adds up: total, units and gradient of some samples are those of their halves together.
+"""Check that a loss adds up: total, units and gradient of some samples are those of their halves.
 
-What holds for a few samples and their halves is what makes accumulation exact. So it is looked at
-once, on the user's own data with the user's own loss function, before anything is trained:
+Accumulation is exact if this holds. So it is checked once, on a few samples of the user's own data
+and with the user's own loss function, before anything is trained:
 
 ```python
 result = check_adds_up(model, lambda few: loss(model, few), layout_of(batch))
@@ -83,7 +83,7 @@ def check_adds_up(
     outputs: bool = False,
     name: str = "the loss function",
 ) -> LookResult:
-    """Hold the first samples of a batch against their halves, forward and backward.
+    """Compare the first samples of a batch with their halves, forward and backward.
 
     `run(few)` runs forward and loss function as training does, precision included, on a batch of
     the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
@@ -153,7 +153,7 @@ class _Look:
     def _compared(
         self, samples: FirstSamples, *, looked: bool
     ) -> LookResult | tuple[SampleRun, ...]:
-        """Return what was found, or the runs that do not add up: the whole, and its halves."""
+        """Return the result, or the runs that do not add up: the whole, and its halves."""
         whole = samples.whole()
         if samples.called.outside_norm is not None:
             return LookResult((outside_norm(samples, samples.called.outside_norm),))
@@ -170,12 +170,12 @@ class _Look:
         halves = (state.first, state.again)
         if not all(half.is_finite for half in halves):
             return (whole,)
-        found = state.acting()
+        found = state.findings_in_loss()
         if found:
             return LookResult(found)
         tolerance = samples.tolerance
         if tolerance.adds_up(whole, halves) and not tolerance.gradient_gap(whole, halves):
-            return LookResult(state.kept())
+            return LookResult(state.findings_in_state())
         if not samples.draws.held or not whole.drew_alike(halves):
             return self._without_draws(samples)
         return (whole, *halves)
@@ -205,9 +205,9 @@ class _Look:
         return (whole, *halves)
 
     def _warn_of_random_comparisons(self, samples: FirstSamples) -> None:
-        """Warn of a loss that compares samples, where its draws cannot be held.
+        """Warn of a loss that compares samples, although its draws cannot be held.
 
-        Then only runs of one shape draw alike. With two pairs of parts that are exchanged,
+        Runs of one shape draw the same numbers. With two pairs of parts that are exchanged,
 
             L(a, b) + L(c, d) = L(c, b) + L(a, d)
 
@@ -219,7 +219,7 @@ class _Look:
         a, b, c, d = ([*range(i * part, (i + 1) * part)] for i in range(4))
         for skip in range(_DRAWS):  # one draw may happen to keep the parts apart
             try:
-                runs = [samples.of(x + y, skip) for x, y in ((a, b), (c, d), (c, b), (a, d))]
+                runs = [samples.run_rows(x + y, skip) for x, y in ((a, b), (c, d), (c, b), (a, d))]
             except (torch.OutOfMemoryError, Uncheckable, RuntimeError, ValueError):
                 return
             one, other, exchanged, back = (run.total for run in runs)
@@ -229,7 +229,7 @@ class _Look:
                 return
 
     def _named(self, samples: FirstSamples, whole: SampleRun, *halves: SampleRun) -> LookResult:
-        """Return the cause; there are no `halves` where these could not be run."""
+        """Name the cause; there are no `halves` if these could not be run."""
         runs = (whole, *halves)
         if halves and samples.tolerance.adds_up(whole, halves):
             with samples.looking():
@@ -244,7 +244,7 @@ class _Look:
                 return LookResult((loss_cause(samples, runs),) if halves else ())
 
     def _causes_by_more(self) -> tuple[AuditFinding, ...]:
-        """Return the causes that more samples show, run forwards only."""
+        """Return the causes that more samples show, in forwards only."""
         samples = self._samples(_power_of_two(self._more), graph=False)
         with samples.looking():
             try:

@@ -1,4 +1,4 @@
-"""Name why the loss of some samples is not that of their halves, with the way out.
+"""Name the reason why the loss of some samples is not that of their halves, and the way out.
 
 The numbers of a few runs tell a mean from a sum, units that do not add up, and a gradient that a
 hook changes. A layer that lets samples act on each other is found by changing one sample.
@@ -154,7 +154,7 @@ def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> boo
 
 
 def _added_once(samples: FirstSamples, runs: Sequence[SampleRun]) -> float | None:
-    """Return what comes once more with every cut; None if it is another amount each time."""
+    """Return the amount that every cut adds once more; None if it is not always the same."""
     whole, first, second = runs
     half = samples.count // 2
     if half < 2:
@@ -228,7 +228,7 @@ def layers_that_couple(
 
 def _origins(samples: FirstSamples, count: int) -> list[str]:
     def traced(*, graph: bool, change: bool = False) -> _Traced:
-        samples.begin()
+        samples.restore()
         with torch.set_grad_enabled(graph):
             return _trace(samples, count, change=change)
 
@@ -328,9 +328,9 @@ def _other_rows(tree: Any, count: int) -> list[Tensor]:
 
 
 def _digest(rows: Tensor) -> Tensor:
-    """Return of each row its norm and its product with a fixed vector of signs.
+    """Return the norm of each row, and its product with a fixed vector of signs.
 
-    All activations would take much memory; two numbers for each sample take none.
+    Two numbers for each sample take no memory; all activations would.
     """
     if not rows.numel():
         return rows.new_zeros(2, dtype=torch.float64)

@@ -149,7 +149,7 @@ def divisors(scalar: Tensor, units: Units) -> set[int]:
 
 
 def _is_mean(term: _Term, units: float) -> bool:
-    """True if this term is certainly a mean that nothing makes a sum again."""
+    """True if this term is certainly a mean, and no factor makes it a sum again."""
     if term.kind == "sum":
         return _is_divided_by_its_count(term, units)
     if term.count <= 1:
@@ -189,7 +189,7 @@ def _is_divided_by_its_count(term: _Term, units: float) -> bool:
 
 
 def _is_undone(term: _Term, counts: tuple[float, ...]) -> bool:
-    """True if some of the factors make one of the counts."""
+    """True if the product of some factors is one of the counts."""
     times = term.times[:8]
     subsets = chain.from_iterable(combinations(times, k) for k in range(1, len(times) + 1))
     found = [math.prod(subset) for subset in subsets]
@@ -377,15 +377,15 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
 
 
 def _linked(total: Tensor, watched: Sequence[_Output], units: float) -> list[int]:
-    linked = _Links(total, watched).beyond(units)
+    linked = _Links(total, watched).linked_rows(units)
     others = [_time_first(output, units) for output in watched]
     if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
-        return linked if _Links(total, others).beyond(units) else []
+        return linked if _Links(total, others).linked_rows(units) else []
     return linked
 
 
 def _can_be_asked(tensor: Tensor) -> bool:
-    """True for an output of a graph whose gradient can be taken without anybody noticing."""
+    """True for an output of a graph whose gradient can be taken without a side effect."""
     return (
         tensor.grad_fn is not None
         and tensor.is_floating_point()
@@ -407,7 +407,7 @@ def _time_first(output: _Output, units: float) -> _Output:
 
 
 def _can_run_again(total: Tensor, until: set[Any]) -> bool:
-    """False if a function of somebody's own lies on the way: it may change what it has saved."""
+    """False if a custom autograd function is on the way: it may change what it has saved."""
     waiting: list[Any] = [total.grad_fn]
     seen = set(until)
     while waiting:
@@ -435,7 +435,7 @@ class _Links:
         self._parents: dict[_Row, _Row] = {}
         self._asked: set[_Row] = set()
 
-    def beyond(self, units: float) -> list[int]:
+    def linked_rows(self, units: float) -> list[int]:
         """Return the rows linked with one another if there are fewer parts than units."""
         for row in self._rows_to_ask():
             for other in self._links_of(row):
@@ -500,7 +500,7 @@ def _mixed(slope: Tensor) -> Tensor:
 
 @contextmanager
 def _cut_at(nodes: Iterable[Any]) -> Iterator[None]:
-    """Let no gradient go on from the outputs that these nodes made: to another output, upstream."""
+    """Stop gradients at these nodes, so that none reaches another output upstream."""
     handles = [node.register_prehook(lambda slopes: (None,) * len(slopes)) for node in nodes]
     try:
         yield

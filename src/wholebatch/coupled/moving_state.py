@@ -1,4 +1,4 @@
-"""State that a forward moves: harmless, or once per micro-batch where it must be once per update.
+"""Find state that a forward moves once per micro-batch, and that must move once per update.
 
 A window runs several forwards where the undivided batch runs one. A running mean, a codebook that
 follows its inputs or a queue then moves several times, and the samples of a window no longer see
@@ -49,8 +49,8 @@ class MovingState:
         if again or self._moved:
             self.again = replace(self._second_half(), digests=self.second.digests)
 
-    def acting(self) -> tuple[AuditFinding, ...]:
-        """Return findings if the loss of the second half depends on what the first has moved."""
+    def findings_in_loss(self) -> tuple[AuditFinding, ...]:
+        """Return the moved state that changes the loss of the next micro-batch."""
         parameter = self._moved_parameter()
         if parameter is not None:
             return (parameter,)
@@ -73,8 +73,8 @@ class MovingState:
         )
         return tuple(self._finding(key, why) for key in self._to_blame())
 
-    def kept(self) -> tuple[AuditFinding, ...]:
-        """Return findings for state that acts on no loss yet, and is not harmless either."""
+    def findings_in_state(self) -> tuple[AuditFinding, ...]:
+        """Return the moved state that changes no loss yet, and is not harmless either."""
         found = []
         close = 1e-9 if self._samples.tolerance.relative < 1e-6 else 1e-4
         for key in self._moved:

@@ -49,7 +49,7 @@ _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last 
 
 
 class Uncheckable(Exception):
-    """Nothing can be told of this loss."""
+    """This loss cannot be checked."""
 
 
 class OwnBackward(Uncheckable):
@@ -89,7 +89,7 @@ class SampleRun:
 
     @property
     def is_finite(self) -> bool:
-        """True if the loss is a number; one of a batch that has none is left to the step."""
+        """True if the loss is finite; if not, the step will tell."""
         return math.isfinite(self.total)
 
     def is_identical(self, other: SampleRun) -> bool:
@@ -139,7 +139,7 @@ class FirstSamples:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Within it the samples can be run; what the runs changed is put back at the end."""
+        """Allow runs within it; restore at its end what they have changed."""
         eagerly: AbstractContextManager[Any] = nullcontext()
         if "torch._dynamo" in sys.modules:  # the look is not to make modules compile again
             eagerly = torch.compiler.set_stance("force_eager")
@@ -148,10 +148,10 @@ class FirstSamples:
                 warnings.simplefilter("ignore")
                 yield
         finally:
-            self.begin()
+            self.restore()
 
-    def begin(self) -> None:
-        """Put back the state that was found: every run begins so."""
+    def restore(self) -> None:
+        """Restore the state that was found; every run starts there."""
         self.start.restore()
         for parameter, data in self._data:
             if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
@@ -166,11 +166,11 @@ class FirstSamples:
         self._draws_nothing = False
         run = None
         if not any(map(_is_dropout, self.model.modules())):
-            self.begin()
+            self.restore()
             run = self._run(range(self.count), backward=self.graph)
             self._draws_nothing = self.start.draws_same(run.after, host=False)
         if run is None or not self._draws_nothing:
-            self.begin()
+            self.restore()
             with self.draws.recording():
                 run = self._run(range(self.count), backward=self.graph)
         self.tolerance = Tolerance.of(self, run)
@@ -190,7 +190,7 @@ class FirstSamples:
         `prepare()` may change the state before. The backward starts from `scale` times what that
         of the whole starts from; its digests are divided by it.
         """
-        self.begin()
+        self.restore()
         prepare()
         rows, backward = range(start, stop), backward and self.graph
         if self._draws_nothing:
@@ -202,9 +202,9 @@ class FirstSamples:
         """Run both halves, without a backward."""
         return self.part(0, self.count // 2), self.part(self.count // 2, self.count)
 
-    def of(self, rows: Sequence[int], skip: int = 0) -> SampleRun:
-        """Run any samples without a backward; they draw anew, after `skip` draws."""
-        self.begin()
+    def run_rows(self, rows: Sequence[int], skip: int = 0) -> SampleRun:
+        """Run any samples, without a backward; they draw new random numbers, after `skip` draws."""
+        self.restore()
         torch.rand(skip, device=next(self.model.parameters()).device)
         return self._run(rows)
 
@@ -304,7 +304,7 @@ def _refuse_backward(nothing: None) -> Tensor:
 
 
 class CalledModules:
-    """Looks at the modules that are called: do they compute in 16 bits, are all in the model?"""
+    """Records whether modules compute in 16 bits, and a BatchNorm that is not in the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {id(module) for module in model.modules()}
@@ -516,7 +516,7 @@ def emptied(dictionaries: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Far more than rounding makes of a sum, far less than another loss does.
+    """The differences that may be rounding: far above its size, far below that of a wrong loss.
 
     `relative` is of the size of what is summed. `absolute` is of a mean loss, which may be near
     zero because its parts cancel. `again` is for the same samples run twice. `floor` is of the
@@ -531,7 +531,7 @@ class Tolerance:
 
     @staticmethod
     def of(samples: FirstSamples, run: SampleRun) -> Tolerance:
-        """Return that of the precision that these samples were computed in."""
+        """Return the tolerance of the precision that these samples were computed in."""
         called, dtypes = samples.called, {term.dtype for term in run.terms.values()}
         if called.sixteen_bit or dtypes & set(SIXTEEN_BIT):
             return Tolerance(5e-2, 1e-2, 1e-2, 5e-2)

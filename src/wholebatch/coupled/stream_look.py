@@ -85,7 +85,7 @@ class StreamLook:
         self.active = audit  # False after the first window: nothing more is to be seen
 
     def watch(self) -> None:
-        """Keep what the models give back, until there was a look at it."""
+        """Keep the outputs of the models until they were looked at."""
         if self._over or self._handles:
             return
         self.active = True
@@ -106,7 +106,7 @@ class StreamLook:
         mean: Tensor | None = None,
         in_parts: bool = True,
     ) -> None:
-        """Refuse this loss if its graph shows that it is none of the whole batch.
+        """Refuse this loss if its graph shows that micro-batches do not add up to the whole batch.
 
         Give what the door was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts` is
         False where this micro-batch is all of its window and there is one rank: any loss is right.
@@ -192,7 +192,7 @@ class StreamLook:
         self._depth += 1
 
     def _look_at(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Make the call on a few samples first; no buffer of a graph that is there may change."""
+        """Make the call on a few samples first, unless a buffer of an open graph could change."""
         inner: nn.Module = getattr(module, "module", module) if _is_ddp(module) else module
         known = not self._called.isdisjoint(module.modules()) or module in self._judged
         self._called.update(module.modules())
