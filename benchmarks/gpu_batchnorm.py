@@ -147,7 +147,7 @@ class Lab:
             micro_batch=self.micro,
             precision="bf16",
             execute=execute,  # type: ignore[arg-type]
-            hold=hold,
+            batchnorm=wb.BatchNorm("exact", hold=hold),
         )
 
     def measured(

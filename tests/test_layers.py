@@ -49,6 +49,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.gradient_store",
             "core.lookahead_loader",
             "core.model_and_optimizer",
+            "core.options",
             "core.units",
             "offload",
         }

@@ -249,8 +249,8 @@ def test_deepspeed_reads_its_files_without_their_code(
 def test_nothing_else_in_the_package_unpickles() -> None:
     """A new file format is to be read by `load_tensors`, or to be added here with its reason."""
     may = {
-        "loading.py": "the one reader",
-        "shards.py": "an unpickler that knows a few classes",
+        "core/safe_loading.py": "the one reader",
+        "cli/sharded_checkpoints.py": "an unpickler that knows a few classes",
         "cli/parallel_ranks.py": "bytes of the other ranks, with weights_only=True",
     }
     package = Path(wholebatch.__file__).parent

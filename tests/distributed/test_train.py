@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cli.helpers import EXACT, NOISY, assert_same_bits, metrics_of, newest_checkpoint
-from tests.distributed.launch import forked
+from tests.distributed.launch import torchrun
 from wholebatch.cli import main
 from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.sharded_checkpoints import put_together
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "from-one": ["--steps", "2"],
     }.items():
         assert main(["train", path, "--out", str(folder / out), *options]) == 0
-    forked(WORKER, RANKS, str(folder), check=False)  # its last case fails, as it should
+    torchrun(WORKER, RANKS, str(folder), check=False)  # its last case fails, as it should
     return folder
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cli.helpers import EXACT, metrics_of
-from tests.distributed.launch import forked
+from tests.distributed.launch import torchrun
 from tests.distributed.test_train import error_of
 from wholebatch.cli import main
 
@@ -46,7 +46,7 @@ Reports = list[dict[str, dict[str, Any]]]
 
 
 def ran(folder: Path, what: str) -> Reports:
-    forked(WORKER, 2, str(folder), what)
+    torchrun(WORKER, 2, str(folder), what)
     return [json.loads((folder / f"{what}-{rank}.json").read_text()) for rank in range(2)]
 
 

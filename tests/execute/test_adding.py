@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, tagged
-from tests.support import Seen, Whole, distance, mlp, samples, sgd
+from tests.support import Seen, Whole, distance, measured, mlp, samples, sgd
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.eager_weight_grad import Adding
 
@@ -37,7 +37,7 @@ def trained(
 ) -> wb.WholeBatch:
     optimizer = options.pop("optimizer", None) or sgd(model)
     options = {"micro_batch": 2, "execute": "eager", "audit": False, **options}
-    train = wb.WholeBatch(model, optimizer, loss=loss, **options)
+    train = measured(model, optimizer, loss=loss, **{"noise": None, **options})
     for batch in batches:
         train.step(batch)
     return train

@@ -28,6 +28,7 @@ from tests.support import Seen, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import joint_graph as joint_module
 from wholebatch.compile import micro_step as executor_module
 from wholebatch.compile.when_to_compile import Plan
+from wholebatch.core.options import grouped
 
 
 @pytest.fixture
@@ -230,7 +231,7 @@ def test_a_graph_that_gives_something_else_is_not_shared(
 def test_sixteen_bit_casts_are_those_of_the_window() -> None:
     models = [mlp(dtype=torch.float32) for _ in range(2)]
     options: dict[str, Any] = {"loss": loss, "micro_batch": 4, "precision": "bf16"}
-    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **options)
+    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **grouped(options))
     graph = traced(models[1], **options)
     for number in (8, 8, 7, 7, 10, 6):
         batch = samples(number, dtype=torch.float32)

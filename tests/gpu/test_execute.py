@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from wholebatch.compile import when_to_compile as plan
+from wholebatch.core.options import grouped
 
 Micro = dict[str, Tensor]
 VOCABULARY = 96
@@ -77,7 +78,7 @@ def trained(
     before = parameters_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss": loss, "micro_batch": 4, "clip_norm": 1.0, **options}
-    train = wb.WholeBatch(model, optimizer, execute=execute, **options)
+    train = wb.WholeBatch(model, optimizer, execute=execute, **grouped(options))
     if as_traced:
         train._runner.executor._plan.compiles = False
     if not adding:

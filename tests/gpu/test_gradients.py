@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 from wholebatch.offload.packed_moments import keys_of, pack, pack_together, unpack_together
 from wholebatch.offload.staying_sums import Staying
 
@@ -60,7 +61,7 @@ def run(
     adding = options.pop("adding", True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     options = {"micro_batch": 3, "units": lambda m: m["y"].numel(), **options}
-    train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager", **options)
+    train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager", **grouped(options))
     train._runner.executor._eager.allowed = adding
     return model, [train.step(batch()) for _ in range(updates)], train
 

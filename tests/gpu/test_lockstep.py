@@ -167,7 +167,7 @@ def training(
         micro_batch=6,
         execute="graph",
         precision=precision,
-        hold=hold,
+        batchnorm=wb.BatchNorm("exact", hold=hold),
     )
     train._runner._lock_step._least_page = 1024
     return train

@@ -230,7 +230,12 @@ def test_sparse_gradients_are_refused() -> None:
 
     model = Rows()
     train = wb.WholeBatch(
-        model, adamw(model), loss=loss, micro_batch=4, units=count, gradients="moments"
+        model,
+        adamw(model),
+        loss=loss,
+        micro_batch=4,
+        units=count,
+        memory=wb.Memory(gradients="moments"),
     )
     with pytest.raises(UnsupportedError, match="a sparse gradient"):
         train.step(samples(10))

@@ -58,8 +58,8 @@ class Full(Precision):
     """No autocast: the parameters' own dtype."""
 
     name = "full"
-    forward = nullcontext  # type: ignore[assignment]
-    window = nullcontext  # type: ignore[assignment]
+    forward = nullcontext
+    window = nullcontext
 
 
 class Autocast(Precision):

@@ -364,7 +364,7 @@ class LockStepRunner(Runner):
         return many and self.needs_lock_step()
 
     def needs_lock_step(self) -> bool:
-        """Return True if a BatchNorm uses batch statistics now, or an InstanceNorm moves its own."""
+        """Return True if a norm uses batch statistics now, or moves running ones."""
         return self.policy is None and any(uses_batch_statistics(m) for _, m in self._norms)
 
     def needs_every_rank(self) -> str | None:

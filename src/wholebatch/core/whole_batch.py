@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -12,9 +12,10 @@ from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
 from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
-from wholebatch.core.close import ClipNorm, CloseOptions, OnGradient, Policy, read_scalars
-from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
-from wholebatch.core.noise_scale import Noise, NoiseScale, Probe, check_noise
+from wholebatch.core.close import ClipNorm, read_scalars
+from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
+from wholebatch.core.options import BatchNorm, Close, Memory, Samples
 from wholebatch.core.runner import (
     AfterMicro,
     LossFunction,
@@ -24,24 +25,20 @@ from wholebatch.core.runner import (
     modules_of,
 )
 from wholebatch.core.splitting import Tokens
-from wholebatch.core.splitting.micro_batches import check_micro_batch
-from wholebatch.core.splitting.samples import check_layout
 from wholebatch.core.units import UnitsCount, UnitsFunction
 from wholebatch.core.window import Step, Turn, Window
-from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.distributed.uneven_ranks import batches_of, join
 from wholebatch.errors import NonFiniteError, StateError, WindowError
-from wholebatch.memory.budget import Memory
+from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.offload import GradientsOn, OptimizerOn
 from wholebatch.offload import choose as choose_store
 
 __all__ = ["WholeBatch"]
 
-MicroBatch: TypeAlias = int | Tokens | Literal["auto"]
+MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
 class WholeBatch:
@@ -61,27 +58,25 @@ class WholeBatch:
     `loss(model, micro)` returns `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of
     per-unit losses. `units(micro)`, if given, counts them before the first backward (a number, or
     one for each term); a loss of several terms needs it. Batches may stay on the host: only the
-    micro-batch travels to the model's device. `batch_size` (a number, or a function of the batch)
-    and `static` (names of leaves that are not to be split) say how a batch is to be read where it
-    cannot be told. A model with BatchNorm runs its micro-batches in lock-step, with the statistics
-    of the whole batch (`batchnorm="exact"`); `hold` says what of them stays on the device. A model
-    that couples its samples in another way is refused before its first split step, by name
-    (`audit=False` trains it knowingly).
+    micro-batch travels to the model's device. Where a batch does not show its samples,
+    `micro_batch=wb.samples(8, batch_size=..., static=...)` says how to read it. A model with
+    BatchNorm runs its micro-batches in lock-step, with the statistics of the whole batch
+    (`batchnorm="exact"`, or `wb.BatchNorm(policy, hold=...)`). A model that couples its samples in
+    another way is refused before its first split step, by name (`audit=False` trains it knowingly).
 
     A loss that compares samples is `loss=wb.Coupled(encode, loss)`; `model` may be a list or dict
     of models. With `dropout="per-sample"` masks follow their samples, however the batch is split.
 
-    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
-    whole gradient, before it is clipped, and may change it in place. To step yourself, give
-    `optimizer=None` and call `gradient(batch)`.
+    `close=wb.Close(...)` says how a window ends: clipping by value, work on the whole gradient,
+    what is not finite, a GradScaler, an EMA. To step yourself, give `optimizer=None` and call
+    `gradient(batch)`.
 
     `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
     fraction, or what is free). A window that runs out of memory all the same begins again with
     smaller micro-batches, and later windows begin with those: the update is the same.
 
-    `gradients="host"` sums the gradients in host memory, and `optimizer_on="host"` keeps the
-    optimizer's state there; `"swap"` lets Adam's moments wait there in the gradients' place;
-    `"release"` frees them in the last backward. `"moments"` (Adam accumulation) is approximate.
+    `memory=wb.Memory(budget, gradients="host", optimizer="host")` also keeps gradients and the
+    optimizer's state out of the device's memory.
     """
 
     def __init__(
@@ -94,63 +89,48 @@ class WholeBatch:
         units: UnitsFunction | None = None,
         precision: str = "full",
         clip_norm: ClipNorm = None,
-        clip_value: float | None = None,
-        on_gradient: OnGradient | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        ema: Ema | None = None,
-        nonfinite: Policy = "raise",
-        zero_units: Policy = "raise",
-        batchnorm: str = "exact",
-        hold: Hold | Literal["auto"] = "auto",
+        batchnorm: BatchNorm | str = "exact",
         dropout: str = "fresh",
-        audit: bool = True,
-        memory: Memory | None = None,
         execute: Execute = "auto",
-        gradients: GradientsOn = "device",
-        optimizer_on: OptimizerOn = "device",
-        sync: str = "auto",
-        noise: Noise = None,
-        batch_size: int | Callable[[Any], int] | None = None,
-        static: str | Sequence[str] = (),
-        allow_untested_device: bool = False,
+        memory: Memory | Budget | None = None,
+        audit: bool = True,
+        close: Close | None = None,
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        micro_batch = check_micro_batch(micro_batch)
-        check_noise(noise)
-        check_layout(batch_size, static)
-        options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
+        given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
+        close = Close.of(close)
+        options = close.with_clip_norm(clip_norm)
         root, models = modules_of(model)
-        engine = choose_sync(models, sync=sync)
+        engine = choose_sync(models, sync=close.sync)
         target = build_target(
             models,
             optimizer,
             options=options,
             scheduler=scheduler,
-            ema=ema,
+            ema=close.ema,
             precision=precision,
-            scaler=scaler,
-            allow_untested_device=allow_untested_device,
+            scaler=close.scaler,
             sync=engine,
         )
         self.model, self._root = model, root
-        self.micro_batch = micro_batch
+        self.micro_batch = given.micro_batch
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, engine)
-        self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
+        self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
         keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
         store = choose_store(
-            gradients,
-            optimizer_on=optimizer_on,
+            memory.gradients,
+            optimizer_on=memory.optimizer,
             target=target,
             options=options,
             sync=engine,
             counts_units=units is not None or isinstance(loss, Coupled),
-            on_gradient=on_gradient is not None,
+            on_gradient=close.on_gradient is not None,
         )
-        self._window = Window(target, options, engine, store, on_gradient)
+        self._window = Window(target, options, engine, store, close.on_gradient)
         self._runner = choose_runner(
             model,
             loss,
@@ -158,8 +138,8 @@ class WholeBatch:
             window=self._window,
             precision=self._precision,
             execute=execute,
-            batchnorm=batchnorm,
-            hold=hold,
+            batchnorm=norms.policy,
+            hold=norms.hold,
             dropout=dropout,
             audit=audit,
         )
@@ -167,24 +147,21 @@ class WholeBatch:
             root,
             loss.stand_in if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
-            micro_batch=micro_batch,
-            memory=memory,
+            micro_batch=given.micro_batch,
+            memory=memory.budget,
             precision=precision,
             layout=self._layout,
             scale=target.scale,
             sync=engine,
             is_coupled=self._runner.needs_lock_step,
             hold=self._runner.hold,
-            gradients=gradients,
-            noise=noise is not None,
+            gradients=memory.gradients,
         )
         if self._runner.whole_loss is not None:
             keeping = self._runner.whole_loss.keeping
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
             self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
-        coupled = self._runner.needs_every_rank() is not None
-        probes = noise is not None
-        self._probe = Probe(noise, self._window, coupled=coupled) if probes else None
+        self._probe: Probe | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
@@ -213,9 +190,19 @@ class WholeBatch:
         """Seconds so far that this rank has waited for others; None where the engine hides it."""
         return self._window.sync.waited()
 
+    def measure_noise(self, every: int | Literal["auto"] = "auto") -> None:
+        """Measure the gradient noise scale in one of `every` windows, from here on.
+
+        A measured window costs up to a fifth more. `noise` is the estimate so far.
+        """
+        check_noise(every)
+        coupled = self._runner.needs_every_rank() is not None
+        self._probe = Probe(every, self._window, coupled=coupled)
+        self._fitting.measures_noise = True
+
     @property
     def noise(self) -> NoiseScale | None:
-        """The gradient noise scale as far as `noise=` has measured it: `noise.advice()`."""
+        """The gradient noise scale as far as it was measured: `noise.advice()`."""
         return None if self._probe is None else self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:

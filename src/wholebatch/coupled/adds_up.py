@@ -30,6 +30,7 @@ from wholebatch.coupled.causes import (
     outside_norm,
     samples_compared,
 )
+from wholebatch.coupled.local_collectives import LocalCollectiveError
 from wholebatch.coupled.moving_state import MovingState
 from wholebatch.coupled.sample_runs import FirstSamples, OwnBackward, SampleRun, Uncheckable
 from wholebatch.errors import LossError, UnsupportedError
@@ -126,8 +127,8 @@ class _Look:
     def result(self) -> LookResult:
         try:
             made = self._looked(self._samples(self._count, graph=True))
-        except torch.OutOfMemoryError:
-            _log.debug("no memory to look at gradients: forwards only")
+        except (torch.OutOfMemoryError, LocalCollectiveError) as reason:
+            _log.debug("gradients are not looked at, only forwards: %r", reason)
             made = None
         if made is None:
             _release(thoroughly=True)

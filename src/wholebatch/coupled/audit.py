@@ -21,6 +21,7 @@ from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
 from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding, layers_that_couple
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     is_spectral_norm,
@@ -222,9 +223,10 @@ class SplitGuard:
         result = LookResult()
         try:
             layout, size = _samples(readable_layout(batch, batch_size, static), micros, static)
-            result = check_adds_up(
-                self._model, run, layout, micro_batch=size, outputs=outputs, name=name
-            )
+            with local_collectives():
+                result = check_adds_up(
+                    self._model, run, layout, micro_batch=size, outputs=outputs, name=name
+                )
         except torch.OutOfMemoryError:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:

@@ -28,6 +28,7 @@ from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.batchnorm.running_statistics import Statistics
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.loss_graph import check_mean, check_sum, divisors, linked_samples
 from wholebatch.errors import LossError, SplitError
 
@@ -302,7 +303,8 @@ def _looked(
         finally:
             before.restore()
         layout = readable_layout(batch, None, ())
-        return check_adds_up(module, run, layout, outputs=True, name="forward")
+        with local_collectives():
+            return check_adds_up(module, run, layout, outputs=True, name="forward")
     except Exception as error:  # it cannot be called so: with fewer samples, or time as samples
         _log.debug("a call of %s was not looked at: %r", type(module).__name__, error)
         return LookResult(conclusive=False)

@@ -18,7 +18,7 @@ from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.batchnorm_choice import choose_in_lock_step
-from wholebatch.memory.budget import Memory, parse_memory, sharing_processes
+from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import Choice
 from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
@@ -50,7 +50,7 @@ class Fitting:
         optimizer: torch.optim.Optimizer,
         *,
         micro_batch: int | Tokens | str,
-        memory: Memory | None,
+        memory: Budget | None,
         precision: str,
         layout: dict[str, Any],
         scale: LossScale | None,
@@ -58,10 +58,9 @@ class Fitting:
         is_coupled: Callable[[], bool],
         hold: Callable[[Hold], None] = lambda hold: None,
         gradients: str = "device",
-        noise: bool = False,
     ) -> None:
         self._gradients = gradients
-        self._noise = noise
+        self.measures_noise = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._optimizer = optimizer
@@ -233,7 +232,7 @@ class Fitting:
         peak = self._highest()
         return None if peak is None or budget is None else max(0, budget - peak)
 
-    def _bytes(self, memory: Memory) -> int:
+    def _bytes(self, memory: Budget) -> int:
         return parse_memory(
             memory,
             device=self._device,
@@ -291,7 +290,12 @@ class Fitting:
                     raise self._refused(batch, choice)
             else:
                 choice = choose_on_device(
-                    self._model, self._loss, batch, budget=budget, noise=self._noise, **options
+                    self._model,
+                    self._loss,
+                    batch,
+                    budget=budget,
+                    noise=self.measures_noise,
+                    **options,
                 )
                 choice = try_out(self._model, self._loss, batch, choice, **options)
                 if choice.measured is None:

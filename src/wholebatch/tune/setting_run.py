@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
+from wholebatch.core.options import grouped
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.core.window import Step
 from wholebatch.memory.activation_checkpointing import with_checkpoints
@@ -120,12 +121,16 @@ class Running:
             self.model,
             self.optimizer,
             loss=self._loss if self._is_eager else subject.loss,
-            micro_batch=setting.micro_batch,
             precision=setting.way.precision,
             execute=setting.way.execute,  # type: ignore[arg-type]
-            sync=setting.way.sync,
-            nonfinite="skip",
-            **subject.options,
+            **grouped(
+                {
+                    **subject.options,
+                    "micro_batch": setting.micro_batch,
+                    "sync": setting.way.sync,
+                    "nonfinite": "skip",
+                }
+            ),
         )
         self.agreed = Agreed(self.device)
 

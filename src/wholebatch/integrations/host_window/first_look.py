@@ -14,6 +14,7 @@ from torch import nn
 from wholebatch.core.loss import Loss
 from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.integrations.host_window.host_ledger import Hosted
 
 __all__ = ["FirstLook"]
@@ -46,7 +47,7 @@ class FirstLook:
         Samples without units tell nothing; one process then looks at the next window's first.
         """
         ranks, made = self._window.ranks, LookResult()
-        with _as_found(self._host):
+        with _as_found(self._host), local_collectives():
             try:
                 layout = readable_layout(batch, None, ())
                 made = check_adds_up(
