@@ -519,9 +519,9 @@ def most_that_fit(trainer: Any, inputs: Mapping[str, Any], memory: Budget | None
     except UnsupportedError as error:
         _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
         return samples
-    _log.info("%s", choice.said())
+    _log.info("%s", choice.summary())
     if not choice.fits:
-        raise OptionError(f"not even one sample fits into the memory: {choice.said()}")
+        raise OptionError(f"not even one sample fits into the memory: {choice.summary()}")
     chosen = torch.tensor([choice.micro_batch], device=device)
     return int(trainer.accelerator.gather(chosen).min())
 
