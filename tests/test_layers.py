@@ -29,7 +29,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "cli.checkpoints",
-            "cli.sharded_checkpoints",
             "core.loader_loop",
             "core.nonfinite_search",
             "core.runner",

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from wholebatch.cli.report.metrics_file import MetricsFile, record_of
-from wholebatch.cli.report.tensorboard_events import Events
+from wholebatch.cli.report.metrics_writers import Events, MetricsFile, record_of
 from wholebatch.cli.report.terminal_output import Terminal, count_said
 from wholebatch.core.step_result import Step
 from wholebatch.errors import MissingExtraError, StateError

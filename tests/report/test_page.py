@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.report import samples
-from wholebatch.cli.report.page import Chart, Page, Section, make_page, read_sources, render
-from wholebatch.cli.report.page.elements import SERIES
-from wholebatch.cli.report.page.html import write_page
-from wholebatch.cli.report.page.training_section import MOST_POINTS, thinned
+from wholebatch.cli.report.html_report import make_page
+from wholebatch.cli.report.page import SERIES, Chart, Page, Section, render, write_page
+from wholebatch.cli.report.page_sources import read_sources
+from wholebatch.cli.report.training_section import MOST_POINTS, thinned
 from wholebatch.errors import MissingExtraError, OptionError, StateError
 
-ASSETS = Path(__file__).parents[2] / "src/wholebatch/report/page/assets"
+ASSETS = Path(__file__).parents[2] / "src/wholebatch/cli/report/assets"
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def page(tmp_path: Path) -> Page:
 @pytest.fixture
 def text(page: Page, monkeypatch: pytest.MonkeyPatch) -> str:
     """The file without the plotting library, whose five million characters say nothing here."""
-    monkeypatch.setattr("wholebatch.cli.report.page.html._plotly", lambda: "/* plotly */")
+    monkeypatch.setattr("wholebatch.cli.report.page._plotly", lambda: "/* plotly */")
     return render(page)
 
 
@@ -200,7 +200,7 @@ def test_every_colour_is_in_both_schemes(text: str) -> None:
 
 
 def test_numbers_that_are_not_finite_are_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.cli.report.page.html._plotly", str)
+    monkeypatch.setattr("wholebatch.cli.report.page._plotly", str)
     chart = Chart("a", "A", [{"type": "scatter", "y": [1.0, float("nan"), float("inf")]}])
     made = render(Page("t", "s", (Section("x", "X", (chart,)),)))
     assert '"y":[1.0,null,null]' in made

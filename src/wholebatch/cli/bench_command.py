@@ -98,8 +98,9 @@ def bench(
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.cli.bench_show import Bar, show
     from wholebatch.cli.error_messages import short_warnings
+    from wholebatch.cli.parallel_ranks import choose_device
     from wholebatch.cli.recipes import EMBEDDED, load_recipe
-    from wholebatch.cli.training_run import about_here, choose_device
+    from wholebatch.cli.training_run import about_here
     from wholebatch.tune.loop_comparison import WAYS
     from wholebatch.tune.loop_comparison import bench as measure
 

@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from wholebatch.cli.report.terminal_output import bytes_said
-from wholebatch.cli.run_folder import shown
+from wholebatch.cli.report.terminal_output import bytes_said, shown
 from wholebatch.tune.loop_comparison import Bench, Row
 
 __all__ = ["Bar", "show"]

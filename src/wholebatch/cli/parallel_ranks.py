@@ -5,11 +5,16 @@ One process is a crew of one: every method then does the plain thing, without a 
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import io
+import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,10 +24,10 @@ from torch import nn
 
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.rank_failure import alarm, is_of_a_collective
-from wholebatch.errors import RankError, WholebatchError
+from wholebatch.errors import OptionError, RankError, WholebatchError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "agree_on_attempt", "choose_device", "process_group"]
 
 T = TypeVar("T")
 
@@ -185,3 +190,117 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return make(), None
     except Exception as error:
         return None, error
+
+
+_TIMEOUT = 600.0
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one; what is asked for and not there is refused."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            there = f"there are {count} CUDA devices" if count else "there is no CUDA device here"
+            raise OptionError(f"--device {name}: {there}")
+    return device
+
+
+@contextmanager
+def process_group(
+    device: str, *, deadline: float | None = None
+) -> Iterator[tuple[int, torch.device]]:
+    """This process's rank and device; the group is left as it was found.
+
+    Torch itself gives up on a rank later than a `deadline` that was asked for.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    where = choose_device(device)
+    if world == 1:
+        yield 0, where
+        return
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    mine = not torch.distributed.is_initialized()
+    if mine:
+        patience = None
+        if deadline is not None and deadline < math.inf:
+            patience = timedelta(seconds=max(1800.0, 1.5 * deadline))
+        _join("nccl" if where.type == "cuda" else "gloo", patience)
+    try:
+        yield torch.distributed.get_rank(), where
+    finally:
+        if mine and torch.distributed.is_initialized():
+            alarm().leave_if_one_hangs()
+            torch.distributed.destroy_process_group()
+            gc.collect()  # models still hold the group, whose threads end with it: now, not at exit
+
+
+def _join(backend: str, timeout: timedelta | None) -> None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        torch.distributed.init_process_group(backend, timeout=timeout)
+        return
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    # Torchrun keeps its store over restarts, and nothing in it tells an attempt from the one
+    # before: ranks would read addresses of processes that are dead (pytorch issue 135712), and
+    # TORCHELASTIC_RESTART_COUNT is not the same on all machines. So they agree on a name.
+    store, rank, world = next(rendezvous("env://"))
+    attempt = agree_on_attempt(store, rank=rank, ranks=world)
+    torch.distributed.init_process_group(
+        backend,
+        timeout=timeout,
+        store=PrefixStore(f"wholebatch/{attempt}", store),
+        rank=rank,
+        world_size=world,
+    )
+
+
+def agree_on_attempt(store: Any, *, rank: int, ranks: int, timeout: float = _TIMEOUT) -> str:
+    """A name that exactly the processes that are alive now share, out of a store with old entries.
+
+    Every rank writes a name of its own. The first one calls the roll of what it reads; a rank
+    that finds its name on it says that it has seen this very roll. Old processes have not: when
+    all ranks have seen it, all names on it are of the living. Until then the roll is called again
+    whenever a name has changed.
+    """
+    own = uuid.uuid4().hex
+    store.set(f"wholebatch/here/{rank}", own)
+    called = seen = ""
+    pause, until = 0.005, time.monotonic() + timeout
+    while time.monotonic() < until:
+        if rank == 0:
+            here = ",".join(_read(store, "here", ranks))
+            if here != called:
+                store.set("wholebatch/roll", called := here)
+        [roll] = _read(store, "roll")
+        attempt = hashlib.sha256(roll.encode()).hexdigest()[:16]
+        names = roll.split(",")
+        if len(names) == ranks and names[rank] == own:
+            if attempt != seen:
+                store.set(f"wholebatch/seen/{rank}", seen := attempt)
+            if rank == 0 and set(_read(store, "seen", ranks)) == {attempt}:
+                store.set("wholebatch/go", attempt)
+            if _read(store, "go") == [attempt]:
+                return attempt
+        time.sleep(pause)
+        pause = min(0.2, pause * 1.2)
+    raise RankError(f"rank {rank} waited {timeout:.0f} s for the other {ranks - 1} ranks to start")
+
+
+def _read(store: Any, what: str, ranks: int | None = None) -> list[str]:
+    """Entries of the store, "" where there is none; of every rank, if there are several."""
+    keys = [f"wholebatch/{what}"]
+    if ranks is not None:
+        keys = [f"{keys[0]}/{rank}" for rank in range(ranks)]
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys]

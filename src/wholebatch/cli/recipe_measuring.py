@@ -94,7 +94,7 @@ def made(
 
 def page_beside(out: Path) -> Path | None:
     """The page beside the file; None without the package that draws it."""
-    from wholebatch.cli.report.page import write_report
+    from wholebatch.cli.report.html_report import write_report
 
     try:
         return write_report([out], out.with_suffix(".html"))

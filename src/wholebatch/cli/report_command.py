@@ -45,7 +45,7 @@ def report(
             runs[0] / "report.html" if len(runs) == 1 and runs[0].is_dir() else Path("report.html")
         )
 
-    from wholebatch.cli.report.page import write_report
+    from wholebatch.cli.report.html_report import write_report
 
     written = write_report(runs, out, title=title)
     print(f"{written} ({bytes_said(written.stat().st_size)}, one file, works offline)")

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch import WholeBatch
-from wholebatch.cli.checkpoints import Checkpoints, Found, check_model, check_optimizer
-from wholebatch.cli.deepspeed_run import Zero
+from wholebatch.cli.checkpoints import (
+    Checkpoints,
+    Found,
+    check_model,
+    check_optimizer,
+    put_together,
+    take_apart,
+    write_slices,
+)
 from wholebatch.cli.parallel_ranks import Crew
-from wholebatch.cli.pipeline_run import Staged
 from wholebatch.cli.recipes import Batches
-from wholebatch.cli.sharded_checkpoints import put_together, take_apart, write_slices
+from wholebatch.cli.training_engines import Staged, Zero
 from wholebatch.errors import StateError
 
 __all__ = ["Parts", "restore", "save"]

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from wholebatch.cli.checkpoints import Found
-from wholebatch.cli.report.terminal_output import count_said
-from wholebatch.cli.run_folder import shown
+from wholebatch.cli.report.terminal_output import count_said, shown
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.train_loop import Outcome
 from wholebatch.cli.training_run import Session

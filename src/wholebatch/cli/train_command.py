@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Found
     from wholebatch.cli.parallel_ranks import Crew
     from wholebatch.cli.report.terminal_output import Terminal
-    from wholebatch.cli.run_choice import Asked
-    from wholebatch.cli.run_folder import RunFolder
+    from wholebatch.cli.run_folder import Asked, RunFolder
     from wholebatch.cli.training_run import Session
 
 __all__ = ["train"]
@@ -195,9 +194,8 @@ def train(
     import torch
 
     from wholebatch.cli.error_messages import short_warnings
-    from wholebatch.cli.parallel_ranks import Crew
-    from wholebatch.cli.run_choice import Asked
-    from wholebatch.cli.torchrun import process_group
+    from wholebatch.cli.parallel_ranks import Crew, process_group
+    from wholebatch.cli.run_folder import Asked
 
     if told.threads is not None:
         torch.set_num_threads(told.threads)
@@ -221,8 +219,7 @@ def _train(asked: Asked, crew: Crew) -> int:
     from wholebatch.cli.error_messages import training_failures
     from wholebatch.cli.report.manifest import versions_here
     from wholebatch.cli.report.terminal_output import Terminal
-    from wholebatch.cli.run_choice import checkpoint_of, find
-    from wholebatch.cli.run_folder import resume_command
+    from wholebatch.cli.run_folder import checkpoint_of, find, resume_command
     from wholebatch.cli.summary import head_rows, schedule_said
     from wholebatch.cli.training_run import build
 
@@ -344,8 +341,8 @@ def _write_manifest(session: Session, folder: RunFolder) -> None:
 
 
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
-    from wholebatch.cli.report.terminal_output import time_said
-    from wholebatch.cli.run_folder import resume_command, shown
+    from wholebatch.cli.report.terminal_output import shown, time_said
+    from wholebatch.cli.run_folder import resume_command
     from wholebatch.cli.stop_signal import STOPPED
     from wholebatch.cli.summary import summary_rows
     from wholebatch.cli.train_loop import run_loop

@@ -14,21 +14,32 @@ from torch import nn
 
 from wholebatch import WholeBatch, __version__
 from wholebatch.cli.checkpoints import Checkpoints, Found
-from wholebatch.cli.deepspeed_run import Zero
-from wholebatch.cli.fit_option import apply_checkpointing, fit_in
 from wholebatch.cli.parallel_ranks import Crew
 from wholebatch.cli.peak_memory import PeakMemory
-from wholebatch.cli.pipeline_run import Staged
 from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe, share_of
 from wholebatch.cli.run_checkpoint import Parts, restore, save
-from wholebatch.cli.run_schedule import Pace, paced
 from wholebatch.cli.run_settings import Config
-from wholebatch.cli.training_engines import micro_batch_of, move, train_with
+from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.coupled import batchnorms
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError, WholebatchError
+from wholebatch.memory.activation_checkpointing import with_checkpoints
+from wholebatch.memory.budget import bytes_said, parse_memory, sharing_processes
+from wholebatch.memory.make_it_fit import Rung, ladder, refusal
+from wholebatch.memory.resized_batches import resize_batch
+from wholebatch.memory.trial_step import held_bytes
+from wholebatch.tune.batch_scaling import BatchSchedule, Follow, parse_amount
 
-__all__ = ["Session", "about_here", "build", "choose_device", "fitted_to"]
+__all__ = [
+    "Pace",
+    "Session",
+    "about_here",
+    "apply_checkpointing",
+    "build",
+    "fit_in",
+    "fitted_to",
+    "paced",
+]
 
 
 @dataclass
@@ -157,24 +168,6 @@ def build(
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one; what is asked for and not there is refused."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            there = f"there are {count} CUDA devices" if count else "there is no CUDA device here"
-            raise OptionError(f"--device {name}: {there}")
-    return device
-
-
 def about_here() -> dict[str, Any]:
     """What else a reader of `config.json` may want to know."""
     return {
@@ -223,3 +216,187 @@ def _seed(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+_REFUSED = -1
+
+
+def fit_in(
+    recipe: Recipe,
+    config: Config,
+    model: nn.Module,
+    batches: Batches,
+    crew: Crew,
+    *,
+    keeps_precision: bool,
+) -> tuple[Config, str]:
+    """Settings with which one sample fits on every rank, and a line that says what was applied.
+
+    Mixed precision first (unless the user has named one), then checkpointing as well, then sums of
+    the gradients on the host: each makes the update of the whole batch. The model's
+    blocks are checkpointed by `apply_checkpointing`, as in a run that is resumed.
+    """
+    chosen = _REFUSED
+    rungs: list[Rung] = []
+    problem: WholebatchError | None = None
+    try:
+        rungs, budget = _rungs(recipe, config, model, batches, crew, lowers=not keeps_precision)
+        own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
+        if crew.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
+            own = (place for place in own if rungs[place].gradients == "device")
+        chosen = next(own, _REFUSED)
+        if chosen == _REFUSED:
+            problem = OptionError(f"--fit: {refusal(rungs, budget)}")
+    except WholebatchError as error:
+        problem = error
+    everyones = crew.gathered(chosen)
+    if problem is not None:
+        raise problem
+    if _REFUSED in everyones:
+        raise OptionError("--fit: the model does not fit the memory of another rank")
+    chosen = max(everyones)
+    rung = rungs[chosen]
+    said = "nothing was needed: one sample fits as it is"
+    if chosen:
+        before, after = bytes_said(rungs[0].peak), bytes_said(rung.peak)
+        said = f"applied {rung.what}: one sample needs {after} instead of {before}"
+    gradients = config.gradients if rung.gradients == "device" else rung.gradients
+    return (
+        replace(
+            config,
+            precision=rung.precision,
+            checkpointing=rung.checkpoints,
+            gradients=gradients,
+        ),
+        said,
+    )
+
+
+def apply_checkpointing(model: nn.Module) -> None:
+    """Let the model's repeated blocks keep only their inputs."""
+    try:
+        with_checkpoints(model)
+    except UnsupportedError as error:
+        raise OptionError(f"--checkpointing: {error}") from error
+
+
+def _rungs(
+    recipe: Recipe,
+    config: Config,
+    model: nn.Module,
+    batches: Batches,
+    crew: Crew,
+    *,
+    lowers: bool,
+) -> tuple[list[Rung], int]:
+    assert config.budget is not None
+    budget = parse_memory(
+        config.budget,
+        device=crew.device,
+        held=held_bytes(model),
+        processes=sharing_processes(crew.device, crew.ranks),
+    )
+    batch = batches.peek()
+    whole = batch.like if isinstance(batch, Nothing) else batch
+    rungs = ladder(
+        model,
+        recipe.loss,
+        resize_batch(whole, 1),
+        budget=budget,
+        optimizer=recipe.build_optimizer(model, lr=config.lr),
+        precision=config.autocast,
+        lowers=lowers and config.precision != "bf16-pure",
+    )
+    # Pure 16-bit parameters run without autocast, and keep their name.
+    kept = config.precision if config.precision == "bf16-pure" else None
+    return [replace(rung, precision=kept or rung.precision) for rung in rungs], budget
+
+
+def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
+    """The settings, with the batch that the learning rate is for; what is impossible is refused."""
+    if config.batch_schedule is not None and batches.kind == "loader":
+        raise OptionError(
+            f"--batch-size {config.batch_schedule}: the recipe's DataLoader makes the batches; "
+            "return the dataset from data() instead"
+        )
+    warmup = None if config.warmup is None else parse_amount(config.warmup)
+    if warmup is not None and warmup.by == "epochs" and batches.length is None:
+        raise OptionError(
+            f"--warmup {config.warmup}: how long an epoch is, is not known before its end; give "
+            "updates (500) or tokens (2Mtok)"
+        )
+    if config.base_batch is not None:
+        return config
+    if config.batch_schedule is not None:
+        base = BatchSchedule.parse(config.batch_schedule).first
+    elif batches.kind == "loader":
+        base = config.batch_size
+    else:
+        base = recipe.defaults.get("batch_size", config.batch_size)
+    return replace(config, base_batch=base)
+
+
+class Pace:
+    """Sets the size of every batch before it is read, and the rate before the update is made."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        batches: Batches,
+        optimizer: torch.optim.Optimizer,
+        train: WholeBatch | Staged,
+    ) -> None:
+        self.tokens = 0.0  # units of all windows so far
+        self._batches = batches
+        self._train = train
+        text = config.batch_schedule
+        self.schedule = None if text is None else BatchSchedule.parse(text)
+        self._warmup = None if config.warmup is None else parse_amount(config.warmup)
+        assert config.base_batch is not None
+        self._follow = Follow(
+            optimizer,
+            base_batch=config.base_batch,
+            rule=config.lr_rule,
+            betas=config.betas,
+            first_batch=None if self.schedule is None else self.schedule.first,
+        )
+        if self.schedule is not None:
+            batches.follow(self._size_at)
+
+    def _size_at(self, epoch: int) -> int:
+        assert self.schedule is not None
+        return self.schedule.at(update=self._train.updates, epoch=epoch, tokens=self.tokens)
+
+    def begin(self, *, samples: int) -> list[float]:
+        """A window begins with the batch that was read last; the learning rates it is made with.
+
+        `samples` of this epoch were taken before it.
+        """
+        size = self._batches.batch_size
+        if self._batches.kind == "loader":
+            size = self._follow.base_batch
+        self._follow.set(size, warmth=self._warmth(samples))
+        return self._follow.rates()
+
+    def closed(self, units: float) -> None:
+        """A window is over."""
+        self.tokens += units
+
+    def _warmth(self, samples: int) -> float:
+        if self._warmup is None or self._warmup.number == 0:
+            return 1.0
+        done: float
+        if self._warmup.by == "epochs":
+            assert self._batches.length is not None
+            done = self._batches.position.epoch + samples / self._batches.length
+        else:
+            done = self._train.updates if self._warmup.by == "updates" else self.tokens
+        return min(1.0, done / self._warmup.number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the place in the data does not say."""
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens = float(state.get("tokens", 0.0))

@@ -136,8 +136,8 @@ def tune(
 
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.cli.error_messages import short_warnings
+    from wholebatch.cli.parallel_ranks import process_group
     from wholebatch.cli.recipes import EMBEDDED, load_recipe
-    from wholebatch.cli.torchrun import process_group
     from wholebatch.cli.tune_show import Bar, show
     from wholebatch.memory.budget import parse_memory
     from wholebatch.tune import Limits, parse_bandwidth

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.cli.report.terminal_output import count_said, time_said
-from wholebatch.cli.run_folder import shown
+from wholebatch.cli.report.terminal_output import count_said, shown, time_said
 from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.tune import PARTS, Setting, Trial, Tuned
 

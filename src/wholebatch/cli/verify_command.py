@@ -159,7 +159,7 @@ def verify(
             raise OptionError(f"{flag}: belongs to a RECIPE; a --loop has its own way to train")
     if ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
-    from wholebatch.cli.torchrun import process_group
+    from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
     with process_group(device) as (rank, where):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +16,7 @@ from rich.table import Table
 
 from wholebatch.core.readable_sizes import bytes_said
 
-__all__ = ["Terminal", "bytes_said", "count_said", "time_said"]
+__all__ = ["Terminal", "bytes_said", "count_said", "shown", "time_said"]
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -159,3 +161,12 @@ def time_said(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
     return f"{whole // 60}:{whole % 60:02d}"
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    absolute = Path(os.path.abspath(path))
+    try:
+        return str(absolute.relative_to(Path.cwd()))
+    except ValueError:
+        return str(absolute)

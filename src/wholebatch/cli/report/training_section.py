@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wholebatch.cli.report.page.elements import Chart, Section, Table, Text, series_color
-from wholebatch.cli.report.page.memory_section import scale_of
-from wholebatch.cli.report.page.page_sources import Run
+from wholebatch.cli.report.page import Chart, Section, Table, Text, series_color
+from wholebatch.cli.report.page_sources import Run
+from wholebatch.cli.report.result_sections import scale_of
 from wholebatch.cli.report.terminal_output import count_said, time_said
 from wholebatch.core.readable_sizes import bytes_said
 

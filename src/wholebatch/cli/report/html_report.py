@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wholebatch.cli.report.page.benchmark_section import benchmarks
-from wholebatch.cli.report.page.elements import Page, Section
-from wholebatch.cli.report.page.html import write_page
-from wholebatch.cli.report.page.memory_section import memory
-from wholebatch.cli.report.page.page_sources import Run, Sources, read_sources
-from wholebatch.cli.report.page.training_section import overview, training
-from wholebatch.cli.report.page.tuning_section import split, tuning
-from wholebatch.cli.report.page.verdict_section import verification
+from wholebatch.cli.report.page import Page, Section, write_page
+from wholebatch.cli.report.page_sources import Run, Sources, read_sources
+from wholebatch.cli.report.result_sections import benchmarks, memory, split, tuning, verification
+from wholebatch.cli.report.training_section import overview, training
 from wholebatch.core.readable_sizes import PARTS
 
 __all__ = ["make_page", "write_report"]
