@@ -10,7 +10,7 @@ import pytest
 
 from wholebatch.cli import main
 from wholebatch.cli.run_settings import Given, check, config_text, read_config, refuse_idle, resolve
-from wholebatch.cli.summary import arithmetic
+from wholebatch.cli.train_command import batch_said
 from wholebatch.errors import OptionError, StateError
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_config_is_one_clear_line(tmp_path: Path, text: str) -> None:
 )
 def test_arithmetic_of_the_batch(sizes: list[int], ranks: int, expected: str) -> None:
     config = resolve(Given(), {}, stored=None)
-    assert arithmetic(sizes, config, ranks=ranks).startswith(expected)
+    assert batch_said([sizes] * ranks, config, ranks=ranks).startswith(expected)
 
 
 def test_config_is_readable_by_people(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wholebatch.cli.checkpoints import Checkpoints, Found
-from wholebatch.cli.from_file import Source
 from wholebatch.cli.parallel_ranks import Crew
 from wholebatch.cli.recipes import EMBEDDED, Recipe, load_recipe
 from wholebatch.cli.report.terminal_output import shown
@@ -24,7 +23,6 @@ from wholebatch.core.plain_files import reason
 from wholebatch.errors import OptionError, StateError
 
 __all__ = [
-    "Asked",
     "RunFolder",
     "Start",
     "checkpoint_of",
@@ -208,20 +206,6 @@ _WAIT_AFTER_RESTART = 60.0  # for a first rank on another machine that is still 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line says."""
-
-    recipe: str | None
-    given: Given
-    out: Path | None
-    resume: bool
-    auto_resume: bool
-    source: Source = field(default_factory=Source)
-    typed: frozenset[str] = frozenset()
-    """Of `given`, what the command line has, not a file."""
-
-
-@dataclass(frozen=True)
 class Start:
     """What is trained, how, and where; `is_resumed` when the folder has a checkpoint of it."""
 
@@ -233,24 +217,29 @@ class Start:
     wait: float
 
 
-def find(asked: Asked, crew: Crew) -> Start:
-    """The same on every rank: the first one looks at the folders."""
+def find(given: Given, crew: Crew, *, typed: Collection[str]) -> Start:
+    """Return which run is meant, the same on every rank: the first one looks at the folders.
+
+    `typed`: the options that the command line has, not a file.
+    """
     # Not the same on all machines: one that failed has counted, another may not have.
     restarted = crew.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
-    path, stored = crew.first(lambda: _begun(asked, restarted))
+    path, stored = crew.first(lambda: _begun(given, restarted))
     recipe = crew.together(
-        lambda: load_recipe(asked.recipe or (stored["recipe"] if stored else next(iter(EMBEDDED))))
+        lambda: load_recipe(
+            given.get("recipe") or (stored["recipe"] if stored else next(iter(EMBEDDED)))
+        )
     )
     config = crew.together(
-        lambda: resolve(asked.given, recipe.defaults, stored=stored["settings"] if stored else None)
+        lambda: resolve(given, recipe.defaults, stored=stored["settings"] if stored else None)
     )
     crew.together(
         lambda: refuse_idle(
-            asked.typed, config, parallel=crew.parallel, schedule_ends=recipe.schedule_ends
+            typed, config, parallel=crew.parallel, schedule_ends=recipe.schedule_ends
         )
     )
     if path is None:
-        path = crew.first(lambda: _new(asked, recipe))
+        path = crew.first(lambda: _new(given, recipe))
     return Start(
         recipe,
         config,
@@ -286,16 +275,16 @@ def checkpoint_of(start: Start, crew: Crew) -> Found | None:
     return crew.together(lambda: found[0] if found else read())
 
 
-def _begun(asked: Asked, restarted: bool) -> tuple[Path | None, dict[str, Any] | None]:
+def _begun(given: Given, restarted: bool) -> tuple[Path | None, dict[str, Any] | None]:
     """The folder to go on in and its settings; nothing where a new run begins."""
-    if asked.resume:
-        folder = find_run(asked.recipe, asked.out)
+    if given.get("resume"):
+        folder = find_run(given.get("recipe"), given.get("out"))
         return folder.path, read_config(folder.config)
-    if not asked.auto_resume and not restarted:
+    if not given.get("auto_resume") and not restarted:
         return None, None
-    path = asked.out or launched_folder(asked.recipe or next(iter(EMBEDDED)))
+    path = given.get("out") or launched_folder(given.get("recipe") or next(iter(EMBEDDED)))
     if path is None:
-        what = "--auto-resume" if asked.auto_resume else "restarted by torchrun"
+        what = "--auto-resume" if given.get("auto_resume") else "restarted by torchrun"
         raise OptionError(f"{what}: which run to continue is not known; say where with --out")
     folder = RunFolder(path)
     if folder.config.is_file() and Checkpoints(folder.checkpoints).paths():
@@ -303,8 +292,8 @@ def _begun(asked: Asked, restarted: bool) -> tuple[Path | None, dict[str, Any] |
     return None, None
 
 
-def _new(asked: Asked, recipe: Recipe) -> Path:
-    out = asked.out or launched_folder(asked.recipe or recipe.name)
+def _new(given: Given, recipe: Recipe) -> Path:
+    out = given.get("out") or launched_folder(given.get("recipe") or recipe.name)
     if out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         raise OptionError(
             "torchrun --max-restarts: a restart must find its run; give --out (or torchrun "

@@ -91,6 +91,11 @@ class Recipe:
         """True if this is one of the embedded recipes."""
         return self.path.parent == Path(__file__).parent
 
+    @property
+    def known_as(self) -> str:
+        """Return the argument of `wholebatch train` that names this recipe."""
+        return self.name if self.is_embedded else str(self.path)
+
     def build_model(self) -> nn.Module:
         """Return the result of `model()`."""
         model = self._call("model")

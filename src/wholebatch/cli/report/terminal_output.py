@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from wholebatch.core.readable_sizes import bytes_said
 
-__all__ = ["Terminal", "bytes_said", "count_said", "shown", "time_said"]
+__all__ = ["Terminal", "bytes_said", "count_said", "plain_table", "shown", "time_said"]
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -137,6 +138,19 @@ class Terminal:
         self._console.file.flush()  # Show it at once to a reader who follows the log.
 
 
+def plain_table(*columns: str, **style: Any) -> Table:
+    """Return a table without lines; a column whose name begins with ">" is aligned to the right."""
+    table = Table(**{"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", **style})
+    for name in columns:
+        is_right = name.startswith(">")
+        table.add_column(
+            name.removeprefix(">"),
+            justify="right" if is_right else "left",
+            overflow="ellipsis" if is_right else "fold",
+        )
+    return table
+
+
 def count_said(number: float) -> str:
     """Return a number in short form.
 
@@ -164,7 +178,7 @@ def time_said(seconds: float) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as a person would type it from here."""
+    """Return a path as a person would type it from here."""
     absolute = Path(os.path.abspath(path))
     try:
         return str(absolute.relative_to(Path.cwd()))
