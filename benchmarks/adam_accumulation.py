@@ -66,9 +66,9 @@ def losses(way: str, *, updates: int, samples: int, micro: int, seed: int) -> li
         units=bytes_gpt.units,
         micro_batch=micro,
         scheduler=bytes_gpt.scheduler(optimizer, updates),
-        gradients="moments" if way == "moments" else "device",
         execute="eager",
         audit=False,
+        memory=wb.Memory(gradients="moments" if way == "moments" else "device"),
     )
     every = batches(updates=updates, samples=samples, seed=seed)
     return [train.step(batch).loss for batch in every]

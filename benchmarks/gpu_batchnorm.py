@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from wholebatch.core.runner import LockStepRunner
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
@@ -146,7 +147,7 @@ class Lab:
             micro_batch=self.micro,
             precision="bf16",
             execute=execute,  # type: ignore[arg-type]
-            hold=hold,
+            batchnorm=wb.BatchNorm("exact", hold=hold),
         )
 
     def measured(
@@ -247,8 +248,10 @@ def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None], *, exact:
         name = f'exact, hold="{hold}"'
         # The first window runs by threads and is recorded; the others are replays.
         row(f"{name}, recorded", step, warm=2)
-        rows[f"{name}, recorded"]["mode"] = train._feeding.recorder.mode
-        paged = train._feeding._lock_step.paged
+        runner = train._runner
+        assert isinstance(runner, LockStepRunner)
+        rows[f"{name}, recorded"]["mode"] = runner.recorder.mode
+        paged = runner._lock_step.paged
         if paged is not None:
             rows[f"{name}, recorded"].update(out=paged.bytes_out, back=paged.bytes_in)
         del train, step

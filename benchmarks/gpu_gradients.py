@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from wholebatch.core.options import grouped
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
@@ -228,11 +230,10 @@ def measured(case_name: str, row: Row, until: float) -> dict[str, Any]:
         model,
         optimizer,
         loss=summed,
-        micro_batch=min(row.micro, samples),
         units=lambda micro: micro["y"].numel(),
         precision="full" if row.parameters == BF16 else "bf16",
         execute="eager",
-        **options,
+        **grouped({"micro_batch": min(row.micro, samples), **options}),
     )
     began = time.perf_counter()
     losses = [train.step(batch, after_micro=in_time).loss]

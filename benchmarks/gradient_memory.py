@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
+from wholebatch.core.options import grouped
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
@@ -110,7 +112,7 @@ def measured(
         units=lambda micro: micro["y"].numel(),
         execute="eager",
         audit=False,
-        **options,
+        **grouped(options),
     )
     batch = batch_of(name, samples)
     train.step(batch)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 
 EVERY = 16
 LIMIT = 0.02
@@ -111,11 +112,11 @@ def run_of(case: Case, noise: int | None) -> tuple[wb.WholeBatch, Any, bool]:
         model,
         optimizer,
         loss=case.loss,
-        micro_batch=case.micro_batch,
         clip_norm=1.0,
-        noise=noise,
-        **case.options,
+        **grouped({"micro_batch": case.micro_batch, **case.options}),
     )
+    if noise is not None:
+        train.measure_noise(noise)
     return train, case.batch(), fused
 
 

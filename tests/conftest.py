@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from pathlib import Path
@@ -25,8 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; `make gpu-test` runs these")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark all of tests/gpu, so that its files need not import pytest; skip without CUDA."""
+    if hasattr(config, "workerinput"):
+        items[:] = slow_files_first(items)
     gpu_items = []
     for item in items:
         if GPU_TESTS in item.path.parents:
@@ -40,6 +43,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def slow_files_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Order the tests so that two workers of pytest-xdist end together.
+
+    `--dist worksteal` gives each of them one half, and the end of a half to who is done. So each
+    half begins with slow files. All that start several processes are in the first half: two such
+    jobs at once would make each other wait.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    jobs: list[pytest.Item] = []
+    slow: list[pytest.Item] = []
+    fast: list[pytest.Item] = []
+    for tests in files.values():
+        marks = {mark.name for item in tests for mark in item.iter_markers()}
+        (jobs if "distributed" in marks else slow if "slow" in marks else fast).extend(tests)
+    rest = max(0, len(items) // 2 - len(jobs))
+    return [*jobs, *fast[:rest], *slow, *fast[rest:]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_to_collect() -> None:
+    """Keep what is imported or cached out of garbage collections.
+
+    Runs that measure memory, or that recover it, collect garbage. With a million objects of
+    imported libraries, each collection would take half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from tests.support import measured
 from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory, still
 from wholebatch.core.loss import Loss
 
@@ -25,7 +26,7 @@ def loss(model: torch.nn.Module, x: torch.Tensor) -> Loss:
 def run(shares: tuple[int, int], micro_batch: int, noise: int | None) -> wb.WholeBatch:
     rank = dist.get_rank()
     model = Quadratic()
-    train = wb.WholeBatch(
+    train = measured(
         DistributedDataParallel(model),
         still(model),
         loss=loss,
@@ -46,7 +47,7 @@ def run(shares: tuple[int, int], micro_batch: int, noise: int | None) -> wb.Whol
 def updated(noise: int | None) -> torch.Tensor:
     model = Quadratic()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = wb.WholeBatch(
+    train = measured(
         DistributedDataParallel(model), optimizer, loss=loss, micro_batch=5, noise=noise
     )
     for seed in range(4):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 
 EXACT = 1e-12
 
@@ -148,3 +149,11 @@ def trained(model: nn.Module, acc: wb.Accumulator, micros: Any) -> list[wb.Step]
         if step is not None:
             steps.append(step)
     return steps
+
+
+def measured(*given: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
+    """A WholeBatch that measures the gradient noise scale, by default in every window."""
+    train = wb.WholeBatch(*given, **grouped(options))
+    if noise is not None:
+        train.measure_noise(noise)
+    return train

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 from wholebatch.offload import close_on_device as ahead
 
 
@@ -34,7 +35,7 @@ def make(
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     optimizer = adam(model.parameters(), lr=0.01, fused=fused)  # type: ignore[call-arg]
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4, **options)
+    train = wb.WholeBatch(model, optimizer, loss=loss, **grouped({"micro_batch": 4, **options}))
     return model, train
 
 
@@ -214,7 +215,7 @@ def test_not_where_the_gradient_is_worked_on_or_left(here: list[int]) -> None:
         optimizer,
         loss=lambda m, b: wb.mean_loss(m(b["x"]).square().mean(), len(b["x"])),
         micro_batch=4,
-        on_gradient=lambda given: named.extend(name for name, _ in given),
+        close=wb.Close(on_gradient=lambda given: named.extend(name for name, _ in given)),
     )
     train.step(batch(0))
     assert here == []

@@ -24,6 +24,7 @@ from tests.support import (
     sgd,
     summed,
 )
+from wholebatch.core.options import grouped
 
 
 def window(model: nn.Module, acc: wb.Accumulator, batch: Any, sizes: list[int]) -> wb.Step:
@@ -96,7 +97,7 @@ def test_clipping_by_value() -> None:
     model, batch = mlp(), samples(20)
     whole = Whole(model, clip_value=0.003)
     whole.step(batch)
-    acc = wb.Accumulator(model, sgd(model), steps=3, clip_value=0.003)
+    acc = wb.Accumulator(model, sgd(model), steps=3, close=wb.Close(clip_value=0.003))
     window(model, acc, batch, [2, 11, 7])
     whole.assert_same(model)
 
@@ -146,7 +147,7 @@ def test_impossible_options_are_refused_at_construction(
 ) -> None:
     model = mlp()
     with pytest.raises(wb.errors.OptionError, match=message):
-        wb.Accumulator(model, sgd(model), steps=2, **options)
+        wb.Accumulator(model, sgd(model), steps=2, **grouped(options))
 
 
 def poisoned(batch: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
@@ -178,7 +179,7 @@ def test_skip_counts_and_goes_on() -> None:
     whole = Whole(model)
     good = samples(12)
     whole.step(good)
-    acc = wb.Accumulator(model, sgd(model), steps=3, nonfinite="skip")
+    acc = wb.Accumulator(model, sgd(model), steps=3, close=wb.Close(nonfinite="skip"))
     step = window(model, acc, poisoned(good, 0), [4, 4, 4])
     assert step.skipped is not None
     assert "micro-batch 1 of 3" in step.skipped
@@ -203,7 +204,7 @@ def test_zero_units_are_an_error_or_skipped() -> None:
     with pytest.raises(wb.errors.EmptyWindowError, match=r"zero units.*zero_units='skip'"):
         acc.backward(total, units=torch.tensor(0))
     assert acc.updates == 0
-    acc = wb.Accumulator(model, sgd(model), steps=1, zero_units="skip")
+    acc = wb.Accumulator(model, sgd(model), steps=1, close=wb.Close(zero_units="skip"))
     step = acc.backward(summed(model, batch) * 0, units=0)
     assert step is not None
     assert step.skipped == "no units"
@@ -234,7 +235,7 @@ def test_weight_average_moves_once_per_update() -> None:
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
     )
-    acc = wb.Accumulator(model, sgd(model), steps=3, ema=average)
+    acc = wb.Accumulator(model, sgd(model), steps=3, close=wb.Close(ema=average))
     for _ in range(2):
         window(model, acc, samples(6), [3, 2, 1])
     assert int(average.n_averaged) == 2

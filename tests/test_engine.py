@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import EXACT, Seen, Whole, adamw, distance, mlp, pieces, samples, sgd
+from wholebatch.core.options import grouped
 
 
 def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
@@ -182,7 +183,7 @@ def test_impossible_options_are_refused_at_construction(
 ) -> None:
     model = mlp()
     with pytest.raises(wb.errors.OptionError, match=message):
-        wb.WholeBatch(model, sgd(model), **{"loss": loss, **options})
+        wb.WholeBatch(model, sgd(model), **grouped({"loss": loss, **options}))
 
 
 def test_a_bare_scalar_is_refused_before_any_gradient() -> None:

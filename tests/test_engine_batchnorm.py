@@ -58,13 +58,15 @@ def test_what_is_held_changes_nothing(hold: Any) -> None:
     whole = Whole(model)
     optimizer = sgd(model)
     seen = Seen(model, optimizer)
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4, hold=hold)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=4, batchnorm=wb.BatchNorm("exact", hold=hold)
+    )
     for number in (20, 17):
         whole.step(samples(number))
         train.step(samples(number))
     whole.assert_same(model, seen)
     with pytest.raises(wb.errors.OptionError, match='hold="disk"'):
-        wb.WholeBatch(model, optimizer, loss=loss, hold="disk")  # type: ignore[arg-type]
+        wb.WholeBatch(model, optimizer, loss=loss, batchnorm=wb.BatchNorm("exact", hold="disk"))  # type: ignore[arg-type]
 
 
 def test_plain_accumulation_is_far_off_here() -> None:

@@ -213,7 +213,7 @@ def test_autocast_is_no_further_from_float64_than_the_undivided_batch(
         loss=replace(coupled(model), keep=keep),
         micro_batch=12,
         precision=precision,
-        scaler=scaler,
+        close=wb.Close(scaler=scaler),
     )
     step = train.step(low)
     assert step.loss_scale == (1024.0 if precision == "fp16" else 1.0)
@@ -360,7 +360,9 @@ def test_a_representation_that_is_not_finite_is_found() -> None:
         train.step(data)
     assert caught.value.micro_batch == 2
     assert all(map(torch.equal, before, model.parameters()))
-    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4, nonfinite="skip")
+    train = wb.WholeBatch(
+        model, sgd(model), loss=coupled(model), micro_batch=4, close=wb.Close(nonfinite="skip")
+    )
     assert train.step(data).skipped == "the batch has a loss that is not finite"
     assert train.skipped == 1
     assert train.step(batch()).skipped is None

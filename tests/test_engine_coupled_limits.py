@@ -12,6 +12,7 @@ from torch import nn
 import wholebatch as wb
 from tests.support import Whole, adamw, sgd
 from tests.test_engine_coupled import LOSSES, Batch, Clip, batch, coupled, encode, mean_of
+from wholebatch.core.options import grouped
 from wholebatch.memory import MemoryMeter
 
 
@@ -165,7 +166,9 @@ def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> Non
 def test_wherever_the_gradients_are_kept(options: dict[str, Any]) -> None:
     model = Clip()
     whole = Whole(model, adamw, loss=mean_of("clip"))
-    train = wb.WholeBatch(model, adamw(model), loss=coupled(model), micro_batch=4, **options)
+    train = wb.WholeBatch(
+        model, adamw(model), loss=coupled(model), **grouped({"micro_batch": 4, **options})
+    )
     for seed in range(2):
         whole.step(batch(seed=seed))
         train.step(batch(seed=seed))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import EXACT, distance, sgd
 from tests.test_engine_coupled import LOSSES, Clip, batch, coupled, encode
+from wholebatch.core.options import grouped
 from wholebatch.coupled.per_sample_dropout import PerSample
 
 
@@ -64,7 +65,9 @@ def updates(model: nn.Module, sizes: list[Any], data: Any, how: Any = None, **op
     torch.manual_seed(9)
     state = None
     for size in sizes:
-        train = wb.WholeBatch(model, optimizer, loss=make, micro_batch=size, **options)
+        train = wb.WholeBatch(
+            model, optimizer, loss=make, **grouped({"micro_batch": size, **options})
+        )
         if state is not None:
             train.load_state_dict(state)
         train.step(data)

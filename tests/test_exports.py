@@ -86,20 +86,27 @@ def test_import_alone_does_not_import_torch(code: str) -> None:
     assert run(f"import sys; {code}; print('torch' in sys.modules)") == "False"
 
 
-# CPU time: what importing costs, not what other processes on the machine take meanwhile.
+# CPU time: what importing costs, not what other processes on the machine take meanwhile. Every time
+# in a new process, that has imported torch and nothing else.
 IMPORT_COST = """
 import gc
+import os
 import time
 import torch
 gc.freeze()  # whether torch's objects are gone through just now is chance
-started = time.process_time()
-import wholebatch as wb
-wb.Accumulator
-print(time.process_time() - started)
+for _ in range(6):
+    if os.fork():
+        assert os.wait()[1] == 0
+    else:
+        started = time.process_time()
+        import wholebatch as wb
+        wb.Accumulator
+        print(time.process_time() - started, flush=True)
+        os._exit(0)
 """
 
 
 def test_import_adds_at_most_150_ms_to_torch() -> None:
-    run(IMPORT_COST)  # writes the bytecode and warms the file cache
-    costs = [float(run(IMPORT_COST)) for _ in range(5)]
+    _, *costs = map(float, run(IMPORT_COST).split())  # the first writes the bytecode
+    assert len(costs) == 5
     assert statistics.median(costs) <= 0.15, f"seconds: {sorted(costs)}"

@@ -30,9 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "cli.checkpoints",
             "core.loader_loop",
-            "core.nonfinite_search",
             "core.runner",
-            "core.sequential",
             "core.state_dict",
             "distributed.pipeline",
             "distributed.pipeline_stages",
@@ -50,6 +48,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.gradient_store",
             "core.lookahead_loader",
             "core.model_and_optimizer",
+            "core.options",
             "core.units",
             "offload",
         }
@@ -69,12 +68,10 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "core.json_files",
             "core.loss",
-            "core.one_call_at_a_time",
             "core.optimizer_step",
             "core.optional_packages",
             "core.random_state",
             "core.safe_loading",
-            "core.step_result",
             "distributed.deadline",
             "memory.budget",
         }
@@ -87,7 +84,7 @@ SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
         ("testing", "verification"),
         ("core.device_store", "offload"),
         ("core.gradient_store", "offload"),
-        ("distributed.uneven_ranks", "core.sequential"),
+        ("distributed.uneven_ranks", "core.runner"),
         ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),

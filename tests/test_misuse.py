@@ -19,6 +19,7 @@ import wholebatch as wb
 from tests.support import EXACT, Whole, mlp, samples, sgd, summed
 from wholebatch import errors
 from wholebatch.core.loss import check_units
+from wholebatch.core.options import grouped
 from wholebatch.errors import LossError, SplitError, UnsupportedError, WholebatchError, WindowError
 
 BATCH = samples(12)
@@ -41,7 +42,7 @@ def refused(kind: type[Exception], match: str, batch: Any = BATCH, **options: An
     train = wb.WholeBatch(
         model,
         sgd(model),
-        **{"loss": loss, "micro_batch": 4, "batchnorm": "statistics", **options},
+        **grouped({"loss": loss, "micro_batch": 4, "batchnorm": "statistics", **options}),
     )
     before = copy.deepcopy(model.state_dict())
     torch.manual_seed(9)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.distributed.launch import ROOT, torchrun
 from tests.execute.nets import mode_of, traced
-from tests.support import mlp, samples
+from tests.support import measured, mlp, samples
 from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation
 from wholebatch.core.noise_scale.critical_batch import Sums, fieller, student
 from wholebatch.errors import OptionError, UnsupportedError
@@ -74,7 +74,7 @@ def test_known_noise_is_found_within_ten_percent(
     batch: int, micro_batch: int, options: dict[str, Any]
 ) -> None:
     model = Quadratic()
-    make = traced if "execute" in options else wb.WholeBatch
+    make = traced if "execute" in options else measured
     train = make(model, still(model), loss=summed, micro_batch=micro_batch, noise=1, **options)
     for seed in range(300):
         train.step(gaussian(batch, gradient=GRADIENT, spread=SPREAD, seed=seed))
@@ -96,7 +96,7 @@ def test_units_that_differ_from_sample_to_sample() -> None:
         losses = model(micro["x"]) * micro["mask"]
         return wb.Loss(losses.sum(), micro["mask"].sum())
 
-    train = wb.WholeBatch(model, still(model), loss=loss, micro_batch=3, noise=1)
+    train = measured(model, still(model), loss=loss, micro_batch=3, noise=1)
     place = torch.Generator().manual_seed(0)
     for seed in range(500):
         x = gaussian(12 * 9, gradient=GRADIENT, spread=SPREAD, seed=seed).view(12, 9, PARAMETERS)
@@ -156,7 +156,7 @@ def test_two_micro_batches_are_the_pair_of_mccandlish(own: bool) -> None:
 def test_one_micro_batch_alone_says_nothing() -> None:
     assert Observation.of(Sums.of_own([3.0], [4.0]), norm=3.0, units=4.0) is None
     model = Quadratic()
-    train = wb.WholeBatch(model, still(model), loss=summed, micro_batch=64, noise=1)
+    train = measured(model, still(model), loss=summed, micro_batch=64, noise=1)
     for seed in range(5):
         train.step(gaussian(32, gradient=GRADIENT, spread=SPREAD, seed=seed))
     assert train.noise is None
@@ -253,7 +253,7 @@ def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
         def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
             return wb.cross_entropy(model(micro["x"]), micro["y"])
 
-        make = traced if "execute" in options else wb.WholeBatch
+        make = traced if "execute" in options else measured
         train = make(model, optimizer, loss=loss, micro_batch=4, noise=noise, **options)
         for number in range(6):
             train.step(samples(11 + number, dtype=torch.float32))
@@ -265,7 +265,7 @@ def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
 
 def test_only_every_nth_window_is_looked_at() -> None:
     model = Quadratic()
-    train = wb.WholeBatch(model, still(model), loss=summed, micro_batch=8, noise=5)
+    train = measured(model, still(model), loss=summed, micro_batch=8, noise=5)
     looked = []
     for seed in range(12):
         train.step(
@@ -277,13 +277,11 @@ def test_only_every_nth_window_is_looked_at() -> None:
 
 def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:
     batches = [gaussian(30, gradient=0.1, spread=SPREAD, seed=seed) for seed in range(4)]
-    straight = wb.WholeBatch(
-        model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1
-    )
+    straight = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
     for batch in batches:
         straight.step(batch)
 
-    stopped = wb.WholeBatch(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
+    stopped = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
     saved: dict[str, Any] = {}
 
     class Stop(Exception):
@@ -297,7 +295,7 @@ def test_a_window_that_was_stopped_and_resumed_is_measured_as_a_whole() -> None:
     stopped.step(batches[0])
     with pytest.raises(Stop):
         stopped.step(batches[1], after_micro=stop)
-    resumed = wb.WholeBatch(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
+    resumed = measured(model := Quadratic(), still(model), loss=summed, micro_batch=7, noise=1)
     resumed.load_state_dict(saved)
     for batch in batches[1:]:
         resumed.step(batch)
@@ -309,9 +307,7 @@ def test_the_loss_scale_is_taken_out() -> None:
     for scale in (1.0, 1024.0):
         model = Quadratic()
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        train = wb.WholeBatch(
-            model, still(model), loss=summed, micro_batch=8, noise=1, scaler=scaler
-        )
+        train = measured(model, still(model), loss=summed, micro_batch=8, noise=1, scaler=scaler)
         for seed in range(6):
             train.step(gaussian(32, gradient=0.1, spread=SPREAD, seed=seed))
         assert train.noise is not None
@@ -326,7 +322,7 @@ def test_a_loss_of_several_terms_is_not_measured(caplog: pytest.LogCaptureFixtur
         total = model(x).sum()
         return wb.Loss.terms({"a": (total, len(x)), "b": (total, 2 * len(x))})
 
-    train = wb.WholeBatch(
+    train = measured(
         model,
         still(model),
         loss=loss,
@@ -344,15 +340,15 @@ def test_a_loss_of_several_terms_is_not_measured(caplog: pytest.LogCaptureFixtur
 def test_a_wrong_option_is_refused(noise: Any) -> None:
     model = Quadratic()
     with pytest.raises(OptionError, match=r'must be None, "auto", or every how many windows'):
-        wb.WholeBatch(model, still(model), loss=summed, noise=noise)
+        measured(model, still(model), loss=summed, noise=noise)
 
 
 def test_samples_that_depend_on_each_other_are_refused_or_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match="noise=4: the samples of a batch depend"):
-        wb.WholeBatch(model, optimizer, loss=summed, noise=4)
-    train = wb.WholeBatch(model, optimizer, loss=summed, noise="auto")
+        measured(model, optimizer, loss=summed, noise=4)
+    train = measured(model, optimizer, loss=summed, noise="auto")
     assert train.noise is None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import EXACT, distance, mean, mlp, pieces, samples, summed
+from wholebatch.core.options import grouped
 from wholebatch.errors import NonFiniteError, OptionError, WindowError
 
 Named = list[tuple[str, nn.Parameter]]
@@ -83,7 +84,7 @@ def loss(model: nn.Module, micro: Any) -> wb.Loss:
 def whole_batch(
     model: nn.Module, optimizer: Any, sizes: list[int], **options: Any
 ) -> wb.WholeBatch:
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=8, **options)
+    train = wb.WholeBatch(model, optimizer, loss=loss, **grouped({"micro_batch": 8, **options}))
     train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     return train
 
@@ -129,7 +130,9 @@ def test_in_a_stream_fused_or_not(function: Any, fused: bool, clip: float | None
     model = mlp(dtype=torch.float32)
     batch = samples(20, dtype=torch.float32)
     right, _, norm = undivided(model, make(fused), batch, function, clip)
-    acc = wb.Accumulator(model, make(fused)(model), steps=3, clip_norm=clip, on_gradient=function)
+    acc = wb.Accumulator(
+        model, make(fused)(model), steps=3, clip_norm=clip, close=wb.Close(on_gradient=function)
+    )
     for micro in acc.over(pieces(batch, [3, 11, 6])):
         step = acc.backward(summed(model, micro), units=len(micro["y"]))
     assert step is not None
@@ -177,7 +180,7 @@ def test_what_it_is_given() -> None:
         torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
         loss=lambda both, m: wb.cross_entropy(both["a"](m["x"]) + both["b"](m["x"]), m["y"]),
         micro_batch=8,
-        on_gradient=lambda named: given.extend(name for name, _ in named),
+        close=wb.Close(on_gradient=lambda named: given.extend(name for name, _ in named)),
     )
     train.step(samples(20))
     assert given == [f"0.{name}" for name, _ in first.named_parameters()] + ["1.0.weight"]
@@ -266,10 +269,10 @@ def test_stores_without_the_whole_gradient_refuse(store: Any) -> None:
         "nonfinite": "skip" if store == "release" else "raise",
     }
     with pytest.raises(OptionError, match=f"on_gradient= with gradients='{store}'.*never in .grad"):
-        wb.WholeBatch(model, make(False)(model), on_gradient=noise, **options)
+        wb.WholeBatch(model, make(False)(model), **grouped({"on_gradient": noise, **options}))
     with pytest.raises(OptionError, match=f"optimizer=None with gradients='{store}'"):
-        wb.WholeBatch(model, None, **options)
-    train = wb.WholeBatch(model, make(False)(model), **options)
+        wb.WholeBatch(model, None, **grouped(options))
+    train = wb.WholeBatch(model, make(False)(model), **grouped(options))
     with pytest.raises(WindowError, match=f'gradient\\(\\) with gradients="{store}"'):
         train.gradient(samples(8, dtype=torch.float32))
 
@@ -277,7 +280,7 @@ def test_stores_without_the_whole_gradient_refuse(store: Any) -> None:
 def test_what_cannot_be_called_is_refused() -> None:
     model = mlp()
     with pytest.raises(OptionError, match="on_gradient=3: must be a function"):
-        wb.Accumulator(model, make(False)(model), steps=2, on_gradient=3)  # type: ignore[arg-type]
+        wb.Accumulator(model, make(False)(model), steps=2, close=wb.Close(on_gradient=3))  # type: ignore[arg-type]
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_a_loss_scale_is_out_of_what_they_see(way: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     seen: list[Tensor] = []
     with watched(way, optimizer, seen):
-        acc = wb.Accumulator(model, optimizer, steps=2, scaler=scaler)
+        acc = wb.Accumulator(model, optimizer, steps=2, close=wb.Close(scaler=scaler))
         for micro in acc.over(pieces(batch, [3, 17])):
             acc.backward(summed(model, micro), units=len(micro["y"]))
     assert distance(seen, right) <= 1e-6
@@ -168,8 +168,8 @@ def test_stores_that_step_in_parts_refuse_them(store: Any, way: str, late: bool)
             loss=lambda m, micro: wb.cross_entropy(m(micro["x"]), micro["y"]),
             units=lambda micro: len(micro["y"]),
             micro_batch=8,
-            gradients=store,
-            nonfinite="skip" if store == "release" else "raise",
+            close=wb.Close(nonfinite="skip" if store == "release" else "raise"),
+            memory=wb.Memory(gradients=store),
         )
 
     before = copy.deepcopy(model)

@@ -99,7 +99,7 @@ def test_a_window_in_which_every_body_skips() -> None:
     with pytest.raises(wb.errors.EmptyWindowError, match="none of the 2 micro-batches"):
         for _ in acc.over([1, 2]):
             pass
-    acc = wb.Accumulator(model, sgd(model), steps=2, zero_units="skip")
+    acc = wb.Accumulator(model, sgd(model), steps=2, close=wb.Close(zero_units="skip"))
     for _ in acc.over([1, 2, 3]):
         pass
     assert (acc.updates, acc.skipped) == (0, 2)

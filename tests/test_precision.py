@@ -152,7 +152,13 @@ def test_fp16_scaler_backs_off_skips_and_grows(fused: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
     train = wb.WholeBatch(
-        model, optimizer, loss=loss, micro_batch=5, precision="fp16", scaler=scaler, clip_norm=1.0
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch=5,
+        precision="fp16",
+        clip_norm=1.0,
+        close=wb.Close(scaler=scaler),
     )
     before = copy.deepcopy(model.state_dict())
     batch = samples(12, dtype=torch.float32)
@@ -176,7 +182,7 @@ def test_fp16_gradients_are_unscaled_before_clipping() -> None:
     whole = Whole(model, clip_norm=0.05)
     whole.step(batch)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    acc = wb.Accumulator(model, sgd(model), steps=3, clip_norm=0.05, scaler=scaler)
+    acc = wb.Accumulator(model, sgd(model), steps=3, clip_norm=0.05, close=wb.Close(scaler=scaler))
     for micro in acc.over(pieces(batch, [7, 4, 1])):
         step = acc.backward(summed(model, micro), units=len(micro["y"]))
     assert step is not None
@@ -199,10 +205,14 @@ def test_refusals() -> None:
         wb.WholeBatch(model, sgd(model), loss=loss, precision="fp8")
     with pytest.raises(wb.errors.OptionError, match="bf16 has the range of fp32"):
         wb.WholeBatch(
-            model, sgd(model), loss=loss, precision="bf16", scaler=torch.amp.GradScaler("cpu")
+            model,
+            sgd(model),
+            loss=loss,
+            precision="bf16",
+            close=wb.Close(scaler=torch.amp.GradScaler("cpu")),
         )
     with pytest.raises(wb.errors.OptionError, match=r"must be a torch\.amp\.GradScaler"):
-        wb.Accumulator(model, sgd(model), steps=1, scaler="auto")  # type: ignore[arg-type]
+        wb.Accumulator(model, sgd(model), steps=1, close=wb.Close(scaler="auto"))  # type: ignore[arg-type]
     assert isinstance(precision.choose("fp32", "cpu"), precision.Full)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import wholebatch as wb
+from tests import processes
 from tests.support import mlp, pieces, samples, sgd, summed
 
 
@@ -107,7 +107,10 @@ def test_resumed_in_a_new_process(tmp_path: Path) -> None:
         path=str(tmp_path / "state.pt"),
         out=str(tmp_path / "end.pt"),
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    script = tmp_path / "resume.py"
+    script.write_text(code, encoding="utf-8")
+    done = processes.run(script, cwd=tmp_path, environment=dict(os.environ), timeout=240)
+    assert done.returncode == 0, done.stderr
     resumed = torch.load(tmp_path / "end.pt")
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import EXACT, Seen, Whole, distance, mlp, pieces, samples, sgd, summed
 from wholebatch.core.model_and_optimizer import check_device
+from wholebatch.core.options import grouped
 
 
 def accumulate(model: nn.Module, optimizer: Any, batch: Any, sizes: list[int]) -> None:
@@ -24,8 +25,8 @@ def accumulate(model: nn.Module, optimizer: Any, batch: Any, sizes: list[int]) -
 
 def refused(model: nn.Module, optimizer: Any, message: str, **options: Any) -> None:
     for make in (
-        lambda: wb.Accumulator(model, optimizer, steps=2, **options),
-        lambda: wb.WholeBatch(model, optimizer, loss=summed, **options),
+        lambda: wb.Accumulator(model, optimizer, steps=2, **grouped(options)),
+        lambda: wb.WholeBatch(model, optimizer, loss=summed, **grouped(options)),
     ):
         with pytest.raises((wb.errors.UnsupportedError, wb.errors.OptionError), match=message):
             make()
@@ -57,11 +58,13 @@ def test_everything_frozen_is_refused() -> None:
     refused(model, sgd(model), "every parameter of the optimizer is frozen")
 
 
-def test_devices_that_no_test_has_run_on() -> None:
+def test_devices_that_no_test_has_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("mps", "xpu"):
         with pytest.raises(wb.errors.UnsupportedError, match=f"device '{kind}'.*cpu and cuda only"):
             check_device(torch.device(kind))
-        check_device(torch.device(kind), allow_untested_device=True)
+    monkeypatch.setenv("WHOLEBATCH_UNTESTED_DEVICE", "1")
+    for kind in ("mps", "xpu"):
+        check_device(torch.device(kind))
     model = nn.Linear(2, 2, device="meta")
     refused(model, sgd(model), "meta device hold no numbers")
 

@@ -157,7 +157,11 @@ def test_a_loss_function_in_lock_step_leaves_the_window_alone(
     whole = wb.Coupled(encode, lambda z: wb.info_nce(z, z))
     before = [p.detach().clone() for p in model.parameters()]
     train = wb.WholeBatch(
-        model, optimizer, loss=whole if coupled else loss, micro_batch=4, hold=hold
+        model,
+        optimizer,
+        loss=whole if coupled else loss,
+        micro_batch=4,
+        batchnorm=wb.BatchNorm("exact", hold=hold),
     )
     with pytest.raises(WindowError, match=message):
         train.step(samples(10))

@@ -146,7 +146,7 @@ def _in_16_bit(library: str) -> Row:
         keras.config.set_floatx(before)
         keras.config.set_dtype_policy(before)
     note = "the gradient, beside its sum in float64"
-    return Row(library, "bf16 × 256", *found, "bf16", note)
+    return Row(library, "bf16 × 256", found[0], found[1], "bf16", note)
 
 
 def _contrastive(library: str, precision: str, note: str) -> Row:

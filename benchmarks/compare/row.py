@@ -31,7 +31,7 @@ rounding it once is up to 2⁻⁹ of it; sums in bf16 are further off.
 """
 
 DOCUMENTED = "wrong, documented"
-"""Where compiled code can neither be exact nor refuse; the library's page says so."""
+"""Where the loss is never seen, so that it can neither be exact nor refused; the page says so."""
 
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "accelerate": {},

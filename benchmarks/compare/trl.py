@@ -11,7 +11,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl import __version__
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -50,7 +50,7 @@ def trainer_of(model: Any, problem: Problem, mode: Mode, folder: str, **options:
         "input_ids": tokens.tokens[:samples].tolist(),
         "labels": tokens.labels[:samples].tolist(),
     }
-    own = {}
+    own: dict[str, Any] = {}
     if optimizer is not None:
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         own["optimizers"] = (optimizer, constant)
@@ -76,19 +76,18 @@ WINDOWS = Problem(32)
 MANY = 256
 
 
-class Spoiled(LlamaForCausalLM):  # type: ignore[misc]
-    """A Llama whose loss is NaN for one sample of the second window."""
-
-    def forward(self, input_ids: Any = None, **inputs: Any) -> Any:
-        made = super().forward(input_ids=input_ids, **inputs)
-        if (input_ids == Tokens(WINDOWS).tokens[22]).all(-1).any() and made.loss is not None:
-            made.loss = made.loss * torch.nan
-        return made
-
-
 def spoiled() -> Any:
-    model = llama()
-    model.__class__ = Spoiled  # the same weights
+    """A Llama that gives NaN for one sample of the second window.
+
+    Its embeddings do: SFTTrainer computes the loss itself, so a NaN in the model's own loss would
+    never be seen.
+    """
+    model, sample = llama(), Tokens(WINDOWS).tokens[22]
+
+    def spoil(_: Any, given: Any, embedded: Tensor) -> Tensor:
+        return embedded * torch.nan if (given[0] == sample).all(-1).any() else embedded
+
+    model.get_input_embeddings().register_forward_hook(spoil)
     return model
 
 
@@ -136,25 +135,14 @@ def _resume(library: str) -> Row:
 def _in_16_bit(library: str) -> Row:
     """The gradient of 256 micro-batches in bf16, beside their sum in float64."""
     problem = Problem(2 * MANY, micro_batch=2, steps=MANY)
-    tokens = Tokens(problem)
-    model = llama().to(torch.bfloat16)
-    parameters = list(model.parameters())
-    count = 2 * MANY * (LENGTH - 1)  # the labels are shifted by one
-    truth = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
-    for at in range(0, 2 * MANY, 2):
-        part = slice(at, at + 2)
-        ids, labels = tokens.tokens[part], tokens.labels[part]
-        made = model(input_ids=ids, labels=labels, num_items_in_batch=count)
-        truth += torch.cat(
-            [grad.flatten().double() for grad in torch.autograd.grad(made.loss, parameters)]
-        )
+    truth = _summed(problem)
 
     def found(mode: Mode) -> float | str:
-        model, seen = llama().to(torch.bfloat16), []
+        model, seen = llama().bfloat16(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_post_hook(
             lambda *_: seen.append(
-                torch.cat([p.grad.flatten().double() for p in model.parameters()])
+                torch.cat([p.grad.flatten().double() for p in model.parameters()])  # type: ignore[union-attr]
             )
         )
         with tempfile.TemporaryDirectory() as folder:
@@ -163,6 +151,26 @@ def _in_16_bit(library: str) -> Row:
 
     note = "the gradient, beside its sum in float64"
     return Row(library, "bf16 × 256", found("own"), found("ours"), "bf16", note)
+
+
+def _summed(problem: Problem) -> Tensor:
+    """The sum in float64 of the gradients that SFTTrainer's loss gives for the micro-batches.
+
+    The model's own loss would not do: SFTTrainer has an LM head of its own, which rounds a few
+    elements of these gradients to the other side (1e-5 of the sum).
+    """
+    tokens, model = Tokens(problem), llama().bfloat16()
+    parameters = list(model.parameters())
+    truth = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(model, problem, "own", folder)
+    for part in torch.arange(problem.samples).split(problem.micro_batch):
+        ids = tokens.tokens[part]
+        inputs = {"input_ids": ids, "labels": tokens.labels[part]}
+        mean = trainer.compute_loss(model, {**inputs, "attention_mask": torch.ones_like(ids)})
+        grads = torch.autograd.grad(mean / problem.steps, parameters)
+        truth += torch.cat([grad.flatten().double() for grad in grads])
+    return truth
 
 
 def rows() -> list[Row]:

@@ -75,7 +75,7 @@ def _wholebatch(
             precision="bf16" if AMP else "full",
             execute=execute,
         )
-        train._feeding.executor._eager.allowed = adding
+        train._runner.executor._eager.allowed = adding
         for batch in train.over(_loader(case, case.window), ahead=True):
             yield train.step(batch).loss
 

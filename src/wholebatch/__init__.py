@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from wholebatch.core.accumulator import Accumulator
     from wholebatch.core.loader_loop import over
     from wholebatch.core.loss import Loss, causal_lm, cross_entropy, mean_loss
+    from wholebatch.core.options import BatchNorm, Close, Memory, samples
     from wholebatch.core.splitting import split, tokens, unpadded
-    from wholebatch.core.step_result import Step
     from wholebatch.core.whole_batch import WholeBatch
+    from wholebatch.core.window import Step
     from wholebatch.core.window_size import by_epoch
     from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
@@ -41,8 +42,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
+    "BatchNorm",
+    "Close",
     "Coupled",
     "Loss",
+    "Memory",
     "Pipeline",
     "Step",
     "WholeBatch",
@@ -56,6 +60,7 @@ __all__ = [
     "info_nce",
     "mean_loss",
     "over",
+    "samples",
     "siglip_loss",
     "split",
     "supcon_loss",
@@ -68,10 +73,13 @@ __all__ = [
 # imports for type checkers above to the same names.
 _HOMES = {
     "Accumulator": "core.accumulator",
+    "BatchNorm": "core.options",
+    "Close": "core.options",
     "Coupled": "coupled",
     "Loss": "core.loss",
+    "Memory": "core.options",
     "Pipeline": "distributed.pipeline",
-    "Step": "core.step_result",
+    "Step": "core.window",
     "WholeBatch": "core.whole_batch",
     "audit": "coupled.audit",
     "by_epoch": "core.window_size",
@@ -82,6 +90,7 @@ _HOMES = {
     "info_nce": "coupled",
     "mean_loss": "core.loss",
     "over": "core.loader_loop",
+    "samples": "core.options",
     "siglip_loss": "coupled",
     "split": "core.splitting",
     "supcon_loss": "coupled",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import NOISY, Ran, command_line, environment_of
+from tests import processes
+from tests.cli.helpers import NOISY, Ran, environment_of
 
 
 @pytest.fixture
@@ -46,17 +46,15 @@ def command(
 
 @pytest.fixture
 def process(tmp_path: Path) -> Callable[..., Ran]:
-    """`wholebatch ARGUMENTS` in a new process, with warnings as errors and one thread."""
+    """`wholebatch ARGUMENTS` in a new process, with one thread."""
 
     def run(*arguments: object, timeout: float = 120, **environment: str) -> Ran:
-        done = subprocess.run(
-            command_line(*arguments),
+        done = processes.run(
+            "wholebatch.cli",
+            *map(str, arguments),
             cwd=tmp_path,
-            env=environment_of(**environment),
-            capture_output=True,
-            text=True,
+            environment=environment_of(**environment),
             timeout=timeout,
-            check=False,
         )
         return Ran(done.returncode, done.stdout, done.stderr)
 

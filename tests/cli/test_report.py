@@ -12,7 +12,7 @@ from rich.console import Console
 
 from wholebatch.cli.report.metrics_writers import Events, MetricsFile, record_of
 from wholebatch.cli.report.terminal_output import Terminal, count_said
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError, StateError
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.cli.helpers import (
     EXACT,
     NOISY,
     Ran,
     assert_same_bits,
-    command_line,
     environment_of,
     metrics_of,
     newest_checkpoint,
@@ -124,27 +123,26 @@ def test_kill_9_leaves_the_last_good_checkpoint_and_each_window_once(
     killed = tmp_path / "killed"
     arguments: tuple[object, ...] = ("train", path, "--out", "killed", *steps)
     for windows in (9, 30):
-        running = subprocess.Popen(
-            command_line(*arguments),
+        running = processes.Started(
+            "wholebatch.cli",
+            [str(argument) for argument in arguments],
+            folder=tmp_path,
             cwd=tmp_path,
-            env=environment_of(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            environment=environment_of(),
         )
         wait_for_lines(running, killed / "metrics.jsonl", windows)
         os.kill(running.pid, signal.SIGKILL)
-        running.communicate()
-        assert running.returncode == -signal.SIGKILL
+        assert running.wait(timeout=60).returncode == -signal.SIGKILL
         arguments = ("train", "--resume", "--out", "killed")
     ran = process(*arguments)
     assert ran.status == 0, ran.err
     assert_same_run(tmp_path / "straight", killed)
 
 
-def wait_for_lines(running: subprocess.Popen[bytes], path: Path, lines: int) -> None:
+def wait_for_lines(running: processes.Started, path: Path, lines: int) -> None:
     deadline = time.monotonic() + 100
     while not path.exists() or path.read_bytes().count(b"\n") < lines:
-        assert running.poll() is None, running.communicate()
+        assert running.status is None, running.wait(timeout=0)
         assert time.monotonic() < deadline
         time.sleep(0.002)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from wholebatch.cli import main
 
 RECIPE = """
@@ -189,10 +188,10 @@ def test_a_file_with_half_of_a_model_is_refused(
 @pytest.mark.distributed
 def test_under_torchrun(loop: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "wholebatch.cli", "verify", "--device", "cpu"]
-    command += ["--loop", f"{loop}:right", "--model", "mlp", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    given = ["verify", "--device", "cpu", "--loop", f"{loop}:right", "--model", "mlp", "--json"]
+    done = processes.run(
+        "wholebatch.cli", *given, cwd=loop.parent, environment=environment, timeout=240, ranks=2
+    )
     assert done.returncode == 1, done.stderr
     data = json.loads(done.stdout)
     assert data["ranks"] == 2

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
+from wholebatch.core.options import grouped
 from wholebatch.coupled.adds_up import AddsUp
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
@@ -125,7 +126,9 @@ def test_each_cause_is_named_before_anything_moves(name: str, dtype: torch.dtype
         assert all(p.grad is None for p in model.parameters())
         assert train.updates == 0
     options: Any = {"loss": loss, "micro_batch": 20, "audit": False}
-    assert wb.WholeBatch(model, sgd(model), **options).step(samples(40, dtype=dtype)).update
+    assert (
+        wb.WholeBatch(model, sgd(model), **grouped(options)).step(samples(40, dtype=dtype)).update
+    )
 
 
 def test_what_is_added_once_per_micro_batch_is_named_with_its_amount() -> None:
@@ -177,7 +180,7 @@ def test_a_hook_on_a_module_is_found_and_one_on_a_parameter_is_not() -> None:
     model, seen = mlp(), []
     model[0].weight.register_hook(lambda g: seen.append(1))
     options: Any = {"loss": lambda m, b: wb.cross_entropy(m(b["x"]), b["y"]), "micro_batch": 10}
-    wb.WholeBatch(model, sgd(model), **options).step(samples(20))
+    wb.WholeBatch(model, sgd(model), **grouped(options)).step(samples(20))
     assert seen == [1]  # on the whole gradient, and never in the look
 
 

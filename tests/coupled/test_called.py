@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import mlp, pieces, samples, sgd
+from wholebatch.core.options import grouped
 from wholebatch.errors import UnsupportedError
 
 
@@ -126,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def backward(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> wb.Accumulator:
-    acc = wb.Accumulator(model, sgd(model), **{"steps": 3, **options})
+    acc = wb.Accumulator(model, sgd(model), **grouped({"steps": 3, **options}))
     total = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
     acc.backward(total, units=len(batch["y"]))
     return acc

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.support import Seen, mlp, pieces, samples, sgd, summed
+from wholebatch.core.options import grouped
 from wholebatch.errors import LossError
 
 COMPARES = "this loss compares samples with each other"
@@ -29,7 +30,7 @@ def data(rows: int = 8, *, seed: int = 3) -> Tensor:
 def accumulator(*models: nn.Module, **options: Any) -> wb.Accumulator:
     parameters = [p for model in models for p in model.parameters()]
     options = {"steps": 4, **options}
-    return wb.Accumulator(list(models), torch.optim.SGD(parameters, lr=0.1), **options)
+    return wb.Accumulator(list(models), torch.optim.SGD(parameters, lr=0.1), **grouped(options))
 
 
 # ---------------------------------------------------------- losses that compare samples

@@ -6,7 +6,6 @@ import copy
 import faulthandler
 import json
 import logging
-import os
 import sys
 from typing import Any
 
@@ -25,6 +24,7 @@ from tests.distributed.problem import loss, micro
 from tests.memory.models import GPT, tokens
 from tests.memory.models import loss as gpt_loss
 from tests.support import adamw, distance, mean, samples, sgd, summed
+from wholebatch.core.options import grouped
 from wholebatch.memory.meter import MemoryMeter
 
 SHARDED = {
@@ -57,7 +57,7 @@ class Counted(TorchDispatchMode):
 
 def bytes_per_window(engine: str, micro_batches: int) -> dict[str, int]:
     model = wrapped(engine)
-    acc = wb.Accumulator(model, sgd(model), steps=micro_batches, sync="auto")
+    acc = wb.Accumulator(model, sgd(model), steps=micro_batches, close=wb.Close(sync="auto"))
     rank = dist.get_rank()
     micros = [micro(100 * rank + i, 2) for i in range(micro_batches)]
     for m in acc.over(micros):  # the first window warms up
@@ -72,7 +72,7 @@ def fp16_skips_together() -> dict[str, Any]:
     """Only rank 1 overflows: no rank updates, and all scalers back off."""
     model = DistributedDataParallel(nn.Linear(4, 1))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    acc = wb.Accumulator(model, sgd(model), steps=2, scaler=scaler)
+    acc = wb.Accumulator(model, sgd(model), steps=2, close=wb.Close(scaler=scaler))
     before = [p.detach().clone() for p in model.parameters()]
     x = torch.ones(2, 4) * (1e36 if dist.get_rank() == 1 else 1.0)
     for micro_x in acc.over([x, x]):
@@ -161,7 +161,7 @@ def refused() -> list[str]:
         (plain.module, {"sync": "none"}),
     ):
         try:
-            wb.Accumulator(model, sgd(model), steps=2, **options)  # type: ignore[arg-type]
+            wb.Accumulator(model, sgd(model), steps=2, **grouped(options))  # type: ignore[arg-type]
             messages.append("accepted")
         except wb.errors.WholebatchError as error:
             messages.append(str(error))
@@ -198,10 +198,9 @@ def sharded_windows() -> dict[str, dict[str, float]]:
                 one,
                 optimizer,
                 loss=gpt_loss,
-                micro_batch=6,
                 units=lambda micro: micro["y"].numel(),
                 precision=precision,
-                **options,  # type: ignore[arg-type]
+                **grouped({"micro_batch": 6, **options}),
             )
             train.step(batch)
             with MemoryMeter(model=one, optimizer=optimizer) as meter:
@@ -239,9 +238,7 @@ def main() -> None:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump({"ranks": gathered}, file)
     dist.destroy_process_group()
-    # Not through the interpreter's own end: a thread of gloo that still lets go of a tensor then
-    # aborts the process, after everything that is tested here (see Alarm._end).
-    os._exit(0)
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import wholebatch as wb
 from tests.coupled.networks import NETWORKS
 from tests.support import Seen, distance
 from tests.test_engine_coupled import LOSSES, Clip, batch, encode, mean_of
+from wholebatch.core.options import grouped
 from wholebatch.distributed.gradient_buckets import Buckets
 
 Batch = dict[str, Tensor]
@@ -114,10 +115,12 @@ def dropped(*, coupled: bool, norm: bool = False) -> float:
     seen, theirs = Seen(clip, by_many), Seen(one, by_one)
     options: dict[str, Any] = {"dropout": "per-sample"}
     undivided = wb.WholeBatch(
-        alone, by_one, loss=loss_of(one), micro_batch=13, sync="none", **options
+        alone, by_one, loss=loss_of(one), **grouped({"micro_batch": 13, "sync": "none", **options})
     )
     trains = [
-        wb.WholeBatch(model, by_many, loss=loss_of(clip), micro_batch=size, **options)
+        wb.WholeBatch(
+            model, by_many, loss=loss_of(clip), **grouped({"micro_batch": size, **options})
+        )
         for size in (2, 4)
     ]
     for seed, train in enumerate(trains):

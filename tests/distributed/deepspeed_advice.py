@@ -12,6 +12,7 @@ import wholebatch as wb
 from tests.distributed.deepspeed_worker import Crossed, initialized, parameters_of
 from tests.distributed.problem import loss, micro
 from tests.support import distance, sgd
+from wholebatch.core.options import grouped
 
 
 def walked() -> dict[str, list[str]]:
@@ -25,7 +26,7 @@ def walked() -> dict[str, list[str]]:
             if averages:
                 options["ema"] = torch.optim.swa_utils.AveragedModel(engine.module)
             options = {"loss": loss if model is None else squares, "micro_batch": 2, **options}
-            train = wb.WholeBatch(engine, engine.optimizer, **options)
+            train = wb.WholeBatch(engine, engine.optimizer, **grouped(options))
             batch = micro(dist.get_rank(), 4) if model is None else {"x": torch.randn(4, 4)}
             train.step(batch)
         except wb.errors.WholebatchError as error:

@@ -197,7 +197,7 @@ def by_whole_batch(stage: int, case: str, make: Any, clip: float | None, known: 
 def after_discard(stage: int) -> Any:
     """A window that is given up, and one that is skipped, leave nothing behind."""
     engine = initialized(stage, sgd)
-    acc = wb.Accumulator(engine, engine.optimizer, steps=3, nonfinite="skip")
+    acc = wb.Accumulator(engine, engine.optimizer, steps=3, close=wb.Close(nonfinite="skip"))
     seen = SeenWhole(engine, acc)
     rank = dist.get_rank()
     acc.backward(loss(engine, micro(77 + rank, 2, branch=True)))
@@ -267,7 +267,10 @@ def refused() -> dict[str, str]:
         engine.destroy()
     engine = initialized(1, sgd, gradient_clipping=1.0)
     attempt("clip", lambda: wb.Accumulator(engine, engine.optimizer, steps=2, clip_norm=1.0))
-    attempt("every", lambda: wb.Accumulator(engine, engine.optimizer, steps=2, sync="every"))
+    attempt(
+        "every",
+        lambda: wb.Accumulator(engine, engine.optimizer, steps=2, close=wb.Close(sync="every")),
+    )
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     attempt("optimizer", lambda: wb.Accumulator(engine, other, steps=2))
     attempt(
@@ -290,7 +293,9 @@ def refused() -> dict[str, str]:
     attempt("overlap", lambda: wb.Accumulator(overlapping, overlapping.optimizer, steps=2))
     overlapping.destroy()
     three = initialized(3, sgd)
-    attempt("hold", lambda: wb.Accumulator(three, three.optimizer, steps=2, sync="hold"))
+    attempt(
+        "hold", lambda: wb.Accumulator(three, three.optimizer, steps=2, close=wb.Close(sync="hold"))
+    )
     acc = wb.Accumulator(three, three.optimizer, steps=4)
     acc.backward(loss(three, micro(1, 2)))
     attempt("state", acc.state_dict)

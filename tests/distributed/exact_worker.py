@@ -71,7 +71,7 @@ def by_accumulator(engine: str, case: str, clip: float | None, make: Any, sync: 
     optimizer = make(model)
     seen = SeenFull(model, optimizer)
     mine = micros_of(case, dist.get_rank())
-    acc = wb.Accumulator(model, optimizer, steps=3, clip_norm=clip, sync=sync)
+    acc = wb.Accumulator(model, optimizer, steps=3, clip_norm=clip, close=wb.Close(sync=sync))
     if case == "counts":  # windows of one's own size: closed by hand, or found by the loader's end
         for window in mine:
             for m in acc.over(window):
@@ -122,7 +122,7 @@ def by_graphs() -> Any:
     )
     for batch in train.over([window[0] for window in mine]):
         train.step(batch)
-    assert train._feeding.executor.mode == "compile"
+    assert train._runner.executor.mode == "compile"
     return errors(model, seen, undivided(everyones(mine), 0.05, sgd))
 
 

@@ -5,33 +5,27 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests import processes
+
+ROOT = processes.ROOT
 
 
 def torchrun(
     script: Path, ranks: int, *arguments: str, timeout: float = 240, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """One run of `script` with `ranks` processes, gloo on loopback."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(script), *arguments]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "PYTHONPATH": processes.PATH,
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    done = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
+    done = processes.run(
+        script, *arguments, cwd=ROOT, environment=environment, timeout=timeout, ranks=ranks
     )
     if check and done.returncode:
         raise AssertionError(f"{script.name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

@@ -55,7 +55,12 @@ def stepped(engine: str, *, case: str) -> dict[str, float]:
     seen = SeenFull(model, optimizer)
     mine = micros_of(case, dist.get_rank())
     train = wb.WholeBatch(
-        model, optimizer, loss=loss, micro_batch=2, clip_norm=CLIP, on_gradient=decay
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch=2,
+        clip_norm=CLIP,
+        close=wb.Close(on_gradient=decay),
     )
     for batch in train.over([joined(window) for window in mine]):
         train.step(batch)
@@ -68,7 +73,9 @@ def left(engine: str) -> dict[str, float]:
     optimizer = sgd(model)
     seen = SeenFull(model, optimizer)
     mine = micros_of("tokens", dist.get_rank())
-    train = wb.WholeBatch(model, None, loss=loss, micro_batch=2, clip_norm=CLIP, on_gradient=decay)
+    train = wb.WholeBatch(
+        model, None, loss=loss, micro_batch=2, clip_norm=CLIP, close=wb.Close(on_gradient=decay)
+    )
     for window in mine:
         train.gradient(joined(window))
         optimizer.step()
@@ -88,7 +95,9 @@ def noise_of_ones_own() -> str:
             drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.grad.add_(drawn, alpha=1e-3)
 
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2, on_gradient=noise)
+    train = wb.WholeBatch(
+        model, sgd(model), loss=loss, micro_batch=2, close=wb.Close(on_gradient=noise)
+    )
     try:
         train.step(joined(micros_of("tokens", dist.get_rank())[0]))
     except RankError as error:

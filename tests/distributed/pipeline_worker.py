@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from tests.distributed.problem import VOCABULARY, WIDTH, Block, micro
 from tests.support import Whole, adamw, distance, sgd
+from wholebatch.core.options import grouped
 
 
 class Part(nn.Module):
@@ -153,7 +154,7 @@ def skipped(group: dist.ProcessGroup | None) -> dict[str, float]:
         sgd(part),
         loss=loss,
         micro_batch=2,
-        nonfinite="skip",
+        close=wb.Close(nonfinite="skip"),
     )
     batch = micro(5, 6)
     assert train.step(batch["tokens"], target=batch["labels"]).skipped is not None
@@ -196,7 +197,7 @@ def refused(group: dist.ProcessGroup | None) -> dict[str, str]:
         one = stage[0] if isinstance(stage, list) else stage
         module = one.submod if isinstance(one, PipelineStage) else one
         options = {"loss": wb.cross_entropy, "micro_batch": 2, **options}
-        return wb.Pipeline(stage, sgd(module), **options)
+        return wb.Pipeline(stage, sgd(module), **grouped(options))
 
     attempt("schedule", lambda: pipeline(schedule="dualpipe"))
     attempt("module", lambda: pipeline(Part(0, 2)))

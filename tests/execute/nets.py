@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.support import mlp, samples, sgd
+from tests.support import measured, mlp, samples, sgd
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.graph_rewrite import Options, Rewritten, rewrite
 from wholebatch.compile.trace import Form, State, trace
@@ -154,13 +154,13 @@ def traced(
 ) -> wb.WholeBatch:
     """A WholeBatch whose graphs run as traced: the compiler takes too long for most tests."""
     options = {"loss": loss, "micro_batch": 4, "execute": "compile", **options}
-    train = wb.WholeBatch(model, optimizer or sgd(model), **options)
-    train._feeding.executor._plan.compiles = False
+    train = measured(model, optimizer or sgd(model), **{"noise": None, **options})
+    train._runner.executor._plan.compiles = False
     return train
 
 
 def mode_of(train: wb.WholeBatch) -> str:
-    return train._feeding.executor.mode
+    return train._runner.executor.mode
 
 
 __all__ = [

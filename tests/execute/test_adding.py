@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, tagged
-from tests.support import Seen, Whole, distance, mlp, samples, sgd
+from tests.support import Seen, Whole, distance, measured, mlp, samples, sgd
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.eager_weight_grad import Adding
 
@@ -26,7 +26,7 @@ def _also_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def added(train: wb.WholeBatch) -> int:
-    return train._feeding.executor._eager.added
+    return train._runner.executor._eager.added
 
 
 def trained(
@@ -37,7 +37,7 @@ def trained(
 ) -> wb.WholeBatch:
     optimizer = options.pop("optimizer", None) or sgd(model)
     options = {"micro_batch": 2, "execute": "eager", "audit": False, **options}
-    train = wb.WholeBatch(model, optimizer, loss=loss, **options)
+    train = measured(model, optimizer, loss=loss, **{"noise": None, **options})
     for batch in batches:
         train.step(batch)
     return train
@@ -195,7 +195,7 @@ def test_sixteen_bit_copies_follow_the_weights() -> None:
     """Once per window; a weight that is changed within it is cast again."""
     model = nn.Linear(4, 2, bias=False)
     train = trained(model, loss, [], precision="bf16")
-    precision = train._feeding._precision
+    precision = train._runner._precision
     precision.begin()
     first = precision.copy_of(model.weight, torch.bfloat16)
     assert precision.copy_of(model.weight, torch.bfloat16) is first

@@ -29,7 +29,7 @@ def test_no_second_set_of_gradients_is_made_and_unused_layers_have_none() -> Non
     model = Tagger().double()
     whole = Whole(model, decayed, loss=mean_of_tokens)
     train = traced(model, decayed(model))
-    buffers = train._feeding.executor
+    buffers = train._runner.executor
 
     def look(done: int, of: int) -> None:
         kept = [buffer.data_ptr() for buffer in buffers._gradients._buffers.values()]

@@ -50,14 +50,14 @@ def test_compiled_joint_graphs_of_many_sizes_make_the_update_of_the_undivided_ba
         whole.step(tagged(number, length))
         train.step(tagged(number, length))
     assert mode_of(train) == "compile"
-    steps = list(train._feeding.executor._steps.values())
+    steps = list(train._runner.executor._steps.values())
     assert [step.mode for step in steps] == ["compile"] * len(steps)
     assert [step.joint.sizes is not None for step in steps] == [False] + [True] * 8
     assert len(compilations) == 2
     train.step(tagged(7, 6))  # a tail of one is another kind still, and runs eagerly
     whole.step(tagged(7, 6))
     assert mode_of(train) == "eager"
-    assert "compiled a micro-step" in train._feeding.executor.notes.history[0]
+    assert "compiled a micro-step" in train._runner.executor.notes.history[0]
     whole.assert_same(model, seen)
 
 
@@ -130,7 +130,7 @@ def test_norms_that_are_one_operation_make_the_update_of_the_undivided_batch(
     for number, length in ((8, 6), (6, 6), (8, 9), (8, 6), (5, 7)):
         whole.step(tagged(number, length))
         train.step(tagged(number, length))
-    steps = list(train._feeding.executor._steps.values())
+    steps = list(train._runner.executor._steps.values())
     assert {step.mode for step in steps} == {"compile"}
     assert any(step.joint.sizes is not None for step in steps)
     whole.assert_same(model)

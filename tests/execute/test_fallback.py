@@ -196,7 +196,7 @@ def test_sizes_that_keep_changing_run_eagerly() -> None:
     for number in range(3, 12):
         whole.step(samples(number))
         train.step(samples(number))
-    assert len(train._feeding.executor._steps) == 1
+    assert len(train._runner.executor._steps) == 1
     assert mode_of(train) == "eager"
     whole.assert_same(model)
 

@@ -23,6 +23,7 @@ from tests.execute.nets import (
     traced,
 )
 from tests.support import Seen, Whole, distance, mean, mlp, samples, sgd
+from wholebatch.core.options import grouped
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
@@ -55,7 +56,7 @@ def test_tied_weights_padding_attention_and_unused_layers() -> None:
     assert mode_of(train) == "operations"
     # What has a gradient is decayed: that of the unused layer must be None, not zero.
     whole.assert_same(model)
-    assert train._feeding.executor.notes.history[0].endswith(
+    assert train._runner.executor.notes.history[0].endswith(
         "2 weight gradients and 1 embeddings add themselves"
     )
 
@@ -104,7 +105,7 @@ def test_autocast_and_loss_scaling(precision: str) -> None:
     models = [mlp(dtype=torch.float32) for _ in range(2)]
     batch = samples(18, dtype=torch.float32)
     options = {"loss": loss, "micro_batch": 4, "precision": precision, "clip_norm": 0.1}
-    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **options)
+    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **grouped(options))
     graph = traced(models[1], **options)
     start = copy.deepcopy(models[0])
     for _ in range(4):
@@ -124,7 +125,7 @@ def test_weights_are_cast_once_per_window() -> None:
     train = traced(model, micro_batch=2, precision="bf16")
     for _ in range(3):
         train.step(samples(8, dtype=torch.float32))
-    (prepared,) = train._feeding.executor._steps.values()
+    (prepared,) = train._runner.executor._steps.values()
     casts = [
         node
         for node in prepared.joint._run.graph.nodes  # type: ignore[attr-defined]
@@ -133,7 +134,7 @@ def test_weights_are_cast_once_per_window() -> None:
         and node.args[0].meta["val"].shape in {p.shape for p in model.parameters()}
     ]
     assert not casts
-    assert len(train._feeding.executor._casts._copies) == 6
+    assert len(train._runner.executor._casts._copies) == 6
 
 
 def test_sixteen_bit_parameters_are_added_in_fp32() -> None:
@@ -147,7 +148,7 @@ def test_sixteen_bit_parameters_are_added_in_fp32() -> None:
         eager.step(batch)
     assert mode_of(train) == "operations"
     assert all(
-        buffer.dtype is torch.float32 for buffer in train._feeding.executor._gradients.of(range(6))
+        buffer.dtype is torch.float32 for buffer in train._runner.executor._gradients.of(range(6))
     )
     assert distance(model.parameters(), reference.parameters()) <= 1e-3
 

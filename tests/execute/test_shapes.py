@@ -28,6 +28,7 @@ from tests.support import Seen, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import joint_graph as joint_module
 from wholebatch.compile import micro_step as executor_module
 from wholebatch.compile.when_to_compile import Plan
+from wholebatch.core.options import grouped
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def shared_by(train: wb.WholeBatch) -> int:
     """How many kinds run in a graph of open sizes."""
-    steps = train._feeding.executor._steps.values()
+    steps = train._runner.executor._steps.values()
     return sum(step.joint.sizes is not None for step in steps)
 
 
@@ -62,7 +63,7 @@ def test_token_budgets_need_two_graphs(traces: list[bool]) -> None:
         train.step(texts(step % 3))
     # One for the first kind, one for all others but those of one row, and one for those.
     assert traces == [False, True, True]
-    assert shared_by(train) == len(train._feeding.executor._steps) - 1 == 5
+    assert shared_by(train) == len(train._runner.executor._steps) - 1 == 5
     assert mode_of(train) == "operations"
     whole.assert_same(model, seen)
 
@@ -76,7 +77,7 @@ def test_lengths_and_a_short_last_micro_batch(traces: list[bool]) -> None:
         train.step(tagged(10, length))
     # The first that differs has fewer rows; then there are other lengths.
     assert traces == [False, True, True]
-    assert shared_by(train) == len(train._feeding.executor._steps) - 1 == 9
+    assert shared_by(train) == len(train._runner.executor._steps) - 1 == 9
     whole.assert_same(model)
 
 
@@ -199,7 +200,7 @@ def test_sizes_that_are_asked_for_have_graphs_of_their_own(
     train = beside_eager(more, (8, 8, 3, 3, 4, 4, 5, 5))
     assert traces == [False, True, False, False]
     assert shared_by(train) == 0
-    history = train._feeding.executor.notes.history
+    history = train._runner.executor.notes.history
     assert any("its code asks for the sizes themselves" in text for text in history)
 
 
@@ -222,7 +223,7 @@ def test_a_graph_that_gives_something_else_is_not_shared(
     assert traces == [False, True, False, False]
     assert shared_by(train) == 0
     assert "its gradient differs from that of eager code" in " ".join(
-        train._feeding.executor.notes.history
+        train._runner.executor.notes.history
     )
     whole.assert_same(model)
 
@@ -230,14 +231,14 @@ def test_a_graph_that_gives_something_else_is_not_shared(
 def test_sixteen_bit_casts_are_those_of_the_window() -> None:
     models = [mlp(dtype=torch.float32) for _ in range(2)]
     options: dict[str, Any] = {"loss": loss, "micro_batch": 4, "precision": "bf16"}
-    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **options)
+    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **grouped(options))
     graph = traced(models[1], **options)
     for number in (8, 8, 7, 7, 10, 6):
         batch = samples(number, dtype=torch.float32)
         eager.step(batch)
         graph.step(batch)
     assert shared_by(graph) == 2
-    assert len(graph._feeding.executor._casts._copies) == 6
+    assert len(graph._runner.executor._casts._copies) == 6
     assert distance(models[1].parameters(), models[0].parameters()) <= 1e-3
 
 
@@ -258,7 +259,7 @@ def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[boo
     model = mlp()
     whole = Whole(model)
     train = traced(model, micro_batch=16)
-    executor = train._feeding.executor
+    executor = train._runner.executor
     executor._plan = Plan(eager=False, compiles=False, captures=False, auto=True)
     executor._plan.started -= 1e9
     for step, number in enumerate((8, 8, 3, 3, 4, 8, 3, 4, 5)):
@@ -294,5 +295,5 @@ def test_a_compiler_that_cannot_leave_sizes_open(
     assert compilations == [False, True, False, False]
     assert mode_of(train) == "compile"
     assert shared_by(train) == 0
-    assert "RuntimeError: sizes must be numbers" in train._feeding.executor.notes.history[1]
+    assert "RuntimeError: sizes must be numbers" in train._runner.executor.notes.history[1]
     whole.assert_same(model)

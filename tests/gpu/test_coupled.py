@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 
 Batch = dict[str, Tensor]
 
@@ -81,8 +82,7 @@ def accumulated(model: Clip, data: Batch, micro_batch: int, **options: Any) -> T
         model,
         optimizer,
         loss=wb.Coupled(encode, loss_of(model), keep=keep),
-        micro_batch=micro_batch,
-        **options,
+        **grouped({"micro_batch": micro_batch, **options}),
     )
     return update(model, lambda: train.step(data))
 

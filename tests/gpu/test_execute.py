@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from wholebatch.compile import when_to_compile as plan
+from wholebatch.core.options import grouped
 
 Micro = dict[str, Tensor]
 VOCABULARY = 96
@@ -77,11 +78,11 @@ def trained(
     before = parameters_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss": loss, "micro_batch": 4, "clip_norm": 1.0, **options}
-    train = wb.WholeBatch(model, optimizer, execute=execute, **options)
+    train = wb.WholeBatch(model, optimizer, execute=execute, **grouped(options))
     if as_traced:
-        train._feeding.executor._plan.compiles = False
+        train._runner.executor._plan.compiles = False
     if not adding:
-        train._feeding.executor._eager.allowed = False
+        train._runner.executor._eager.allowed = False
     for _ in range(windows):
         train.step(batch())
     return parameters_of(model) - before, train
@@ -96,7 +97,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def modes(train: wb.WholeBatch) -> list[str]:
-    return [step.mode for step in train._feeding.executor._steps.values()]
+    return [step.mode for step in train._runner.executor._steps.values()]
 
 
 @contextmanager
@@ -151,7 +152,7 @@ def test_many_sizes_share_one_compiled_graph() -> None:
             for samples, length in ((16, 32), (16, 32), (19, 48), (19, 48), (14, 24), (15, 40)):
                 train.step(batch(samples, length))
         found.append(parameters_of(model) - before)
-    steps = train._feeding.executor._steps.values()
+    steps = train._runner.executor._steps.values()
     assert [step.mode for step in steps] == ["graph of compile"] * 7
     assert [step.joint.sizes is not None for step in steps] == [False] + [True] * 6
     assert len({id(step.joint) for step in steps}) == 2
@@ -164,7 +165,7 @@ def test_bf16_is_as_near_to_the_truth_as_eager_code() -> None:
     allowed = 1.25 * error(trained(fresh(), "eager", precision="bf16")[0], truth)
     found, train = trained(fresh(), "graph", precision="bf16", as_traced=True)
     assert modes(train)[0] == "graph of operations"
-    assert next(iter(train._feeding.executor._steps.values())).joint.fused == (2, 1)
+    assert next(iter(train._runner.executor._steps.values())).joint.fused == (2, 1)
     assert error(found, truth) <= allowed
     with warnings_of_the_compiler():
         found, train = trained(fresh(), "graph", precision="bf16")
@@ -182,11 +183,11 @@ def test_gradients_of_eager_code_add_themselves() -> None:
     ]
     for dtype, options in ways:
         plain, train = trained(fresh(dtype), "eager", adding=False, **options)
-        assert train._feeding.executor._eager.added == 0
+        assert train._runner.executor._eager.added == 0
         found, train = trained(fresh(dtype), "eager", **options)
         # 5 micro-batches in each of 4 windows: qkv and the output layer in all of them, the
         # embedding in all but the first, after which there is a gradient to scatter into.
-        assert train._feeding.executor._eager.added >= 4 * (5 + 5 + 4)
+        assert train._runner.executor._eager.added >= 4 * (5 + 5 + 4)
         assert error(found, truth) <= 1.25 * error(plain, truth)
 
 
@@ -210,7 +211,7 @@ def test_dropout_is_drawn_anew_at_every_replay() -> None:
     for compiled in (False, True):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         train = wb.WholeBatch(model, optimizer, loss=total, micro_batch=1, execute="graph")
-        train._feeding.executor._plan.compiles = compiled
+        train._runner.executor._plan.compiles = compiled
         seen: list[Tensor] = []
         optimizer.register_step_pre_hook(
             lambda *_, seen=seen: seen.append(model[1].weight.grad.clone())
@@ -218,7 +219,7 @@ def test_dropout_is_drawn_anew_at_every_replay() -> None:
         with warnings_of_the_compiler():
             for _ in range(4):
                 train.step(torch.ones(8, 256))
-        assert train._feeding.executor.mode.startswith("graph of")
+        assert train._runner.executor.mode.startswith("graph of")
         # The mean of 8 masks of 0 and 2; one mask for all replays would give 0 and 2 alone.
         assert len(seen[-1].unique()) > 5
         assert not torch.equal(seen[-1], seen[-2])
@@ -234,7 +235,7 @@ def test_checkpointing_is_in_the_graph_and_with_dropout_it_is_not() -> None:
         warnings.simplefilter("always")
         _, train = trained(fresh(dropout=0.1, recompute=True), "graph", as_traced=True)
     assert any("would not be those of the forward" in str(warning.message) for warning in said)
-    assert train._feeding.executor.mode == "eager"
+    assert train._runner.executor.mode == "eager"
 
 
 def test_no_replay_waits_for_the_host() -> None:
@@ -245,7 +246,7 @@ def test_no_replay_waits_for_the_host() -> None:
         micro_batch=4,
         execute="graph",
     )
-    train._feeding.executor._plan.compiles = False
+    train._runner.executor._plan.compiles = False
     whole = {name: leaf.cuda() for name, leaf in batch(20).items()}
     for _ in range(3):
         train.step(whole)
@@ -260,7 +261,7 @@ def test_no_replay_waits_for_the_host() -> None:
             train.step(whole, after_micro=watch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert train._feeding.executor.mode == "graph of operations"
+    assert train._runner.executor.mode == "graph of operations"
 
 
 def test_a_recorded_step_waits_for_its_numbers_alone() -> None:
@@ -275,14 +276,14 @@ def test_a_recorded_step_waits_for_its_numbers_alone() -> None:
         clip_norm=1.0,
         execute="graph",
     )
-    train._feeding.executor._plan.compiles = False
+    train._runner.executor._plan.compiles = False
     on_host = batch(20)
     for whole in ({name: leaf.cuda() for name, leaf in on_host.items()}, on_host):
         for _ in range(3):
             train.step(whole)
         with waiting_is_an_error():
             step = train.step(whole)
-        assert train._feeding.executor.mode == "graph of operations"
+        assert train._runner.executor.mode == "graph of operations"
         assert step.units == int((on_host["y"] != -100).sum())
     assert train.updates == 8
 
@@ -294,7 +295,7 @@ def test_auto_records_first_and_compiles_when_the_run_is_old_enough() -> None:
     )
     logging.getLogger("wholebatch.compile").setLevel(logging.INFO)
     whole = batch(16)
-    executor = train._feeding.executor
+    executor = train._runner.executor
 
     def older_than(seconds: float) -> None:
         executor._plan.started = time.perf_counter() - seconds
@@ -326,13 +327,13 @@ def test_a_tensor_that_moved_is_recorded_anew() -> None:
         )
         for one, execute in ((reference, "eager"), (model, "graph"))
     ]
-    trains[1]._feeding.executor._plan.compiles = False
+    trains[1]._runner.executor._plan.compiles = False
     for window in range(6):
         if window == 3:
             model.qkv.weight.data = model.qkv.weight.data.clone()
         for train in trains:
             train.step(batch(16))
-    assert trains[1]._feeding.executor.mode == "graph of operations"
+    assert trains[1]._runner.executor.mode == "graph of operations"
     assert error(parameters_of(model), parameters_of(reference)) <= 1e-12
 
 

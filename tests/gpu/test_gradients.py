@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 from wholebatch.offload.packed_moments import keys_of, pack, pack_together, unpack_together
 from wholebatch.offload.staying_sums import Staying
 
@@ -60,8 +61,8 @@ def run(
     adding = options.pop("adding", True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     options = {"micro_batch": 3, "units": lambda m: m["y"].numel(), **options}
-    train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager", **options)
-    train._feeding.executor._eager.allowed = adding
+    train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager", **grouped(options))
+    train._runner.executor._eager.allowed = adding
     return model, [train.step(batch()) for _ in range(updates)], train
 
 
@@ -178,7 +179,7 @@ def test_layers_add_into_the_moments() -> None:
     ours, _, train = run(torch.float32, precision="bf16", gradients="moments")
     assert far(ours, plain) <= 2e-2, far(ours, plain)
     # Four layers and an embedding, in all but the first of five micro-batches of three windows.
-    assert train._feeding.executor._eager.added == 5 * 4 * 3
+    assert train._runner.executor._eager.added == 5 * 4 * 3
     optimizer = train._window.target.optimizers[0]
     seen: list[bool] = []
 

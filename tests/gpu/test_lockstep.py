@@ -167,9 +167,9 @@ def training(
         micro_batch=6,
         execute="graph",
         precision=precision,
-        hold=hold,
+        batchnorm=wb.BatchNorm("exact", hold=hold),
     )
-    train._feeding._lock_step._least_page = 1024
+    train._runner._lock_step._least_page = 1024
     return train
 
 
@@ -194,7 +194,7 @@ def test_recorded_windows_equal_the_undivided_batch_in_float64() -> None:
             optimizer.zero_grad()
             value = total.item()
             assert abs(step.loss - value) <= 1e-12 * abs(value)
-            assert train._feeding.recorder.mode == ("recording" if seed else "threads"), hold
+            assert train._runner.recorder.mode == ("recording" if seed else "threads"), hold
         ours, theirs = (
             torch.cat([t.detach().flatten() for t in each.state_dict().values() if t.dim()])
             for each in (model, want)
@@ -210,12 +210,12 @@ def test_recorded_windows_give_the_bits_of_the_threads_also_with_dropout() -> No
             for model, execute in zip(models, ("graph", "eager"), strict=True):
                 torch.manual_seed(4)
                 train = training(model, hold, precision="bf16")
-                train._feeding.recorder._off = execute == "eager"
+                train._runner.recorder._off = execute == "eager"
                 for seed in range(4):
                     x, y = on_host(24, seed)
                     train.step((x.float(), y))
                 mode = "recording" if execute == "graph" else "threads"
-                assert train._feeding.recorder.mode == mode, train._feeding.recorder.notes.history
+                assert train._runner.recorder.mode == mode, train._runner.recorder.notes.history
             for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 assert torch.equal(ours, theirs), (hold, dropout)
 
@@ -243,4 +243,4 @@ def test_what_cannot_be_recorded_leaves_the_device_as_it_was() -> None:
     again = training(network().double(), "graphs")  # and another recording can be made
     for seed in range(2):
         again.step(on_host(12, seed))
-    assert again._feeding.recorder.mode == "recording"
+    assert again._runner.recorder.mode == "recording"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 
 
 class Attention(nn.Module):
@@ -40,7 +41,9 @@ def next_token(model: nn.Module, micro: Tensor) -> wb.Loss:
 
 def stepped(model: nn.Module, loss: Any, batch: Any, **options: Any) -> wb.Step:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    return wb.WholeBatch(model, optimizer, loss=loss, micro_batch=8, **options).step(batch)
+    return wb.WholeBatch(
+        model, optimizer, loss=loss, **grouped({"micro_batch": 8, **options})
+    ).step(batch)
 
 
 def refusal(model: nn.Module, loss: Any, batch: Any) -> str:

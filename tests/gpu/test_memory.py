@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits every time
 
@@ -120,10 +121,9 @@ def run(
         model,
         optimizer,
         loss=loss,
-        micro_batch="auto" if sizes is None else SAMPLES,
-        execute=execute,  # type: ignore[arg-type]
+        execute=execute,
         clip_norm=1.0,
-        **options,
+        **grouped({"micro_batch": "auto" if sizes is None else SAMPLES, **options}),
     )
     split: list[list[int]] = []
     losses: list[float] = []

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
@@ -106,7 +107,7 @@ def wrapped(model: nn.Module) -> DistributedDataParallel:
 
 def trained(model: nn.Module, sizes: list[int], **options: Any) -> wb.WholeBatch:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = wb.WholeBatch(model, optimizer, loss=loss, **options)
+    train = wb.WholeBatch(model, optimizer, loss=loss, **grouped(options))
     for seed, size in enumerate(sizes):
         train.step(batch(size, seed))
     return train

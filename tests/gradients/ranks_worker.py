@@ -15,6 +15,7 @@ import wholebatch as wb
 from tests.distributed.problem import Micro, everyones, fresh, loss, micro, undivided
 from tests.gradients.seen import watching
 from tests.support import adamw, distance, sgd
+from wholebatch.core.options import grouped
 
 SIZES = {
     "tokens": ([[1, 3, 1], [2, 1, 1]], [[3, 3, 1], [2, 1, 5]]),
@@ -53,7 +54,9 @@ def trained(case: str, make: Any, **options: Any) -> dict[str, float]:
     known = count if options.get("gradients") == "release" or case == "counts" else None
     # Where a rank has no data at all, it must still take part in the others' look at the model.
     options["audit"] = case == "nothing"
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=1, units=known, **options)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, units=known, **grouped({"micro_batch": 1, **options})
+    )
     train._fitting.split = list  # type: ignore[method-assign, assignment]
     with watching(model) as parts:
         for batch in train.over(mine):
@@ -84,7 +87,13 @@ def accumulated_moments(case: str, dtype: torch.dtype) -> dict[str, float]:
     model = DistributedDataParallel(fresh().to(dtype))
     optimizer = adamw(model)
     train = wb.WholeBatch(
-        model, optimizer, loss=loss, micro_batch=1, units=count, gradients="moments", audit=False
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch=1,
+        units=count,
+        audit=False,
+        memory=wb.Memory(gradients="moments"),
     )
     train._fitting.split = list  # type: ignore[method-assign, assignment]
     for batch in train.over(mine):
@@ -111,7 +120,12 @@ def resumed() -> dict[str, float]:
     def start() -> tuple[nn.Module, wb.WholeBatch]:
         model = DistributedDataParallel(fresh())
         train = wb.WholeBatch(
-            model, sgd(model), loss=loss, micro_batch=1, gradients="host", audit=False
+            model,
+            sgd(model),
+            loss=loss,
+            micro_batch=1,
+            audit=False,
+            memory=wb.Memory(gradients="host"),
         )
         train._fitting.split = list  # type: ignore[method-assign, assignment]
         return model, train

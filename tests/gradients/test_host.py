@@ -16,6 +16,7 @@ import wholebatch as wb
 from tests.gradients.seen import watching
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd, trained
+from wholebatch.core.options import grouped
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError
 
 SPLITS = [[10], [4, 4, 2], [1, 6, 3], [1] * 10]
@@ -33,7 +34,7 @@ def made(
     model: nn.Module, make: Any = adamw, *, sizes: list[int] | None = None, **options: Any
 ) -> wb.WholeBatch:
     options = {"gradients": "host", "micro_batch": 4, **options}
-    train = wb.WholeBatch(model, make(model), loss=loss, **options)
+    train = wb.WholeBatch(model, make(model), loss=loss, **grouped(options))
     if sizes is not None:
         in_pieces(train, sizes)
     return train
@@ -221,7 +222,9 @@ def test_reentrant_checkpoints() -> None:
 
 def test_accumulator_in_a_loop_of_ones_own() -> None:
     whole, model = Whole(mlp(), adamw, clip_norm=0.1), mlp()
-    acc = wb.Accumulator(model, adamw(model), steps=3, clip_norm=0.1, gradients="host")
+    acc = wb.Accumulator(
+        model, adamw(model), steps=3, clip_norm=0.1, memory=wb.Memory(gradients="host")
+    )
     batches = [samples(9), samples(5)]
     for batch in batches:
         whole.step(batch)
@@ -315,7 +318,12 @@ def test_several_optimizers_and_groups() -> None:
     clip = [0.05, None, 0.02]
     for model, where in ((plain, "device"), (host, "host")):
         train = wb.WholeBatch(
-            model, make(model), loss=loss, micro_batch=4, clip_norm=clip, gradients=where
+            model,
+            make(model),
+            loss=loss,
+            micro_batch=4,
+            clip_norm=clip,
+            memory=wb.Memory(gradients=where),
         )
         for _ in range(2):
             train.step(samples(10))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd
+from wholebatch.core.options import grouped
 from wholebatch.errors import (
     LossError,
     NonFiniteError,
@@ -37,7 +38,7 @@ def made(
     model: nn.Module, make: Any = adamw, *, sizes: Sequence[int] = (4, 4, 2), **options: Any
 ) -> wb.WholeBatch:
     options = {"gradients": "moments", "units": count, "micro_batch": 4, **options}
-    train = wb.WholeBatch(model, make(model), loss=loss, **options)
+    train = wb.WholeBatch(model, make(model), loss=loss, **grouped(options))
     train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     return train
 
@@ -276,9 +277,9 @@ def test_what_is_found_later_is_refused_before_a_gradient_is_in() -> None:
         loss=lambda m, b: wb.Loss(loss(m, b).total.bfloat16(), count(b)),
         micro_batch=4,
         units=count,
-        gradients="moments",
+        memory=wb.Memory(gradients="moments"),
     )
     with pytest.raises(LossError, match="return a float32 sum"):
         train.step(samples(10))
     with pytest.raises(OptionError, match="without units="):
-        wb.Accumulator(narrow, adamw(narrow), steps=2, gradients="moments")
+        wb.Accumulator(narrow, adamw(narrow), steps=2, memory=wb.Memory(gradients="moments"))

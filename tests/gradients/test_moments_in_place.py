@@ -103,7 +103,7 @@ def test_moments_for_every_decay_and_kind_of_weight(
                 assert far(*([s["exp_avg_sq"]] for s in seconds)) <= 1e-4
                 seconds[0]["exp_avg_sq"].copy_(seconds[1]["exp_avg_sq"])
                 ours.copy_(right)
-    added = train._feeding.executor._eager.added
+    added = train._runner.executor._eager.added
     layers = sum(isinstance(m, nn.Linear | nn.Embedding) for m in model.modules())
     assert added == (4 * 2 * layers if adds else 0)  # in all micro-batches but the first
 
@@ -146,7 +146,7 @@ def test_a_parameter_without_a_gradient_keeps_its_bits() -> None:
         return wb.cross_entropy(out, micro["y"])
 
     train = made(model, sizes=[4, 4, 2])
-    train._feeding.executor._loss = chosen
+    train._runner.executor._loss = chosen
     optimizer = train._window.target.optimizers[0]
     with_it, without = samples(10), samples(10)
     with_it["x"][-1, 0] = 101.0
@@ -170,7 +170,7 @@ def test_a_gradient_that_no_hook_has_seen_counts() -> None:
     model = nn.ModuleList([mlp(), nn.Linear(2, 1).double()])
     lone = model[1]
     train = made(model)
-    train._feeding.executor._loss = lambda both, micro: loss(both[0], micro)
+    train._runner.executor._loss = lambda both, micro: loss(both[0], micro)
     optimizer = train._window.target.optimizers[0]
     gradient = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
 
@@ -230,7 +230,12 @@ def test_sparse_gradients_are_refused() -> None:
 
     model = Rows()
     train = wb.WholeBatch(
-        model, adamw(model), loss=loss, micro_batch=4, units=count, gradients="moments"
+        model,
+        adamw(model),
+        loss=loss,
+        micro_batch=4,
+        units=count,
+        memory=wb.Memory(gradients="moments"),
     )
     with pytest.raises(UnsupportedError, match="a sparse gradient"):
         train.step(samples(10))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core.options import grouped
 from wholebatch.errors import OptionError
 from wholebatch.memory.make_it_fit import ladder
 from wholebatch.memory.meter import MemoryMeter
@@ -58,10 +59,8 @@ def test_prediction_is_close_to_a_real_window(
         model,
         optimizer,
         loss=loss,
-        micro_batch=4,
         units=lambda m: len(m["y"]),
-        gradients=gradients,  # type: ignore[arg-type]
-        **options,
+        **grouped({"micro_batch": 4, "gradients": gradients, **options}),
     )
     whole = batch(4 * micro_batches)
     train.step(whole)

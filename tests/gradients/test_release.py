@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.gradients.seen import watching
 from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd
+from wholebatch.core.options import grouped
 from wholebatch.errors import LossError, OptionError, WindowError
 
 SPLITS = [[10], [4, 4, 2], [1, 6, 3]]
@@ -28,7 +29,7 @@ def made(
 ) -> wb.WholeBatch:
     defaults = {"units": lambda m: len(m["y"]), "nonfinite": "skip", "micro_batch": 4}
     options = {"gradients": "release", "loss": loss, **defaults, **options}
-    train = wb.WholeBatch(model, make(model), **options)
+    train = wb.WholeBatch(model, make(model), **grouped(options))
     train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     return train
 

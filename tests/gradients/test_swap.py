@@ -13,6 +13,7 @@ import wholebatch as wb
 from tests.gradients.seen import watching
 from tests.gradients.test_host import Tied, loss
 from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd, trained
+from wholebatch.core.options import grouped
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError
 from wholebatch.memory.meter import MemoryMeter
 
@@ -28,7 +29,7 @@ def made(
     model: nn.Module, make: Any = adamw, *, sizes: list[int] | None = None, **options: Any
 ) -> wb.WholeBatch:
     options = {"gradients": "swap", "micro_batch": 4, **options}
-    train = wb.WholeBatch(model, make(model), loss=loss, **options)
+    train = wb.WholeBatch(model, make(model), loss=loss, **grouped(options))
     if sizes is not None:
         train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     return train
@@ -219,9 +220,9 @@ def test_hooks_loss_scales_schedulers_and_accumulators() -> None:
             optimizer,
             steps=3,
             clip_norm=0.1,
-            gradients=gradients,  # type: ignore[arg-type]
-            scaler=scaler,
             scheduler=scheduler,
+            close=wb.Close(scaler=scaler),
+            memory=wb.Memory(gradients=gradients),
         )
         batch = samples(14, dtype=torch.float32)
         assert len(trained(model, acc, pieces(batch, [4, 4, 1, 2, 3]))) == 2

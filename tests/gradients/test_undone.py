@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import wholebatch as wb
 from tests.support import samples, summed
+from wholebatch.core.options import grouped
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.offload import close_on_device as ahead
 
@@ -87,7 +88,7 @@ class Run:
         self.model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
         self.context: BaseException | None = None
         self.optimizers = make(self.model)
-        self.windows = wb.Accumulator(self.model, self.optimizers, steps=1, **options)
+        self.windows = wb.Accumulator(self.model, self.optimizers, steps=1, **grouped(options))
 
     def step(self, window: int) -> None:
         batch = samples(6 + window, dtype=torch.float32)

@@ -239,6 +239,64 @@ def test_refusals(name: str) -> None:
         call()
 
 
+def contrastive(params: Any, batch: Any) -> Any:
+    z = batch["x"][:, 0] @ params["in"]
+    scores = z @ z.T
+    return jnp.sum(jax.nn.logsumexp(scores, axis=1) - jnp.diag(scores)), len(z)
+
+
+def centred(params: Any, batch: Any) -> Any:
+    return loss_sum(params, {**batch, "x": batch["x"] - batch["x"].mean(0)})
+
+
+COUPLED: dict[str, tuple[Any, Any]] = {
+    "contrastive": (contrastive, None),
+    "a statistic of the batch": (centred, None),
+    "a root of a mean": (lambda p, b: jnp.sqrt(jnp.mean(jnp.square(b["x"] @ p["in"]))), "samples"),
+    "other units": (loss_mean, "samples"),
+}
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jitted", "plain"])
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_loss_that_does_not_add_up_is_refused(name: str, jitted: bool) -> None:
+    loss, units = COUPLED[name]
+    call = accumulate(loss, micro_batch=3, units=units)
+    with pytest.raises(LossError, match=r"compares samples .* audit=False turns this look off"):
+        (jax.jit(call) if jitted else call)(*problem())
+    jax.eval_shape(accumulate(loss, micro_batch=SAMPLES, units=units), *problem())  # not split
+    jax.eval_shape(accumulate(loss, micro_batch=3, units=units, audit=False), *problem())
+
+
+@pytest.mark.parametrize("loss", [loss_sum, contrastive], ids=["plain", "contrastive"])
+def test_dropout_is_told_from_comparing(loss: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The key is closed over, and traced."""
+
+    @jax.jit
+    def value(params: Any, batch: Any, key: Any) -> Any:
+        def dropped(params: Any, micro: Any) -> Any:
+            kept = jax.random.bernoulli(key, 0.5, micro["x"].shape)
+            return loss(params, {**micro, "x": micro["x"] * kept})
+
+        return accumulate(dropped, micro_batch=4)(params, batch)[0]
+
+    if loss is contrastive:
+        with pytest.raises(LossError, match="compares samples"):
+            value(*problem(), jax.random.key(0))
+    else:
+        jax.eval_shape(value, *problem(), jax.random.key(0))
+    assert not caplog.records
+
+
+def test_a_look_that_is_not_possible_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.log(-jnp.square(batch["x"])).sum() * params["in"].sum(), len(batch["x"])
+
+    jax.eval_shape(accumulate(loss, micro_batch=4), *problem())
+    assert "no look whether micro-batches add up" in caplog.text
+    assert "not finite" in caplog.text
+
+
 def test_two_devices() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(Path(__file__).parent / "jax_devices.py")],

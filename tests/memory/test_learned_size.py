@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, mlp, samples, sgd
+from wholebatch.core.options import grouped
 
 WINDOWS = 12
 
@@ -44,7 +45,11 @@ def trained(
     model = dropped()
     device = Device(model, fits or 10**6)
     train = wb.WholeBatch(
-        model, sgd(model), loss=loss, micro_batch=micro_batch, audit=False, **options
+        model,
+        sgd(model),
+        loss=loss,
+        audit=False,
+        **grouped({"micro_batch": micro_batch, **options}),
     )
     torch.manual_seed(8)
     for number in range(windows):

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def run(recovery: Recovery, micros: Sequence[Any], make: Any, discard: Any) -> tuple[Any, Any]:
+    """Make attempts until one goes through; return its result, and its micro-batches."""
+    result = None
+    for attempt in recovery.attempts(micros, discard=discard):
+        with attempt:
+            result = make(attempt.micros, partial(setattr, attempt, "place"))
+    return result, attempt.micros
+
+
 def recovered_run(n: int | None) -> tuple[list[torch.Tensor], list[int], OutOfMemoryAt, Recovery]:
     model = model_with_everything()
     recovery = Recovery(model)
@@ -80,7 +90,7 @@ def recovered_run(n: int | None) -> tuple[list[torch.Tensor], list[int], OutOfMe
             return attempt(micros, at)
 
     torch.manual_seed(2)
-    _, parts = recovery.run(micros, failing, discard=model.zero_grad)
+    _, parts = run(recovery, micros, failing, discard=model.zero_grad)
     return everything(model), [batch_size_of(part) for part in parts], injected, recovery
 
 
@@ -158,7 +168,7 @@ def test_only_the_typed_error_is_recovered_from() -> None:
         raise RuntimeError("CUDA out of memory")  # the text alone says nothing
 
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
-        Recovery(model).run([vectors(4)], attempt, discard=model.zero_grad)
+        run(Recovery(model), [vectors(4)], attempt, discard=model.zero_grad)
 
 
 def test_the_loss_scale_is_put_back() -> None:
@@ -175,7 +185,7 @@ def test_the_loss_scale_is_put_back() -> None:
         return len(micros)
 
     recovery = Recovery(model, scale=scale)
-    assert recovery.run([vectors(4)], attempt, discard=model.zero_grad)[0] == 2
+    assert run(recovery, [vectors(4)], attempt, discard=model.zero_grad)[0] == 2
     assert seen == [1024.0, 1024.0]
 
 
@@ -189,7 +199,7 @@ def test_one_sample_that_does_not_fit_says_what_would_help() -> None:
     with pytest.raises(
         torch.OutOfMemoryError, match=r"micro-batch 2 of 2 has one sample .*full at 3 bytes.*bf16"
     ):
-        Recovery(model).run([vectors(2)], attempt, discard=model.zero_grad)
+        run(Recovery(model), [vectors(2)], attempt, discard=model.zero_grad)
 
 
 def test_a_bound_stops_endless_loops() -> None:
@@ -200,7 +210,7 @@ def test_a_bound_stops_endless_loops() -> None:
 
     recovery = Recovery(model, most=3)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory 4 times in one window"):
-        recovery.run([vectors(4096)], attempt, discard=model.zero_grad)
+        run(recovery, [vectors(4096)], attempt, discard=model.zero_grad)
     assert recovery.recovered[0] == Recovered(0, 4096, 2048)
     with pytest.raises(OptionError, match="most=-1"):
         Recovery(model, most=-1)
@@ -221,7 +231,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
 
     batch = vectors(512)
     with MemoryMeter(model=model) as meter:
-        Recovery(model).run([batch], attempt, discard=model.zero_grad)
+        run(Recovery(model), [batch], attempt, discard=model.zero_grad)
     assert seen[1] <= seen[0] + batch["x"].nbytes + batch["y"].nbytes
 
 
@@ -233,7 +243,7 @@ def test_a_run_on_the_cpu_within_a_budget() -> None:
     loss(whole, batch).total.backward()
     recovery = Recovery(model)
     with within(300_000, model=model) as meter:
-        _, parts = recovery.run([batch], forwards_and_backwards(model), discard=model.zero_grad)
+        _, parts = run(recovery, [batch], forwards_and_backwards(model), discard=model.zero_grad)
     assert isinstance(meter, MemoryMeter)
     assert 1 < len(parts) < 16
     assert [(r.samples, r.into) for r in recovery.recovered] == [(256, 128), (128, 64)]

@@ -96,8 +96,9 @@ def test_a_window_in_which_the_noise_scale_is_measured() -> None:
     model = mlp(256)
     optimizer = sgd(model.parameters())
     train = wb.WholeBatch(
-        model, optimizer, loss=loss, micro_batch=4, noise=1, units=lambda micro: len(micro["y"])
+        model, optimizer, loss=loss, micro_batch=4, units=lambda micro: len(micro["y"])
     )
+    train.measure_noise(1)
     options: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 3}
     found = predict_peak(model, loss, vectors(4), noise=True, **options)
     assert found.peak > predict_peak(model, loss, vectors(4), **options).peak
@@ -122,7 +123,7 @@ def test_in_lock_step(hold: Any, size: int, count: int) -> None:
     model = normed()
     optimizer = torch.optim.AdamW(model.parameters())
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=size)
-    train._feeding.hold(hold)
+    train._runner.hold(hold)
     found = predict_peak(
         model, loss, images(size), optimizer=optimizer, micro_batches=count, lock_step=hold
     )

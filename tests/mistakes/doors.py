@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import wholebatch as wb
 from tests.mistakes.task import Batch, Mean, Moment, Sum, Task, pieces, quotient
+from wholebatch.core.options import grouped
 from wholebatch.integrations.accelerate import ExactWindows as AccelerateWindows
 from wholebatch.integrations.accelerate import accumulator as accelerate_accumulator
 from wholebatch.integrations.lightning import ExactWindows as LightningWindows
@@ -70,7 +71,7 @@ def whole(task: Task, sizes: Sizes, windows: int = 1) -> None:
         return result
 
     train = wb.WholeBatch(
-        task.model, optimizer, **{"loss": loss, "micro_batch": sizes[0], **task.options}
+        task.model, optimizer, **grouped({"loss": loss, "micro_batch": sizes[0], **task.options})
     )
     for _ in range(windows):
         own_line(task, "start", 0, False, optimizer, None)
@@ -79,7 +80,7 @@ def whole(task: Task, sizes: Sizes, windows: int = 1) -> None:
 
 def accumulator(task: Task, sizes: Sizes, windows: int = 1) -> None:
     optimizer = task.optimizer(task.model)
-    acc = wb.Accumulator(task.model, optimizer, **{"steps": len(sizes), **task.options})
+    acc = wb.Accumulator(task.model, optimizer, **grouped({"steps": len(sizes), **task.options}))
     for _ in range(windows):
         for micro, _last in over(task, acc.over(pieces(task.batch, sizes)), sizes, optimizer):
             give(acc.backward, task.given(task.model, micro))
@@ -88,7 +89,7 @@ def accumulator(task: Task, sizes: Sizes, windows: int = 1) -> None:
 def counted(task: Task, sizes: Sizes, windows: int = 1) -> None:
     """`wb.Accumulator` without `over`."""
     optimizer = task.optimizer(task.model)
-    acc = wb.Accumulator(task.model, optimizer, **{"steps": len(sizes), **task.options})
+    acc = wb.Accumulator(task.model, optimizer, **grouped({"steps": len(sizes), **task.options}))
     for _ in range(windows):
         for micro, _last in over(task, pieces(task.batch, sizes), sizes, optimizer):
             give(acc.backward, task.given(task.model, micro))

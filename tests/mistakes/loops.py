@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import wholebatch as wb
 from tests.mistakes.kinds import rows, task
 from tests.mistakes.task import Batch, Task, flat, pieces, sgd
+from wholebatch.core.options import grouped
 
 LOOPS: dict[str, Callable[[], float]] = {}
 
@@ -107,7 +108,7 @@ def an_average_of_weights() -> float:
         *(made.model, sgd(made.model)),
         loss=lambda m, b: wb.Loss(*made.sum(m, b)),
         micro_batch=4,
-        ema=ours,
+        close=wb.Close(ema=ours),
     )
     optimizer = sgd(twin.model)
     for _ in range(3):
@@ -132,8 +133,7 @@ def several(kind: str, options: dict[str, Any], clip: Any = None, updates: int =
     train = wb.WholeBatch(
         *(made.model, sgd(made.model)),
         loss=lambda m, b: wb.Loss(*made.sum(m, b)),
-        micro_batch=4,
-        **options,
+        **grouped({"micro_batch": 4, **options}),
     )
     optimizer = sgd(twin.model)
     for _ in range(updates):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,15 +21,6 @@ from tests.mistakes.task import trajectory
 pytestmark = pytest.mark.slow
 PAIRS = [(one, door) for one in MISTAKES for door in one.doors]
 SEEDS = int(os.environ.get("WHOLEBATCH_MISTAKE_SEEDS", "1"))  # more of them look further
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _nothing_old_to_collect() -> Iterator[None]:
-    """Transformers' Trainer collects garbage after every run: keep what is imported out of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_the_catalogue() -> None:

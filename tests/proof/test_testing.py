@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from tests import processes
 from tests.proof.loops.mistakes import mean_of_means
 from tests.proof.loops.right import sums_over_counted_units
 from tests.support import mlp, samples
@@ -63,12 +62,15 @@ def test_pytest_shows_the_message_and_the_users_own_line(tmp_path: Path) -> None
         encoding="utf-8",
     )
     source = Path(wb.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        env={"PYTHONPATH": str(source), "PATH": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = processes.run(
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+        cwd=tmp_path,
+        environment={"PYTHONPATH": str(source), "PATH": "", "OMP_NUM_THREADS": "1"},
+        timeout=240,
     )
     assert done.returncode == 1, done.stderr
     assert re.search(r"^E +AssertionError: DIFFERENT update: ", done.stdout, re.M), done.stdout

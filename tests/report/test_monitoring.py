@@ -15,7 +15,7 @@ import pytest
 from tests.cli.conftest import command, recipe
 from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of
 from wholebatch.cli.report.metrics_writers import WandbRun, record_of, scalars_of
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError
 
 __all__ = ["command", "recipe"]  # fixtures of the command line, used here too

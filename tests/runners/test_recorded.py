@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests.support import EXACT, Whole, distance
 from wholebatch.compile.messages import ExecuteWarning
+from wholebatch.core.options import grouped
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.random_streams import Begins
 
@@ -86,8 +87,8 @@ def training(
 ) -> tuple[wb.WholeBatch, Recorder]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"loss": loss, "micro_batch": 3} | options
-    train = wb.WholeBatch(model, optimizer, **options)
-    feeding = train._feeding
+    train = wb.WholeBatch(model, optimizer, **grouped(options))
+    feeding = train._runner
     feeding.recorder = Recorder(
         feeding._lock_step,
         model=model,

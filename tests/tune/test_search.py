@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.memory.predict import Prediction
 from wholebatch.tune import setting_measurements as bench
 from wholebatch.tune.interleaved_timing import ratio_of

@@ -19,8 +19,9 @@ from wholebatch.cli.parallel_ranks import Crew
 from wholebatch.cli.recipes import Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.core.loss import Loss
+from wholebatch.core.options import Close, Memory
 from wholebatch.core.safe_loading import load_tensors
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
 
@@ -81,13 +82,13 @@ def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> 
         micro_batch=micro_batch_of(recipe, config),
         precision=config.autocast,
         clip_norm=config.clip_norm,
-        memory=config.budget,
+        memory=Memory(config.budget, gradients=config.gradients),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
-        gradients=config.gradients,  # type: ignore[arg-type]
-        nonfinite="skip" if config.gradients == "release" else "raise",
-        noise=None if config.noise == "off" else config.noise,  # type: ignore[arg-type]
+        close=Close(nonfinite="skip" if config.gradients == "release" else "raise"),
         scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
     )
+    if config.noise != "off":
+        train.measure_noise(config.noise)  # type: ignore[arg-type]
     return Trained(optimizer, train, zero)
 
 

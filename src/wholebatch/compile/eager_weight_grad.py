@@ -79,10 +79,10 @@ class Adding:
     @property
     def possible(self) -> bool:
         """True if autograd may not see some of the gradients."""
-        return self._window.store.only_eager is None and self._replaces
+        return self._window.store.only_eager is None and self.replaces
 
     @property
-    def _replaces(self) -> bool:
+    def replaces(self) -> bool:
         """True if the forwards of layers are replaced: not where something waits for gradients."""
         if not self.allowed or not _CAN_LOOK:
             return False
@@ -94,7 +94,7 @@ class Adding:
         """Run one micro-step eagerly."""
         window = self._window
         # Buckets of gradients are sent to the other ranks as autograd produces them.
-        if not self._replaces or (window.closing and window.sync.ranks > 1):
+        if not self.replaces or (window.closing and window.sync.ranks > 1):
             return self.plain(micro, loss)
         self._look_at_the_window()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.compile.messages import CannotTrace
-from wholebatch.core.splitting.structure import Structure, flatten
+from wholebatch.core.splitting.samples import Structure, flatten
 
 __all__ = ["Inputs", "Key", "take_apart"]
 

@@ -252,6 +252,11 @@ class Executor:
         """True if autograd itself adds every gradient of a micro-batch."""
         return self._plan.eager and not self._eager.possible
 
+    @property
+    def is_plain(self) -> bool:
+        """True if every micro-step will be eager code, with autograd adding the gradients."""
+        return self._plan.eager and self._forward is None and not self._eager.replaces
+
     # ---------------------------------------------------------------- prepare
 
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:

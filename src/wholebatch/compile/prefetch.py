@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten
 
 __all__ = ["Copies"]
 

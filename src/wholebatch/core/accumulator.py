@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core import state_dict as state
-from wholebatch.core.close import ClipNorm, CloseOptions, Policy
+from wholebatch.core.close import ClipNorm
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.gradient_hooks import OnGradient
 from wholebatch.core.loader_loop import over
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
-from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
-from wholebatch.core.one_call_at_a_time import Turn
-from wholebatch.core.step_result import Step
-from wholebatch.core.window import Window
+from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.options import Close, Memory
+from wholebatch.core.window import Step, Turn, Window
 from wholebatch.core.window_size import Steps
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
@@ -29,7 +27,6 @@ from wholebatch.coupled.batchnorm.running_statistics import Statistics
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
-from wholebatch.offload import GradientsOn, OptimizerOn
 from wholebatch.offload import choose as choose_store
 
 __all__ = ["Accumulator"]
@@ -61,9 +58,8 @@ class Accumulator:
     `audit=True` looks at the first window: what is given as a sum must not be a mean, the loss must
     not compare samples, and the model must not let them act on each other or move state of its own.
 
-    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
-    whole gradient. With `optimizer=None` a window ends with that gradient in `.grad`, for you to
-    step with and to clear.
+    `close=wb.Close(...)` says how a window ends, as in `WholeBatch`. With `optimizer=None` it ends
+    with the whole gradient in `.grad`, for you to step with and to clear.
     """
 
     def __init__(
@@ -73,19 +69,11 @@ class Accumulator:
         *,
         steps: int | dict[int, int] | Steps,
         clip_norm: ClipNorm = None,
-        clip_value: float | None = None,
-        on_gradient: OnGradient | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        ema: Ema | None = None,
-        nonfinite: Policy = "raise",
-        zero_units: Policy = "raise",
         batchnorm: str = "refuse",
-        gradients: GradientsOn = "device",
-        optimizer_on: OptimizerOn = "device",
-        sync: str = "auto",
-        allow_untested_device: bool = False,
+        memory: Memory | None = None,
         audit: bool = True,
+        close: Close | None = None,
     ) -> None:
         self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
         if batchnorm == "exact":
@@ -94,27 +82,27 @@ class Accumulator:
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
-        options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
-        engine = choose_sync(model, sync=sync)
+        close, memory = Close.of(close), _without_budget(memory)
+        options = close.with_clip_norm(clip_norm)
+        engine = choose_sync(model, sync=close.sync)
         target = build_target(
             model,
             optimizer,
             options=options,
             scheduler=scheduler,
-            ema=ema,
-            scaler=scaler,
-            allow_untested_device=allow_untested_device,
+            ema=close.ema,
+            scaler=close.scaler,
             sync=engine,
         )
         store = choose_store(
-            gradients,
-            optimizer_on=optimizer_on,
+            memory.gradients,
+            optimizer_on=memory.optimizer,
             target=target,
             options=options,
             sync=engine,
-            on_gradient=on_gradient is not None,
+            on_gradient=close.on_gradient is not None,
         )
-        self._window = Window(target, options, engine, store, on_gradient)
+        self._window = Window(target, options, engine, store, close.on_gradient)
         self._untouched = Untouched(self._window)
         reduce = engine.sum_tensor if engine.ranks > 1 else None
         self._batchnorms = [
@@ -417,3 +405,14 @@ class Accumulator:
             policy.load_state_dict(pending)
         self._feed = None
         self._resume = saved
+
+
+def _without_budget(memory: Memory | None) -> Memory:
+    if memory is None:
+        return Memory()
+    if not isinstance(memory, Memory) or memory.budget is not None:
+        raise OptionError(
+            f"memory={memory!r}: Accumulator owns no forward, so it can keep no budget; give "
+            "wb.Memory(gradients=..., optimizer=...), or use WholeBatch"
+        )
+    return memory

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, close_gradients
-from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.close import Closed, DeferredHooks, close_gradients
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.errors import WindowError

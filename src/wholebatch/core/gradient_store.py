@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions
-from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, StateError, WindowError

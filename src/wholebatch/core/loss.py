@@ -42,6 +42,7 @@ __all__ = [
     "mean_loss",
 ]
 
+
 Units: TypeAlias = int | float | Tensor
 
 _SUM_OR_MEAN = (

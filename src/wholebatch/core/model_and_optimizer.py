@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from wholebatch.errors import OptionError, UnsupportedError
 
 __all__ = ["Ema", "Scheduler", "Target", "build_target", "check_device", "step_scheduler"]
 
+UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
+"""The environment variable that allows devices on which no test of ours has run."""
 _TESTED_DEVICES = ("cpu", "cuda")
 
 
@@ -85,7 +88,6 @@ def build_target(
     ema: Ema | None = None,
     precision: str = "full",
     scaler: torch.amp.GradScaler | None = None,
-    allow_untested_device: bool = False,
     sync: Sync | None = None,
 ) -> Target:
     """Everything that a window updates, or the error that says why it cannot."""
@@ -123,7 +125,7 @@ def build_target(
     )
     device = parameters[0].device
     for parameter in parameters:
-        check_device(parameter.device, allow_untested_device=allow_untested_device)
+        check_device(parameter.device)
     return Target(
         models=models,
         optimizers=optimizers,
@@ -160,18 +162,18 @@ def step_scheduler(scheduler: Any, loss: float) -> None:
         scheduler.step()
 
 
-def check_device(device: torch.device, *, allow_untested_device: bool = False) -> None:
+def check_device(device: torch.device) -> None:
     """Refuse devices on which no test of ours has ever run."""
     if device.type == "meta":
         raise UnsupportedError(
             "parameters on the meta device hold no numbers: call model.to_empty(device=...) and "
             "load or initialise the weights first"
         )
-    if device.type not in _TESTED_DEVICES and not allow_untested_device:
+    if device.type not in _TESTED_DEVICES and os.environ.get(UNTESTED_DEVICE) != "1":
         raise UnsupportedError(
             f"parameters on device {device.type!r}: wholebatch is tested on "
             f"{' and '.join(_TESTED_DEVICES)} only, so its promise is not proven there; move the "
-            "model, or pass allow_untested_device=True and verify the update on your model"
+            f"model, or set {UNTESTED_DEVICE}=1 and verify the update on your model"
         )
 
 

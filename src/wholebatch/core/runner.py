@@ -1,4 +1,12 @@
-"""Who feeds a window: one micro-batch after the other, all in lock-step, or in two passes."""
+"""Runners: who makes the forwards and backwards of a window, and in which order.
+
+Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
+
+- `Runner` takes one micro-batch after the other.
+- `LockStepRunner` is for models with BatchNorm: their micro-batches meet at every BatchNorm.
+- `TwoPassRunner` is for a `wb.Coupled` loss: a first pass for the representations, a second one
+  for the gradients (in lock-step, where the model has BatchNorm).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
+from wholebatch.core import random_state
 from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
-from wholebatch.core.sequential import run_sequential
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
@@ -23,26 +32,35 @@ from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.batchnorm.running_statistics import Statistics
-from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
+from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
 from wholebatch.coupled.contrastive.whole_loss import WholeLoss
 from wholebatch.coupled.guard import Guard
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["AfterMicro", "Feeding", "LossFunction", "check_functions", "modules_of"]
+__all__ = [
+    "AfterMicro",
+    "BeforeMicro",
+    "LockStepRunner",
+    "LossFunction",
+    "Runner",
+    "TwoPassRunner",
+    "check_functions",
+    "choose_runner",
+    "find_nonfinite",
+    "modules_of",
+]
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
+BeforeMicro: TypeAlias = Callable[[int], None]
 
 
-class Feeding:
-    """Runs the forwards and backwards of a window by whoever its model needs.
+class Runner:
+    """Runs one micro-batch after the other, each by the way that `execute` chooses.
 
-    A model whose BatchNorms use batch statistics, with `batchnorm="exact"`, needs lock-step; a
-    `Coupled` loss needs two passes (of lock-step, if it must be); any other takes one micro-batch
-    after the other, each run by the executor. `model` is what the loss function is given; `root`
-    holds all modules of it.
+    `model` is what the loss function is given; `root` holds all modules of it.
     """
 
     def __init__(
@@ -54,14 +72,14 @@ class Feeding:
         window: Window,
         precision: Precision,
         execute: Execute,
-        batchnorm: str,
-        hold: Hold | Literal["auto"],
-        dropout: str,
+        policy: Policy | None,
+        dropout: PerSample | None,
         audit: bool,
     ) -> None:
         self.model = model
+        self.policy = policy
         self._loss = loss
-        self._drop = check_dropout(dropout, root)
+        self._drop = dropout
         self._numbers: dict[int, Sequence[int]] = {}
         self._first_number = 0
         self._audits, self._in_parts = audit, False
@@ -69,22 +87,8 @@ class Feeding:
         self._window = window
         self._precision = precision
         self._device = window.target.device
-        sync = window.sync
-        self._norms = [*batchnorms(root), *tracked_instance_norms(root)]
-        reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce)
         self._untouched = Untouched(window, by="the loss function")
-        self._lock_step.waits = self._untouched.remember
-        self.policy: Policy | None = None
-        if batchnorm != "exact":
-            reduce = None if sync.counts_must_agree else reduce
-            self.policy = choose_batchnorm(batchnorm, root, reduce=reduce)
-        if batchnorm == "sync" and sync.ranks > 1:
-            sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
-        self._guard = Guard(root, looks=audit and not sync.counts_must_agree)
-        self._whole = None
-        if isinstance(loss, Coupled):
-            self._whole = WholeLoss(loss, model, window=window, untouched=self._untouched)
+        self._guard: Guard | None = Guard(root, looks=audit and not window.sync.counts_must_agree)
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
             model=root,
@@ -92,25 +96,17 @@ class Feeding:
             window=window,
             precision=precision,
             device=self._device,
-            eager=self._eager,
+            eager=self._eager_step,
             single=SINGLE,
-            keeps_moments=isinstance(self.policy, Statistics),
+            keeps_moments=isinstance(policy, Statistics),
         )
-        self.recorder = Recorder(
-            self._lock_step,
-            model=root,
-            loss=loss.stand_in if isinstance(loss, Coupled) else loss,
-            window=window,
-            forward=self.forward,
-            single=SINGLE,
-            execute=self.executor.execute,
-            sixteen_bit=precision.name in ("bf16", "fp16"),
-        )
+        # Eager code alone, as on a CPU: decided here, not at every micro-step.
+        self._is_plain = self.executor.is_plain and dropout is None
 
     def _executed(self, execute: Execute) -> Execute:
-        """How micro-steps run: what only eager code can do is refused where a graph is asked."""
+        """Return how micro-steps run; refuse a graph where only eager code can do it."""
         why = None
-        if self._whole is not None:
+        if isinstance(self._loss, Coupled):
             why = "a loss of wb.Coupled runs encode twice (compile the encoder itself instead)"
         elif self._drop is not None:
             why = 'dropout="per-sample" makes its masks in Python'
@@ -120,36 +116,44 @@ class Feeding:
             raise OptionError(f'execute="{execute}": not possible here: {why}; use "auto"')
         return execute if why is None else "eager"
 
-    # ------------------------------------------------------------ the windows
+    # --------------------------------------------------------------- the look
 
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
-        """Before the first window that is split: refuse what does not add up."""
+        """Refuse what does not add up, before the first window that is split."""
+        guard = self._guard
+        if guard is None:
+            return
         sync = self._window.sync
         # A batch that is whole now may be cut when memory runs out: `run` looks then.
         self._undivided = layout if len(micros) == 1 else None
-        if not self._guard.pending or (len(micros) == 1 and sync.ranks == 1):
+        if not guard.pending or (len(micros) == 1 and sync.ranks == 1):
             return
         encodes = isinstance(self._loss, Coupled)
         function = self._loss.encode if isinstance(self._loss, Coupled) else self._loss
 
         def run(few: Any) -> Any:
             with self._precision.forward():
-                return function(self.model, self._moved(few))
+                return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        self._guard.look(run, batch, micros, layout, outputs=encodes, name=name, sync=sync)
+        guard.look(run, batch, micros, layout, outputs=encodes, name=name, sync=sync)
+        if not guard.pending:
+            self._guard = None
 
     def join_look(self) -> None:
-        """A rank without a sample takes part in the look of the others."""
-        self._guard.join(self._window.sync)
+        """Take part in the other ranks' look, without a sample."""
+        if self._guard is not None:
+            self._guard.join(self._window.sync)
+
+    # ------------------------------------------------------------ the windows
 
     @property
     def numbers_samples(self) -> bool:
-        """Whether `begin_window` and `run` need to know which samples are where."""
+        """True if `begin_window` and `run` need to know which samples are where."""
         return self._drop is not None
 
     def begin_window(self, samples: int = 0) -> None:
-        """The first micro-batch of an attempt at a window, of so many samples, comes next."""
+        """Begin an attempt at a window of so many samples."""
         self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
@@ -157,7 +161,7 @@ class Feeding:
             self._agree_on_samples(self._drop, samples)
 
     def _agree_on_samples(self, drop: PerSample, samples: int) -> None:
-        """One seed for all ranks, and a number for every sample of the global batch."""
+        """Agree on one seed for all ranks, and a number for every sample of the global batch."""
         sync = self._window.sync
         seed = drop.draw_seed()
         values = [0.0] * (1 + sync.ranks)
@@ -168,12 +172,12 @@ class Feeding:
         self._first_number = int(sum(values[1 : 1 + sync.rank]))
 
     def end_window(self) -> None:
-        """The window's update is made."""
+        """Take note that the window's update is made."""
         if self.policy is not None:
             self.policy.end_window()
 
     def discard_window(self) -> None:
-        """The window is over, whatever became of it."""
+        """Forget the window, whatever became of it."""
         if self.policy is not None:
             self.policy.discard_window()
 
@@ -181,119 +185,231 @@ class Feeding:
         self,
         micros: Sequence[Any],
         *,
-        first: int,
-        reduces: bool,
-        before_micro: Callable[[int], None],
-        after_micro: AfterMicro,
+        first: int = 0,
+        reduces: bool = True,
+        before_micro: BeforeMicro = lambda index: None,
+        after_micro: AfterMicro = lambda done, of: None,
         numbers: Sequence[Sequence[int]] = (),
+        stand_in: Any = None,
     ) -> None:
-        """The forwards and backwards of `micros[first:]`; the last backward may reduce.
+        """Run `micros[first:]`; the last backward reduces the gradients, unless the close does.
 
-        `numbers`: of each micro-batch, its samples' places in this rank's batch.
+        `numbers` are the places of each micro-batch's samples in this rank's batch. Where all ranks
+        must run equally many forwards, one with fewer micro-batches runs its last one again (or
+        `stand_in`, if it has none), with weight zero and its buffers put back.
         """
-        if len(micros) > 1 and self._undivided is not None and self._window.sync.ranks == 1:
-            self.look_at(micros[0], micros, {**self._undivided, "batch_size": None})
-        self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
-        before = None if self._drop is None else torch.get_rng_state()
-        self._run(micros, first, reduces, before_micro, after_micro)
-        if before is not None:
-            torch.set_rng_state(before)  # the window has drawn its seed, and nothing else counts
-
-    def _run(
-        self,
-        micros: Sequence[Any],
-        first: int,
-        reduces: bool,
-        before_micro: Callable[[int], None],
-        after_micro: AfterMicro,
-    ) -> None:
-        together = self.in_lock_step(micros)
-        self._in_parts = len(micros) > 1 or self._window.sync.ranks > 1
-        if together and self._window.sync.counts_must_agree:
-            raise UnsupportedError(
-                'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
-                'which cannot wait in step; use DDP, "statistics", "freeze", "group" or "layer"'
-            )
-
-        def before(index: int) -> None:
+        window, drawn = self._window, self._prepare(micros, numbers)
+        micro_step = self._eager_step if self._is_plain else self.micro_step
+        places = self.agreed_places(len(micros))
+        for index in range(first, places):
+            window.closing = reduces and index == places - 1
             before_micro(index)
-            if self.policy is not None:
-                self.policy.micro()  # what comes is another micro-batch
+            if index < len(micros):
+                micro_step(micros[index])
+                window.micro_batch_done()
+                after_micro(index + 1, len(micros))
+            else:
+                self._run_weightless(micros[-1] if micros else stand_in)
+        if drawn is not None:
+            torch.set_rng_state(drawn)
 
-        if self._whole is not None:
-            self._whole.run(
-                micros,
-                reduces=reduces,
-                moved=self._moved,
-                sampling=self._sampling,
-                computing=self._precision.forward,
-                between=self._between_passes,
-                each=self._each_in_lock_step if together else None,
-                keeps_graphs=self.policy is None,  # one that counts forwards counts the second's
-                before_micro=before,
-                after_micro=after_micro,
-            )
-        elif not together:
-            run_sequential(
-                self._window,
-                micros,
-                self.micro_step,
-                first=first,
-                places=self.agreed_places(len(micros)),
-                reduces=reduces,
-                before_micro=before_micro,
-                after_micro=after_micro,
-            )
-        elif first < len(micros):
-            self._run_in_lock_step(micros)
-            after_micro(len(micros), len(micros))
+    def _prepare(self, micros: Sequence[Any], numbers: Sequence[Sequence[int]]) -> Tensor | None:
+        """Look at a batch that is cut only now; return the random state to put back afterwards."""
+        sync = self._window.sync
+        self._in_parts = len(micros) > 1 or sync.ranks > 1
+        is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
+        if is_cut and self._guard is not None:
+            self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
+        if self._drop is None:
+            return None
+        self._numbers = {id(micro): own for micro, own in zip(micros, numbers, strict=False)}
+        return torch.get_rng_state()  # the window has drawn its seed, and nothing else counts
+
+    def _run_weightless(self, micro: Any) -> None:
+        """Take part in the collectives of a micro-batch, and leave no trace of it."""
+        window = self._window
+        before = [ForwardState(model) for model in window.target.models]
+        window.weightless = True
+        self.micro_step(micro)
+        window.weightless = False
+        for state in before:
+            state.restore()
 
     def agreed_places(self, own: int) -> int:
-        """How many micro-batches every rank runs, where they must agree."""
+        """Return how many micro-batches every rank runs, where they must agree."""
         sync = self._window.sync
         if not sync.counts_must_agree:
             return own
         return int(sync.largest(torch.tensor(float(own), device=self._device)))
 
-    @property
-    def whole_loss(self) -> WholeLoss | None:
-        """The two passes, where the loss is of the whole batch."""
-        return self._whole
+    def in_lock_step(self, micros: Sequence[Any]) -> bool:
+        """Return True if these micro-batches have to run together."""
+        return False
+
+    def needs_lock_step(self) -> bool:
+        """Return True if a BatchNorm would use batch statistics now."""
+        return False
 
     def needs_every_rank(self) -> str | None:
-        """Why no rank may be without data; None where one may."""
-        if self._whole is not None:
-            return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
-        if self.needs_lock_step():
-            return 'batchnorm="exact" needs every rank at every BatchNorm'
+        """Return why no rank may be without data; None where one may."""
         if isinstance(self.policy, Statistics) and self.policy.spans_ranks:
             return 'batchnorm="statistics" merges the running statistics of every rank'
         return None
 
-    def _between_passes(self) -> None:
-        # What was cast without a graph leads no gradient back; autocast would keep it.
-        torch.clear_autocast_cache()
-        if self.policy is not None:
-            self.policy.begin_window()  # the second pass counts
-
-    # -------------------------------------------------------------- lock-step
+    @property
+    def whole_loss(self) -> WholeLoss | None:
+        """The two passes, where the loss is of the whole batch."""
+        return None
 
     def hold(self, hold: Hold) -> None:
-        """What lock-step begins with holding; less, if memory runs out all the same."""
+        """Begin with holding this much of lock-step; there is none here."""
+
+    # ---------------------------------------------------------- a micro-batch
+
+    def micro_step(self, micro: Any) -> None:
+        """Run forward and backward of a micro-batch, and enter it in the window."""
+        with self._sampling(micro):
+            self.executor.micro_step(micro)
+
+    def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
+        """Return the loss of a micro-batch, in the window's precision and on its device."""
+        with self._sampling(micro):
+            return self._loss_of(micro, loss_function or self._loss)
+
+    def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
+        """Run forward and backward by autograd; return the loss."""
+        loss = self._loss_of(micro, loss_function or self._loss)
+        if self._is_plain or self.executor.by_autograd:
+            self._untouched.check()
+            self._window.add_loss(loss)
+            self._untouched.remember()
+        else:  # a graph may have added to the gradients since the last eager micro-step
+            self._window.add_loss(loss)
+        return loss
+
+    def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
+        assert not isinstance(loss_function, Coupled)
+        micro = to_device(micro, self._device)
+        with self._precision.forward():
+            loss = as_loss(loss_function(self.model, micro))
+        if self._in_parts and self._audits and isinstance(loss, OfTheBatch):
+            refuse_in_parts(loss)
+        if self.policy is not None:
+            self.policy.micro()
+        return loss
+
+    def _sampling(self, micro: Any) -> AbstractContextManager[None]:
+        """Return a context in which dropout's masks are those of the samples of `micro`."""
+        if self._drop is None:
+            return nullcontext()
+        numbers = self._numbers.get(id(micro))
+        if numbers is None:  # a stand-in, which is not counted
+            numbers = range(batch_size_of(micro))
+        return self._drop.micro(torch.tensor(numbers) + self._first_number)
+
+    # ----------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what an open window holds beside its gradients."""
+        return {
+            "batchnorm": None if self.policy is None else self.policy.state_dict(),
+            "dropout": None if self._drop is None else (self._drop.seed, self._first_number),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with the window of `state_dict`."""
+        if self.policy is not None and saved["batchnorm"] is not None:
+            self.policy.load_state_dict(saved["batchnorm"])
+        if self._drop is not None and saved.get("dropout") is not None:
+            seed, self._first_number = saved["dropout"]
+            if seed is not None:
+                self._drop.begin_window(seed)
+
+
+class LockStepRunner(Runner):
+    """Runs micro-batches together, so that they meet at every BatchNorm.
+
+    One whose BatchNorms are in eval mode, or a window of one micro-batch in one process, needs no
+    meeting and runs as in `Runner`.
+    """
+
+    def __init__(
+        self, *given: Any, root: nn.Module, hold: Hold | Literal["auto"], **options: Any
+    ) -> None:
+        super().__init__(*given, root=root, **options)
+        window, sync = self._window, self._window.sync
+        self._norms = [*batchnorms(root), *tracked_instance_norms(root)]
+        reduce = sync.sum_tensor if sync.ranks > 1 else None
+        self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce)
+        self._lock_step.waits = self._untouched.remember
+        self.recorder = Recorder(
+            self._lock_step,
+            model=root,
+            loss=self._loss.stand_in if isinstance(self._loss, Coupled) else self._loss,
+            window=window,
+            forward=self.forward,
+            single=SINGLE,
+            execute=self.executor.execute,
+            sixteen_bit=self._precision.name in ("bf16", "fp16"),
+        )
+
+    def hold(self, hold: Hold) -> None:
+        """Begin with holding this much on the device; less, if memory runs out all the same."""
         self._lock_step.begin_with(hold)
 
     def in_lock_step(self, micros: Sequence[Any]) -> bool:
-        """Whether these micro-batches have to run together."""
+        """Return True if these micro-batches have to run together."""
         many = len(micros) > 1 or self._window.sync.ranks > 1
         return many and self.needs_lock_step()
 
     def needs_lock_step(self) -> bool:
-        """Whether a BatchNorm would use batch statistics, or an InstanceNorm move its own, now."""
+        """Return True if a norm uses batch statistics now, or moves running ones."""
         return self.policy is None and any(uses_batch_statistics(m) for _, m in self._norms)
 
-    def _run_in_lock_step(self, micros: Sequence[Any]) -> None:
-        """All micro-batches together, meeting at every BatchNorm; done all at once."""
+    def needs_every_rank(self) -> str | None:
+        if self.needs_lock_step():
+            return 'batchnorm="exact" needs every rank at every BatchNorm'
+        return super().needs_every_rank()
 
+    def run(
+        self,
+        micros: Sequence[Any],
+        *,
+        first: int = 0,
+        reduces: bool = True,
+        before_micro: BeforeMicro = lambda index: None,
+        after_micro: AfterMicro = lambda done, of: None,
+        numbers: Sequence[Sequence[int]] = (),
+        stand_in: Any = None,
+    ) -> None:
+        """Run all micro-batches together where they must meet, else one after the other."""
+        if not self.in_lock_step(micros):
+            super().run(
+                micros,
+                first=first,
+                reduces=reduces,
+                before_micro=before_micro,
+                after_micro=after_micro,
+                numbers=numbers,
+                stand_in=stand_in,
+            )
+            return
+        self._refuse_sharded()
+        drawn = self._prepare(micros, numbers)
+        if first < len(micros):
+            self._run_together(micros)
+            after_micro(len(micros), len(micros))
+        if drawn is not None:
+            torch.set_rng_state(drawn)
+
+    def _refuse_sharded(self) -> None:
+        if self._window.sync.counts_must_agree:
+            raise UnsupportedError(
+                'batchnorm="exact" on a sharded model: its forwards run collectives of their own, '
+                'which cannot wait in step; use DDP, "statistics", "freeze", "group" or "layer"'
+            )
+
+    def _run_together(self, micros: Sequence[Any]) -> None:
         def forward(micro: Any) -> tuple[Any, Loss | Terms]:
             return micro, self.forward(micro)
 
@@ -308,6 +424,65 @@ class Feeding:
             micros, lambda: self._lock_step.run(micros, forward=forward, backward=backward)
         )
 
+
+class TwoPassRunner(LockStepRunner):
+    """Runs a loss of the whole batch: representations first, then their gradients."""
+
+    def __init__(self, model: Any, loss: Coupled, **options: Any) -> None:
+        super().__init__(model, loss, **options)
+        self._whole = WholeLoss(loss, model, window=self._window, untouched=self._untouched)
+
+    @property
+    def whole_loss(self) -> WholeLoss:
+        """The two passes."""
+        return self._whole
+
+    def needs_every_rank(self) -> str | None:
+        return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
+
+    def run(
+        self,
+        micros: Sequence[Any],
+        *,
+        first: int = 0,
+        reduces: bool = True,
+        before_micro: BeforeMicro = lambda index: None,
+        after_micro: AfterMicro = lambda done, of: None,
+        numbers: Sequence[Sequence[int]] = (),
+        stand_in: Any = None,
+    ) -> None:
+        """Run both passes over all micro-batches."""
+        together = self.in_lock_step(micros)
+        if together:
+            self._refuse_sharded()
+        drawn = self._prepare(micros, numbers)
+
+        def before(index: int) -> None:
+            before_micro(index)
+            if self.policy is not None:
+                self.policy.micro()  # what comes is another micro-batch
+
+        self._whole.run(
+            micros,
+            reduces=reduces,
+            moved=lambda micro: to_device(micro, self._device),
+            sampling=self._sampling,
+            computing=self._precision.forward,
+            between=self._between_passes,
+            each=self._each_in_lock_step if together else None,
+            keeps_graphs=self.policy is None,  # one that counts forwards counts the second's
+            before_micro=before,
+            after_micro=after_micro,
+        )
+        if drawn is not None:
+            torch.set_rng_state(drawn)
+
+    def _between_passes(self) -> None:
+        # What was cast without a graph leads no gradient back; autocast would keep it.
+        torch.clear_autocast_cache()
+        if self.policy is not None:
+            self.policy.begin_window()  # the second pass counts
+
     def _each_in_lock_step(
         self,
         items: Sequence[tuple[int, Any]],
@@ -316,67 +491,34 @@ class Feeding:
     ) -> list[Any]:
         return self._lock_step.run(items, forward=forward, backward=backward)
 
-    # ---------------------------------------------------------- a micro-batch
 
-    def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
-        """The loss of a micro-batch, in the window's precision and on the model's device."""
-        with self._sampling(micro):
-            return self._computed(micro, loss_function or self._loss)
-
-    def _computed(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
-        assert not isinstance(loss_function, Coupled)
-        micro = to_device(micro, self._device)
-        with self._precision.forward():
-            loss = as_loss(loss_function(self.model, micro))
-        if self._in_parts and self._audits:
-            refuse_in_parts(loss)
-        if self.policy is not None:
-            self.policy.micro()
-        return loss
-
-    def micro_step(self, micro: Any) -> None:
-        """Forward and backward of a micro-batch, entered in the window."""
-        with self._sampling(micro):
-            self.executor.micro_step(micro)
-
-    def _eager(self, micro: Any, loss_function: LossFunction) -> Loss | Terms:
-        loss = self._computed(micro, loss_function)
-        if self.executor.by_autograd:
-            with self._untouched.backward():
-                self._window.add_loss(loss)
-        else:  # a graph may have added to the gradients since the last eager micro-step
-            self._window.add_loss(loss)
-        return loss
-
-    def _moved(self, micro: Any) -> Any:
-        return to_device(micro, self._device)
-
-    def _sampling(self, micro: Any) -> AbstractContextManager[None]:
-        """Where the masks of dropout follow their samples: within it they are those of `micro`."""
-        if self._drop is None:
-            return nullcontext()
-        numbers = self._numbers.get(id(micro))
-        if numbers is None:  # a stand-in, which is not counted
-            numbers = range(batch_size_of(micro))
-        return self._drop.micro(torch.tensor(numbers) + self._first_number)
-
-    # ----------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """What an open window holds beside its gradients."""
-        return {
-            "batchnorm": None if self.policy is None else self.policy.state_dict(),
-            "dropout": None if self._drop is None else (self._drop.seed, self._first_number),
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with the window of `state_dict`."""
-        if self.policy is not None and saved["batchnorm"] is not None:
-            self.policy.load_state_dict(saved["batchnorm"])
-        if self._drop is not None and saved.get("dropout") is not None:
-            seed, self._first_number = saved["dropout"]
-            if seed is not None:
-                self._drop.begin_window(seed)
+def choose_runner(
+    model: Any,
+    loss: LossFunction | Coupled,
+    *,
+    root: nn.Module,
+    window: Window,
+    batchnorm: str,
+    hold: Hold | Literal["auto"],
+    dropout: str,
+    **options: Any,
+) -> Runner:
+    """Return the runner that this model and loss need; refuse options that do not go together."""
+    sync = window.sync
+    drop = check_dropout(dropout, root)
+    policy = None
+    if batchnorm != "exact":
+        reduce = None if sync.counts_must_agree or sync.ranks == 1 else sync.sum_tensor
+        policy = choose_batchnorm(batchnorm, root, reduce=reduce)
+    if batchnorm == "sync" and sync.ranks > 1:
+        sync.counts_must_agree = True  # its layers meet the other ranks' in every forward
+    options.update(root=root, window=window, policy=policy, dropout=drop)
+    if isinstance(loss, Coupled):
+        return TwoPassRunner(model, loss, hold=hold, **options)
+    has_norms = bool(batchnorms(root) or tracked_instance_norms(root))
+    if hold != "auto" or (policy is None and has_norms):
+        return LockStepRunner(model, loss, hold=hold, **options)
+    return Runner(model, loss, **options)
 
 
 def check_functions(loss: object, units: object) -> None:
@@ -406,3 +548,39 @@ def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:
     if isinstance(model, Mapping):
         return nn.ModuleDict(dict(model)), models
     return nn.ModuleList(models), models
+
+
+def find_nonfinite(
+    model: nn.Module,
+    micros: Sequence[Any],
+    forward: Callable[[Any], Loss | Terms],
+    start: dict[str, Any],
+) -> tuple[int | None, str]:
+    """The first micro-batch whose gradient is not finite, and a sentence that says so.
+
+    `start` is the random state before the first of them; buffers and random state are left as
+    they are found.
+    """
+    now = ForwardState(model)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [parameter for _, parameter in named]
+    random_state.restore(start)
+    try:
+        for index, micro in enumerate(micros):
+            loss = forward(micro)
+            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+            gradients = torch.autograd.grad(
+                [term.total for term in terms], parameters, allow_unused=True
+            )
+            for (name, _), gradient in zip(named, gradients, strict=True):
+                if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                    return index, (
+                        f"Replayed, micro-batch {index + 1} of {len(micros)} is the first "
+                        f"whose gradient is not finite, at parameter {name}"
+                    )
+    finally:
+        now.restore()
+    return None, (
+        "Replayed, no micro-batch has such a gradient alone: their sum overflows, or a gradient "
+        "hook or on_gradient= has made it so"
+    )

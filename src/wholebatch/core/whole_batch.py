@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -12,32 +12,33 @@ from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
 from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
-from wholebatch.core.close import ClipNorm, CloseOptions, Policy, read_scalars
-from wholebatch.core.gradient_hooks import OnGradient
-from wholebatch.core.model_and_optimizer import Ema, Scheduler, build_target
-from wholebatch.core.noise_scale import Noise, NoiseScale, Probe, check_noise
-from wholebatch.core.nonfinite_search import find_nonfinite
-from wholebatch.core.one_call_at_a_time import Turn
-from wholebatch.core.runner import AfterMicro, Feeding, LossFunction, check_functions, modules_of
+from wholebatch.core.close import ClipNorm, read_scalars
+from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
+from wholebatch.core.options import BatchNorm, Close, Memory, Samples
+from wholebatch.core.runner import (
+    AfterMicro,
+    LossFunction,
+    check_functions,
+    choose_runner,
+    find_nonfinite,
+    modules_of,
+)
 from wholebatch.core.splitting import Tokens
-from wholebatch.core.splitting.layout import check_layout
-from wholebatch.core.splitting.token_budget import check_micro_batch
-from wholebatch.core.step_result import Step
 from wholebatch.core.units import UnitsCount, UnitsFunction
-from wholebatch.core.window import Window
-from wholebatch.coupled.batchnorm.lock_step import Hold
+from wholebatch.core.window import Step, Turn, Window
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.distributed.uneven_ranks import batches_of, join
 from wholebatch.errors import NonFiniteError, StateError, WindowError
-from wholebatch.memory.budget import Memory
+from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
-from wholebatch.offload import GradientsOn, OptimizerOn
+from wholebatch.memory.out_of_memory import Attempt
 from wholebatch.offload import choose as choose_store
 
 __all__ = ["WholeBatch"]
 
-MicroBatch: TypeAlias = int | Tokens | Literal["auto"]
+MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
 class WholeBatch:
@@ -57,27 +58,25 @@ class WholeBatch:
     `loss(model, micro)` returns `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of
     per-unit losses. `units(micro)`, if given, counts them before the first backward (a number, or
     one for each term); a loss of several terms needs it. Batches may stay on the host: only the
-    micro-batch travels to the model's device. `batch_size` (a number, or a function of the batch)
-    and `static` (names of leaves that are not to be split) say how a batch is to be read where it
-    cannot be told. A model with BatchNorm runs its micro-batches in lock-step, with the statistics
-    of the whole batch (`batchnorm="exact"`); `hold` says what of them stays on the device. A model
-    that couples its samples in another way is refused before its first split step, by name
-    (`audit=False` trains it knowingly).
+    micro-batch travels to the model's device. Where a batch does not show its samples,
+    `micro_batch=wb.samples(8, batch_size=..., static=...)` says how to read it. A model with
+    BatchNorm runs its micro-batches in lock-step, with the statistics of the whole batch
+    (`batchnorm="exact"`, or `wb.BatchNorm(policy, hold=...)`). A model that couples its samples in
+    another way is refused before its first split step, by name (`audit=False` trains it knowingly).
 
     A loss that compares samples is `loss=wb.Coupled(encode, loss)`; `model` may be a list or dict
     of models. With `dropout="per-sample"` masks follow their samples, however the batch is split.
 
-    `on_gradient(named)` is called once per window with (name, parameter) pairs whose `.grad` is the
-    whole gradient, before it is clipped, and may change it in place. To step yourself, give
-    `optimizer=None` and call `gradient(batch)`.
+    `close=wb.Close(...)` says how a window ends: clipping by value, work on the whole gradient,
+    what is not finite, a GradScaler, an EMA. To step yourself, give `optimizer=None` and call
+    `gradient(batch)`.
 
     `micro_batch="auto"` takes the largest that is predicted to fit into `memory` ("20GiB", a
     fraction, or what is free). A window that runs out of memory all the same begins again with
     smaller micro-batches, and later windows begin with those: the update is the same.
 
-    `gradients="host"` sums the gradients in host memory, and `optimizer_on="host"` keeps the
-    optimizer's state there; `"swap"` lets Adam's moments wait there in the gradients' place;
-    `"release"` frees them in the last backward. `"moments"` (Adam accumulation) is approximate.
+    `memory=wb.Memory(budget, gradients="host", optimizer="host")` also keeps gradients and the
+    optimizer's state out of the device's memory.
     """
 
     def __init__(
@@ -90,72 +89,57 @@ class WholeBatch:
         units: UnitsFunction | None = None,
         precision: str = "full",
         clip_norm: ClipNorm = None,
-        clip_value: float | None = None,
-        on_gradient: OnGradient | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        ema: Ema | None = None,
-        nonfinite: Policy = "raise",
-        zero_units: Policy = "raise",
-        batchnorm: str = "exact",
-        hold: Hold | Literal["auto"] = "auto",
+        batchnorm: BatchNorm | str = "exact",
         dropout: str = "fresh",
-        audit: bool = True,
-        memory: Memory | None = None,
         execute: Execute = "auto",
-        gradients: GradientsOn = "device",
-        optimizer_on: OptimizerOn = "device",
-        sync: str = "auto",
-        noise: Noise = None,
-        batch_size: int | Callable[[Any], int] | None = None,
-        static: str | Sequence[str] = (),
-        allow_untested_device: bool = False,
+        memory: Memory | Budget | None = None,
+        audit: bool = True,
+        close: Close | None = None,
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        micro_batch = check_micro_batch(micro_batch)
-        check_noise(noise)
-        check_layout(batch_size, static)
-        options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
+        given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
+        close = Close.of(close)
+        options = close.with_clip_norm(clip_norm)
         root, models = modules_of(model)
-        engine = choose_sync(models, sync=sync)
+        engine = choose_sync(models, sync=close.sync)
         target = build_target(
             models,
             optimizer,
             options=options,
             scheduler=scheduler,
-            ema=ema,
+            ema=close.ema,
             precision=precision,
-            scaler=scaler,
-            allow_untested_device=allow_untested_device,
+            scaler=close.scaler,
             sync=engine,
         )
         self.model, self._root = model, root
-        self.micro_batch = micro_batch
+        self.micro_batch = given.micro_batch
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, engine)
-        self._layout: dict[str, Any] = {"batch_size": batch_size, "static": static}
+        self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
         keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
         store = choose_store(
-            gradients,
-            optimizer_on=optimizer_on,
+            memory.gradients,
+            optimizer_on=memory.optimizer,
             target=target,
             options=options,
             sync=engine,
             counts_units=units is not None or isinstance(loss, Coupled),
-            on_gradient=on_gradient is not None,
+            on_gradient=close.on_gradient is not None,
         )
-        self._window = Window(target, options, engine, store, on_gradient)
-        self._feeding = Feeding(
+        self._window = Window(target, options, engine, store, close.on_gradient)
+        self._runner = choose_runner(
             model,
             loss,
             root=root,
             window=self._window,
             precision=self._precision,
             execute=execute,
-            batchnorm=batchnorm,
-            hold=hold,
+            batchnorm=norms.policy,
+            hold=norms.hold,
             dropout=dropout,
             audit=audit,
         )
@@ -163,23 +147,21 @@ class WholeBatch:
             root,
             loss.stand_in if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
-            micro_batch=micro_batch,
-            memory=memory,
+            micro_batch=given.micro_batch,
+            memory=memory.budget,
             precision=precision,
             layout=self._layout,
             scale=target.scale,
             sync=engine,
-            is_coupled=self._feeding.needs_lock_step,
-            hold=self._feeding.hold,
-            gradients=gradients,
-            noise=noise is not None,
+            is_coupled=self._runner.needs_lock_step,
+            hold=self._runner.hold,
+            gradients=memory.gradients,
         )
-        if self._feeding.whole_loss is not None:
-            keeping = self._feeding.whole_loss.keeping
+        if self._runner.whole_loss is not None:
+            keeping = self._runner.whole_loss.keeping
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
             self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
-        coupled = self._feeding.needs_every_rank() is not None
-        self._probe = Probe(noise, self._window, coupled=coupled)
+        self._probe: Probe | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
@@ -208,10 +190,20 @@ class WholeBatch:
         """Seconds so far that this rank has waited for others; None where the engine hides it."""
         return self._window.sync.waited()
 
+    def measure_noise(self, every: int | Literal["auto"] = "auto") -> None:
+        """Measure the gradient noise scale in one of `every` windows, from here on.
+
+        A measured window costs up to a fifth more. `noise` is the estimate so far.
+        """
+        check_noise(every)
+        coupled = self._runner.needs_every_rank() is not None
+        self._probe = Probe(every, self._window, coupled=coupled)
+        self._fitting.measures_noise = True
+
     @property
     def noise(self) -> NoiseScale | None:
-        """The gradient noise scale as far as `noise=` has measured it: `noise.advice()`."""
-        return self._probe.estimate
+        """The gradient noise scale as far as it was measured: `noise.advice()`."""
+        return None if self._probe is None else self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
         """One update from the whole batch. After an error nothing of the batch is left behind.
@@ -222,7 +214,7 @@ class WholeBatch:
         if not self._window.target.steps:
             raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
         with self._turn, self._window.sync.failures():
-            self.last_step = self._window_of(batch, after_micro)
+            self.last_step = self._update(batch, after_micro)
         return self.last_step
 
     def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
@@ -233,7 +225,7 @@ class WholeBatch:
         """
         self._window.store.check_hand_over()
         with self._turn, self._window.sync.failures():
-            self.last_step = self._window_of(batch, after_micro, steps=False)
+            self.last_step = self._update(batch, after_micro, steps=False)
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:
@@ -245,44 +237,47 @@ class WholeBatch:
             self._fitting.split(batch)
         return self._fitting.said
 
-    def _window_of(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
+    def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         micros = self._fitting.split(batch)
-        self._feeding.look_at(batch, micros, self._layout)
+        self._runner.look_at(batch, micros, self._layout)
         window = self._window
-        start = random_state.capture(every=False)
         first = self._resume_at(micros) if window.is_open else 0
-        known = self._count(micros) if self._count is not None and not window.is_open else None
-
-        def attempt(parts: Sequence[Any], at: Callable[[int], None]) -> None:
-            if not window.is_open:
-                self._begin(known)
-            together = self._feeding.in_lock_step(parts)
-            own = self._feeding.executor.by_autograd
-            self._probe.begin(first=first, together=together, own=own)
-            self._run(parts, first, at, after_micro)
-
-        self._precision.begin()
+        known = None if self._count is None or window.is_open else self._count(micros)
+        start = random_state.capture(every=False)
         try:
-            if first or not self._fitting.recovers:  # a resumed window cannot begin again
-                attempt(micros, lambda index: None)
-            else:
-                micros = self._fitting.run(micros, attempt, self._begin_again)
-            self._precision.end()
-            replays = not first and not self._feeding.in_lock_step(micros)
-            return self._close(micros, start if replays else None, steps)
+            with self._precision.window():
+                for attempt in self._attempts(micros, first):
+                    with attempt:
+                        self._begin(known, attempt.micros, first)
+                        self._run(attempt, first, after_micro)
+            replays = not first and not self._runner.in_lock_step(attempt.micros)
+            return self._close(attempt.micros, start if replays else None, steps)
         finally:
-            self._probe.end()
-            self._precision.end()
+            if self._probe is not None:
+                self._probe.end()
             window.sync.restore()
             self._done = 0
             if window.is_open:
                 window.discard()
-            self._feeding.discard_window()
+            self._runner.discard_window()
 
-    def _begin(self, known: dict[str, float] | None) -> None:
-        if known is not None:
-            self._window.begin(known=known)
-        self._feeding.begin_window(self._fitting.samples if self._feeding.numbers_samples else 0)
+    def _attempts(self, micros: list[Any], first: int) -> Iterable[Attempt]:
+        """Return attempts at the window; a resumed one cannot begin again."""
+        if first or not self._fitting.recovers:
+            return [Attempt(micros)]
+        return self._fitting.attempts(micros, self._begin_again)
+
+    def _begin(self, known: dict[str, float] | None, micros: Sequence[Any], first: int) -> None:
+        """Open the window, unless it is one that is resumed, or the first loss must open it."""
+        if not self._window.is_open:
+            if known is not None:
+                self._window.begin(known=known)
+            numbers = self._runner.numbers_samples
+            self._runner.begin_window(self._fitting.samples if numbers else 0)
+        if self._probe is not None:
+            together = self._runner.in_lock_step(micros)
+            own = self._runner.executor.by_autograd
+            self._probe.begin(first=first, together=together, own=own)
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
@@ -290,33 +285,32 @@ class WholeBatch:
         if window.is_open and window.sync.ranks > 1 and window.next_seed is None:
             window.next_seed = read_scalars([window.seed])[0]
         window.discard()
-        self._feeding.executor.let_go()
+        self._runner.executor.let_go()
 
-    def _run(
-        self,
-        micros: Sequence[Any],
-        first: int,
-        at: Callable[[int], None],
-        after_micro: AfterMicro | None,
-    ) -> None:
-        """The forwards and backwards of a window, by whoever is to run them."""
+    def _run(self, attempt: Attempt, first: int, after_micro: AfterMicro | None) -> None:
+        """Run the forwards and backwards of a window."""
+        probe, micros = self._probe, attempt.micros
         self._done, self._of = first, len(micros)
 
-        def told(done: int, of: int) -> None:
+        def before(index: int) -> None:
+            attempt.place = index
+
+        def after(done: int, of: int) -> None:
             self._done = done
-            self._probe.micro_batch_done()
+            if probe is not None:
+                probe.micro_batch_done()
             if after_micro is not None:
                 after_micro(done, of)
 
         # A rank that must begin again would leave the others in a reduction.
-        alone = self._fitting.recovers or self._probe.active
-        self._feeding.run(
+        alone = self._fitting.recovers or (probe is not None and probe.active)
+        self._runner.run(
             micros,
             first=first,
             reduces=self._window.sync.ranks == 1 or not alone,
-            before_micro=at,
-            after_micro=told,
-            numbers=self._fitting.numbers_of(micros) if self._feeding.numbers_samples else (),
+            before_micro=before,
+            after_micro=after,
+            numbers=self._fitting.numbers_of(micros) if self._runner.numbers_samples else (),
         )
 
     # --------------------------------------------------------------- the loop
@@ -333,32 +327,35 @@ class WholeBatch:
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
         with self._turn:
-            self._probe.begin()
+            if self._probe is not None:
+                self._probe.begin()
             self.last_step = join(self, like)
-            self._probe.closed(None, self.last_step)
+            if self._probe is not None:
+                self._probe.closed(None, self.last_step)
         return self.last_step
 
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         try:
-            seen = self._probe.look()
+            seen = None if self._probe is None else self._probe.look()
             step = self._window.close(steps=steps)
-            self._probe.closed(seen, step)
-            self._feeding.end_window()
+            if self._probe is not None:
+                self._probe.closed(seen, step)
+            self._runner.end_window()
             return step
         except NonFiniteError as error:
             if error.micro_batch is not None or start is None:
                 raise
-            if self._feeding.whole_loss is not None:
-                index, where = self._feeding.whole_loss.find_nonfinite()
+            if self._runner.whole_loss is not None:
+                index, where = self._runner.whole_loss.find_nonfinite()
             else:
-                index, where = find_nonfinite(self._root, micros, self._feeding.forward, start)
+                index, where = find_nonfinite(self._root, micros, self._runner.forward, start)
             raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, in the middle of a window too (not model and optimizer)."""
-        if self._turn.taken and self._feeding.whole_loss is not None:
+        if self._turn.taken and self._runner.whole_loss is not None:
             raise StateError(
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "
                 "this window alone; save between steps"
@@ -367,9 +364,9 @@ class WholeBatch:
         saved.update(
             done=self._done,
             of=self._of,
-            noise=self._probe.state_dict(),
+            noise=None if self._probe is None else self._probe.state_dict(),
             **self._fitting.state_dict(),
-            **self._feeding.state_dict(),
+            **self._runner.state_dict(),
         )
         return saved
 
@@ -381,8 +378,9 @@ class WholeBatch:
         self._fitting.load_state_dict(saved)
         self._done = saved["done"] if self._window.is_open else 0
         self._of = saved["of"]
-        self._probe.load_state_dict(saved.get("noise"))
-        self._feeding.load_state_dict(saved)
+        if self._probe is not None:
+            self._probe.load_state_dict(saved.get("noise"))
+        self._runner.load_state_dict(saved)
 
     def _resume_at(self, micros: Sequence[Any]) -> int:
         if len(micros) != self._of:

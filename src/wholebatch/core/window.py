@@ -10,9 +10,11 @@ knows the units and multiplies by the one number that makes the difference.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,10 @@ from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.close import (
     Closed,
     CloseOptions,
+    DeferredHooks,
+    OnGradient,
     check_counts,
+    check_same_norm,
     check_terms,
     first_nonfinite,
     first_seed,
@@ -31,19 +36,88 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
-from wholebatch.core.gradient_hooks import DeferredHooks, OnGradient, check_same_norm
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Target, step_scheduler
-from wholebatch.core.step_result import Step
 from wholebatch.core.units import SINGLE
 from wholebatch.distributed import Sync
-from wholebatch.errors import EmptyWindowError, LossError, NonFiniteError, WindowError
+from wholebatch.errors import (
+    EmptyWindowError,
+    LossError,
+    NonFiniteError,
+    UnsupportedError,
+    WindowError,
+)
 from wholebatch.offload import DeviceStore, Store, refuse_stray
 from wholebatch.offload.close_on_device import Sums
 
-__all__ = ["Window"]
+__all__ = ["Step", "Turn", "Window"]
+
+
+class Turn:
+    """Refuse a call while another one is running, in a second thread or inside the first.
+
+    Both would write the same gradients at once. A lock that waits would hide the first mistake and
+    never return from the second.
+
+    >>> turn = Turn("WholeBatch.step()")
+    >>> with turn:
+    ...     turn.taken
+    True
+    >>> turn.taken
+    False
+    """
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+
+    @property
+    def taken(self) -> bool:
+        """True while a call is running."""
+        return self._lock.locked()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise WindowError(
+                f"{self._call} is running already, and was called again from another thread, or "
+                "from inside (its loss function, a hook, a callback): a window is made by one call "
+                "after the other; give each thread a model and a wholebatch object of its own"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        owner = self._call.partition(".")[0]
+        raise UnsupportedError(
+            f"{owner} cannot be pickled or copied: it holds hooks, buffers and locks of this "
+            "process. Save its state_dict() with those of the model and the optimizer, and make a "
+            f"new {owner} to load them into"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
 
 _SINGLE_WEIGHT = {SINGLE: 1.0}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update: its exact mean loss, and what happened on the way.
+
+    `loss` is the mean over all units of the window and of all ranks; `grad_norm` is the norm of
+    the normalised gradient, after `on_gradient=` and before clipping; `skipped` is the reason when
+    no update was made.
+    """
+
+    update: int
+    loss: float
+    units: float
+    grad_norm: float
+    micro_batches: int
+    seconds: float
+    clip: float = 1.0
+    loss_scale: float = 1.0
+    terms: Mapping[str, float] = field(default_factory=dict)
+    skipped: str | None = None
 
 
 class Window:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.layout import BatchSize, Static, readable_layout
+from wholebatch.core.splitting.samples import BatchSize, Static, readable_layout
 from wholebatch.coupled import causes
 from wholebatch.coupled.finding import Finding
+from wholebatch.coupled.local_collectives import LocalCollectiveError
 from wholebatch.coupled.moving_state import Moving
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 from wholebatch.coupled.rounding_tolerance import Tolerance
@@ -198,8 +199,8 @@ class _Looking:
     def _of_gradients(self) -> Look:
         try:
             return self._looked(self._few(self._count, True))
-        except torch.OutOfMemoryError:
-            _log.debug("no memory to look at gradients: forwards only")
+        except (torch.OutOfMemoryError, LocalCollectiveError) as reason:
+            _log.debug("gradients are not looked at, only forwards: %r", reason)
         _release(thoroughly=True)
         return self._looked(self._few(self._count, False))
 

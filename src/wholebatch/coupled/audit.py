@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.layout import BatchSize, Static
+from wholebatch.core.splitting.samples import BatchSize, Static
 from wholebatch.coupled.adds_up import AddsUp
 from wholebatch.coupled.finding import Finding
 from wholebatch.coupled.normalisation_layers import (

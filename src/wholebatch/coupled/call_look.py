@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.splitting.layout import layout_of
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten, layout_of
 from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.coupled.finding import Finding
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.errors import SplitError
 
 __all__ = ["look_at_call", "tensors_of"]
@@ -53,7 +53,8 @@ def _looked(call: _Call) -> Look:
         return Look(told=False)
     try:
         call.find_rows()
-        return AddsUp(call.module).look(call.run, call.batch, outputs=True, name="forward")
+        with local_collectives():
+            return AddsUp(call.module).look(call.run, call.batch, outputs=True, name="forward")
     except Exception as error:  # it cannot be called so: with fewer samples, or time as samples
         _log.debug("a call of %s was not looked at: %r", type(call.module).__name__, error)
         return Look(told=False)

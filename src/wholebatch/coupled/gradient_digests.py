@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.core.backward import is_reentrant
-from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.close import DeferredHooks
 from wholebatch.core.precision import SIXTEEN_BIT
 
 __all__ = ["gradient_digests"]

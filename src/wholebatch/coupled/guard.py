@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.layout import readable_layout
+from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.adds_up import AddsUp, Look
 from wholebatch.coupled.audit import audit
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 
@@ -68,7 +69,8 @@ class Guard:
         samples = _samples(batch, micros, layout)
         made = Look()
         try:
-            made = AddsUp(self._model).look(run, **samples, outputs=outputs, name=name)
+            with local_collectives():
+                made = AddsUp(self._model).look(run, **samples, outputs=outputs, name=name)
         except torch.OutOfMemoryError:
             _log.warning("no memory to look whether micro-batches add up to the whole batch")
         except Exception as error:

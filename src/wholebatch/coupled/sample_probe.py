@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.splitting.layout import Layout, take
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import Layout, flatten, take
 from wholebatch.coupled.sample_runs import Few
 from wholebatch.errors import LossError
 

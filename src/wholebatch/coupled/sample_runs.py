@@ -19,8 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
-from wholebatch.core.splitting.layout import Layout
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import Layout, flatten
 from wholebatch.coupled.batchnorm.fixed_norms import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.gradient_digests import gradient_digests

@@ -40,7 +40,7 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         if sync != "none" and dist.is_available() and dist.is_initialized():
             _warn_alone(dist.get_world_size())
         return Single()
-    if sync == "none":
+    if sync == "none" and kind in ("ddp", "fsdp2", "deepspeed"):
         raise OptionError(
             f'sync="none" on a model of {kind}, which reduces gradients: leave it out'
         )

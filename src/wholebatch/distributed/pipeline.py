@@ -13,11 +13,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core import random_state
-from wholebatch.core.close import CloseOptions, Policy
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
-from wholebatch.core.step_result import Step
+from wholebatch.core.options import Close
 from wholebatch.core.units import SINGLE
-from wholebatch.core.window import Window
+from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.pipeline_stages import LossFunction, PipelineRunner
@@ -55,11 +54,8 @@ class Pipeline:
         schedule: str = "1f1b",
         data_parallel: dist.ProcessGroup | None = None,
         clip_norm: float | None = None,
-        clip_value: float | None = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
-        nonfinite: Policy = "raise",
-        zero_units: Policy = "raise",
-        allow_untested_device: bool = False,
+        close: Close | None = None,
     ) -> None:
         stages = _stages(stage)
         if not callable(loss):
@@ -72,14 +68,20 @@ class Pipeline:
                 "own; give one number, for the norm over all stages"
             )
         modules = [one.submod for one in stages]
-        options = CloseOptions(clip_norm, clip_value, nonfinite, zero_units)
+        close = Close.of(close)
+        refused = {"on_gradient", "scaler", "ema", "sync"} & close.given()
+        if refused:
+            raise OptionError(
+                f"wb.Close({', '.join(f'{name}=' for name in sorted(refused))}) in a pipeline: it "
+                "takes clip_value=, nonfinite= and zero_units= only"
+            )
+        options = close.with_clip_norm(clip_norm)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
         target = build_target(
             modules,
             optimizer,
             options=options,
             scheduler=scheduler,
-            allow_untested_device=allow_untested_device,
             sync=sync,
         )
         self._window = Window(target, options, sync)

@@ -27,6 +27,8 @@ class Group:
         self.size = 1
         for group in self._groups:
             self.size *= dist.get_world_size(group)
+        if self.size > 1:
+            alarm()  # from now on: a rank may fail before its first collective
 
     def sum(self, values: Sequence[float]) -> list[float]:
         vector = torch.tensor(list(values), dtype=torch.float64, device=self._device)

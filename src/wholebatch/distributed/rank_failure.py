@@ -6,6 +6,9 @@ stuck inside an engine's collective is ended with it after a grace period.
 
 A rank that hangs, or is stopped, posts nothing. So a rank that has made no progress for longer than
 the deadline (see `progress`) asks all of them where they stand, and posts who is silent, and where.
+
+Every rank says in the store that it has read the message. Rank 0, in whose process the store may
+live, does not end before all of them have: no rank is left to find only that the store is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,11 +55,15 @@ class Alarm:
         self._store = store
         self._rank, self._ranks = rank, ranks
         self._message: str | None = None
+        self._departure: str | None = None  # of a rank that ended by itself, and how
         self._silent: list[int] = []  # ranks that hang, if that is what the message is about
+        self._readers: list[int] = []  # ranks that can read the message
         self._posted = False
         self._told = False
         self._no_cause = False
         self._answered = 0
+        self._heard = time.monotonic()  # when the store last answered
+        self._read_by_all = threading.Event()
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"wholebatch-alarm-{target.__name__}", daemon=True)
@@ -78,11 +85,14 @@ class Alarm:
             self._tell_before()
             return
         self._posted = True
-        self._post(f"rank {self._rank}: {said_of(error)}")
+        lost = is_of_a_collective(error)  # then the others may be dead
+        readers = [self._rank] if lost else range(self._ranks)
+        self._post(f"rank {self._rank}: {said_of(error)}", readers=readers)
 
-    def _post(self, text: str, silent: Sequence[int] = ()) -> None:
+    def _post(self, text: str, *, readers: Iterable[int], silent: Sequence[int] = ()) -> None:
+        message = json.dumps({"text": text, "silent": [*silent], "readers": [*readers]})
         with contextlib.suppress(Exception):  # the store's own host is gone: they will notice
-            self._store.compare_set(_KEY, "", json.dumps({"text": text, "silent": [*silent]}))
+            self._store.compare_set(_KEY, "", message)
 
     def check(self) -> None:
         """Raise if another rank has failed."""
@@ -121,19 +131,14 @@ class Alarm:
         while not self._posted:
             if self._message is not None:
                 return self._words()
-            left = self._left()
-            if left is not None:
-                return f"another rank has left: {left}"
+            with contextlib.suppress(Exception):  # the store's host is gone
+                self._read_departure()
+            if self._departure is not None:
+                return f"another rank has left: {self._departure}"
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
         self._no_cause = True  # not waited for twice
-        return None
-
-    def _left(self) -> str | None:
-        with contextlib.suppress(Exception):  # the store's host is gone
-            if self._store.check([_LEFT]):
-                return str(self._store.get(_LEFT).decode())
         return None
 
     def _words(self) -> str:
@@ -144,7 +149,7 @@ class Alarm:
     def _tell_before(self) -> None:
         if not self._told:
             self._told = True
-            text = self._message or self._left()
+            text = self._message or self._departure
             what = "" if self._silent else "another rank failed: "
             sys.stderr.write(f"wholebatch: before this, {what}{text}\n")
 
@@ -152,21 +157,24 @@ class Alarm:
 
     def _watch(self) -> None:
         """Look for messages and questions; nothing here is done while the store does not answer."""
-        while not self._over.wait(_LOOK_EVERY):
-            try:
-                if self._has_message():
-                    break
+        try:
+            while not self._over.wait(_LOOK_EVERY) and not self._has_message():
+                self._read_departure()
                 self._answer()
                 if self.progress.idle > self.progress.deadline:
                     self._ask()
-            except Exception:  # the process group is gone, and with it what we watch for
-                return
+                self._heard = time.monotonic()
+            if self._message is not None and self._holds_store:
+                self._wait_for_readers(_KEY, self._readers)
+        except Exception:  # the process group is gone, and with it what we watch for
+            pass
+        self._read_by_all.set()
         if self._posted or self._message is None or self._over.wait(_GRACE):
             return
         self._leave(self._words())
 
     def _guard(self) -> None:
-        """End this rank if nobody can be asked: the store is on a machine that is gone."""
+        """End this rank if the store does not answer: it is on a machine that is gone."""
         before = time.monotonic()
         while not self._over.wait(_LOOK_EVERY):
             now = time.monotonic()
@@ -175,7 +183,8 @@ class Alarm:
             before = now
             progress = self.progress
             late = progress.idle - progress.deadline
-            if late > _ANSWER + _GRACE and self._message is None:
+            unheard = now - self._heard > _GRACE
+            if late > _ANSWER + _GRACE and unheard and self._message is None:
                 self._leave(
                     f"rank {self._rank} has made no progress for {progress.idle:.0f} s, and the "
                     "store of the job does not answer: the rank or machine that holds it (rank 0, "
@@ -185,9 +194,27 @@ class Alarm:
     def _has_message(self) -> bool:
         if self._message is None and self._store.check([_KEY]):
             found = json.loads(self._store.get(_KEY))
-            self._silent = found["silent"]
+            self._silent, self._readers = found["silent"], found["readers"]
             self._message = found["text"]
+            self._store.set(f"{_KEY}/read/{self._rank}", "")
         return self._message is not None
+
+    def _read_departure(self) -> None:
+        if self._departure is None and self._store.check([_LEFT]):
+            self._departure = str(self._store.get(_LEFT).decode())
+            self._store.set(f"{_LEFT}/read/{self._rank}", "")
+
+    @property
+    def _holds_store(self) -> bool:
+        """True if the store lives in this process, and ends with it: rank 0 without torchrun."""
+        return self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def _wait_for_readers(self, key: str, readers: Iterable[int]) -> None:
+        """Wait until these ranks have read what was posted, but no longer than the grace."""
+        until = time.monotonic() + _GRACE
+        marks = [f"{key}/read/{rank}" for rank in readers]
+        while not self._store.check(marks) and time.monotonic() < until:
+            time.sleep(0.02)
 
     def _leave(self, words: str) -> None:
         """End this process: its main thread is inside a collective, or does not come back."""
@@ -225,11 +252,12 @@ class Alarm:
                     found = json.loads(self._store.get(key))
                     if found["asked"] >= asked:
                         stands[rank] = found
+            self._heard = time.monotonic()
         idle, deadline = self.progress.idle, self.progress.deadline
         if idle > deadline:  # still
             ranks, said = _silence(stands, self._ranks)
             since = f"for {idle:.0f} s (the deadline is {deadline:.0f} s; {DEADLINE} sets it)"
-            self._post(said.format(since=since), ranks)
+            self._post(said.format(since=since), silent=ranks, readers=stands)
 
     # ---------------------------------------------------------------- ending
 
@@ -238,6 +266,8 @@ class Alarm:
         if not self._posted and not self._told:
             self._end_by_itself()
         self.leave_if_one_hangs()
+        if self._message is not None or self._posted:
+            self._read_by_all.wait(_GRACE)
         self._over.set()
         for thread in self._threads:
             thread.join(timeout=5.0)
@@ -257,6 +287,7 @@ class Alarm:
         To be called when everything is said.
         """
         if self._silent:
+            self._read_by_all.wait(_GRACE)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -273,8 +304,9 @@ class Alarm:
         left = f"rank {self._rank}: {error or 'its script ended in the middle of a window'}"
         with contextlib.suppress(Exception):
             self._store.compare_set(_LEFT, "", left)
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self._rank == 0:
-                time.sleep(3 * _LOOK_EVERY)  # the store lives in this process: let them read it
+            self._read_departure()
+            if self._holds_store:
+                self._wait_for_readers(_LEFT, range(self._ranks))
 
     def _excepthook(
         self,

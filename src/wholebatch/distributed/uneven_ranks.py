@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from wholebatch.core.sequential import run_sequential
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.errors import RankError
 
 if TYPE_CHECKING:
@@ -74,11 +73,11 @@ def join(train: WholeBatch, like: Any) -> Step:
         raise RankError(
             f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch larger"
         )
-    train._feeding.join_look()
+    train._runner.join_look()
     if train._count is not None and like is not NOTHING:
         train._count.learn(like)
     known = None if train._count is None else train._count([])
-    train._feeding.begin_window()
+    train._runner.begin_window()
     if not window.sync.counts_must_agree:
         return window.join(known)
     if like is NOTHING:
@@ -88,14 +87,11 @@ def join(train: WholeBatch, like: Any) -> Step:
         )
     stand_in = train._fitting.split(like)[0]
     window.begin(0, known=known)
-    train._precision.begin()
     try:
-        places = train._feeding.agreed_places(0)
-        run_sequential(window, (), train._feeding.micro_step, places=places, stand_in=stand_in)
-        train._precision.end()
+        with train._precision.window():
+            train._runner.run((), stand_in=stand_in)
         return window.close()
     finally:
-        train._precision.end()
         window.sync.restore()
 
 
@@ -103,7 +99,8 @@ def _needs_every_rank(train: WholeBatch) -> str | None:
     """Why no rank may be without data; None where one may."""
     if train._window.leaves_gradients:
         return "after gradient() the step is made by each rank's own loop"
-    return train._feeding.needs_every_rank()
+    why: str | None = train._runner.needs_every_rank()
+    return why
 
 
 def _all_have_data(train: WholeBatch) -> None:

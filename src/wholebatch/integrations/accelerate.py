@@ -25,6 +25,7 @@ anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from wholebatch.core.accumulator import Accumulator
 from wholebatch.core.close import Policy
 from wholebatch.core.loss import Loss, Units
 from wholebatch.core.optional_packages import require
-from wholebatch.core.step_result import Step
+from wholebatch.core.options import Close
+from wholebatch.core.window import Step
 from wholebatch.distributed.deepspeed import DeepSpeed
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window import (
@@ -255,7 +257,8 @@ def accumulator(
     `accelerator.accumulate`, `optimizer.step`, `scheduler.step` and `optimizer.zero_grad`.
     """
     _check(accelerator)
-    if "scaler" in options:
+    close = Close.of(options.pop("close", None))
+    if close.scaler is not None:
         raise OptionError("scaler= beside an Accelerator, which has its own: leave it out")
     steps = accelerator.gradient_accumulation_steps
     if "steps" not in options and steps == 1:
@@ -270,7 +273,7 @@ def accumulator(
         model,
         optimizers if len(optimizers) > 1 else optimizers[0],
         scheduler=scheduler,
-        scaler=getattr(accelerator, "scaler", None),
+        close=replace(close, scaler=getattr(accelerator, "scaler", None)),
         **options,
     )
     acc.watch(accelerator)

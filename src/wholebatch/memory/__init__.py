@@ -5,7 +5,7 @@ from wholebatch.memory.activation_checkpointing import (
     with_checkpoints,
     without_checkpoints,
 )
-from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.memory.budget import Budget, parse_memory
 from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, choose_tokens
 from wholebatch.memory.make_it_fit import Fit, Rung, fit, ladder
 from wholebatch.memory.meter import CudaPeak, MemoryMeter, cuda_peak, reset_cuda_peak
@@ -18,11 +18,11 @@ from wholebatch.memory.size_in_force import Sizing
 from wholebatch.memory.trial_step import held_bytes, try_out
 
 __all__ = [
+    "Budget",
     "Choice",
     "Correction",
     "CudaPeak",
     "Fit",
-    "Memory",
     "MemoryMeter",
     "Plan",
     "Prediction",

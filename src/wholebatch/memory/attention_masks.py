@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from wholebatch.core.splitting.structure import Leaf, flatten
+from wholebatch.core.splitting.samples import Leaf, flatten
 
 __all__ = ["masks_as_for"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wholebatch.core.splitting import batch_size_of
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
 from wholebatch.errors import OptionError

@@ -16,7 +16,7 @@ from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 
 __all__ = [
-    "Memory",
+    "Budget",
     "bytes_said",
     "device_memory",
     "free_memory",
@@ -25,7 +25,7 @@ __all__ = [
     "sharing_processes",
 ]
 
-Memory = int | float | str
+Budget = int | float | str
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**k for k, p in enumerate("kMGT", 1)}
@@ -35,7 +35,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 
 def parse_memory(
-    memory: Memory,
+    memory: Budget,
     *,
     device: torch.device | str = "cpu",
     total: int | None = None,
@@ -87,7 +87,7 @@ def is_share(memory: str) -> bool:
     return text == "free" or re.fullmatch(r"\d+\.\d+|.*%", text) is not None
 
 
-def _fraction(part: float, memory: Memory, device: torch.device | str, total: int | None) -> int:
+def _fraction(part: float, memory: Budget, device: torch.device | str, total: int | None) -> int:
     if not 0 < part <= 1:
         raise OptionError(_refusal(memory))
     return int(part * (total if total is not None else device_memory(device)))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from wholebatch.core.splitting import Tokens, batch_size_of, split
-from wholebatch.core.splitting.layout import Static, layout_of
-from wholebatch.core.splitting.lengths import lengths_of
+from wholebatch.core.splitting.micro_batches import lengths_of
+from wholebatch.core.splitting.samples import Static, layout_of
 from wholebatch.errors import OptionError
 from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.predict import Prediction, Predictor

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.attention_masks import masks_as_for

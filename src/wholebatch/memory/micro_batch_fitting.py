@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,21 +18,19 @@ from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.batchnorm_choice import choose_in_lock_step
-from wholebatch.memory.budget import Memory, parse_memory, sharing_processes
+from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import Choice
 from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.out_of_memory import Recovered, Recovery, within
+from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
 from wholebatch.memory.prediction_correction import choose_on_device
 from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.memory.size_in_force import Sizing
 from wholebatch.memory.trial_step import held_bytes, try_out
 
-__all__ = ["Attempt", "Fitting"]
+__all__ = ["Fitting"]
 
 _log = logging.getLogger("wholebatch")
-
-Attempt: TypeAlias = Callable[[Sequence[Any], Callable[[int], None]], None]
 
 
 class Fitting:
@@ -51,7 +50,7 @@ class Fitting:
         optimizer: torch.optim.Optimizer,
         *,
         micro_batch: int | Tokens | str,
-        memory: Memory | None,
+        memory: Budget | None,
         precision: str,
         layout: dict[str, Any],
         scale: LossScale | None,
@@ -59,10 +58,9 @@ class Fitting:
         is_coupled: Callable[[], bool],
         hold: Callable[[Hold], None] = lambda hold: None,
         gradients: str = "device",
-        noise: bool = False,
     ) -> None:
         self._gradients = gradients
-        self._noise = noise
+        self.measures_noise = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._optimizer = optimizer
@@ -179,26 +177,31 @@ class Fitting:
             start += size
         return found
 
-    def run(
-        self, micros: Sequence[Any], attempt: Attempt, discard: Callable[[], None]
-    ) -> list[Any]:
-        """Make the attempt until it fits; the micro-batches that it went through with."""
+    def attempts(self, micros: Sequence[Any], discard: Callable[[], None]) -> Iterator[Attempt]:
+        """Yield attempts at a window until one fits; later windows begin with its sizes."""
         seen = len(self.recovered)
         on_cuda = self._device.type == "cuda"
         if on_cuda and self.sizing is not None and self.sizing.size < self.sizing.most:
             # A window's own peak: that of a failed attempt would forbid to grow for good.
             torch.cuda.reset_peak_memory_stats(self._device)
-        with within(self._budget, model=self._model, optimizer=self._optimizer) as meter:
-            _, parts = self._recovery.run(micros, attempt, discard=discard, relieved=self.relieved)
+
+        def inside() -> AbstractContextManager[Any]:
+            return within(self._budget, model=self._model, optimizer=self._optimizer)
+
+        last = None
+        for last in self._recovery.attempts(
+            micros, discard=discard, relieved=self.relieved, inside=inside
+        ):
+            yield last
+        assert last is not None
         if on_cuda and self.sizing is not None and not self._optimizer.state:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
             # would hold on to all of their memory.
             torch.cuda.empty_cache()
         self._learn(self.recovered[seen:])
-        self._peak = meter.peak if isinstance(meter, MemoryMeter) else None
+        self._peak = last.meter.peak if isinstance(last.meter, MemoryMeter) else None
         if len(self.recovered) == seen and self.sizing is not None:
             self.sizing.went_well(peak=self._highest(), budget=self._budget or self._chosen_for)
-        return parts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size that was found to fit, and what it was found for."""
@@ -229,7 +232,7 @@ class Fitting:
         peak = self._highest()
         return None if peak is None or budget is None else max(0, budget - peak)
 
-    def _bytes(self, memory: Memory) -> int:
+    def _bytes(self, memory: Budget) -> int:
         return parse_memory(
             memory,
             device=self._device,
@@ -287,7 +290,12 @@ class Fitting:
                     raise self._refused(batch, choice)
             else:
                 choice = choose_on_device(
-                    self._model, self._loss, batch, budget=budget, noise=self._noise, **options
+                    self._model,
+                    self._loss,
+                    batch,
+                    budget=budget,
+                    noise=self.measures_noise,
+                    **options,
                 )
                 choice = try_out(self._model, self._loss, batch, choice, **options)
                 if choice.measured is None:

@@ -13,10 +13,11 @@ inside: once parameters begin to change there is no way back.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +25,11 @@ from torch import nn
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.precision import LossScale
 from wholebatch.core.splitting import batch_size_of, split
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError, SplitError
 from wholebatch.memory.meter import MemoryMeter
 
-__all__ = ["Recovered", "Recovery", "within"]
-
-T = TypeVar("T")
+__all__ = ["Attempt", "Recovered", "Recovery", "within"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,52 @@ class Recovered:
     samples: int
     into: int
     """Samples of its larger half."""
+
+
+class Attempt:
+    """One attempt at a window: running out of memory ends it, and nothing else.
+
+    Any other error leaves as it came, after buffers and random state are put back. Without the
+    state `before` it, it is the only attempt, and running out of memory leaves as well.
+    """
+
+    def __init__(
+        self,
+        micros: list[Any],
+        before: ForwardState | None = None,
+        inside: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.micros = micros
+        self.place = 0
+        """The micro-batch that runs now, from 0."""
+        self.failure: str | None = None
+        """The first line of the error that ended it. The error itself is not kept: its traceback
+        holds every frame of the attempt, and those hold the tensors that must be gone."""
+        self.meter: Any = None
+        self._before = before
+        self._inside = inside
+
+    def __enter__(self) -> Attempt:
+        if self._inside is not None:
+            self.meter = self._inside.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if self._inside is not None:
+            self._inside.__exit__(kind, error, traceback)
+        if error is None or self._before is None:
+            return False
+        if isinstance(error, torch.OutOfMemoryError):
+            self.failure = str(error).split("\n")[0]
+            return True
+        with suppress(RuntimeError):  # of a device that has failed for good
+            self._before.restore()  # nothing of the window is left behind
+        return False
 
 
 class Recovery:
@@ -68,41 +113,36 @@ class Recovery:
         # Copying Python's and NumPy's generators costs 0.1 ms, and few forwards draw from them.
         self._draws_on_host: bool | None = None
 
-    def run(
+    def attempts(
         self,
         micros: Sequence[Any],
-        attempt: Callable[[Sequence[Any], Callable[[int], None]], T],
         *,
         discard: Callable[[], None],
         relieved: Callable[[], bool] = lambda: False,
-    ) -> tuple[T, list[Any]]:
-        """What `attempt(micros, at)` returned, and the micro-batches that it went through with.
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Iterator[Attempt]:
+        """Yield attempts at a window until one goes through without running out of memory.
 
-        `attempt` makes the forwards and backwards of a window and nothing after them; it calls
-        `at(index)` before each micro-batch. `discard()` drops what a failed attempt has added.
-        `relieved()` says whether it has given something up since, so that none need be cut.
+        `with attempt:` makes the forwards and backwards of `attempt.micros` and nothing after them,
+        within `inside()`. `discard()` drops what a failed attempt has added. `relieved()` returns
+        True if it has given something up since, so that no micro-batch need be cut.
         """
         before = ForwardState(self._model, every=self._draws_on_host is not False)
         scale = None if self._scale is None else self._scale.state_dict()
         parts = list(micros)
         for tried in range(self._most + 1):
-            place = _Place()
-            try:
-                failure = _attempted(attempt, parts, place)
-            except BaseException:
-                with suppress(RuntimeError):  # of a device that has failed for good
-                    before.restore()  # whatever it was, nothing of the window is left behind
-                raise
-            if isinstance(failure, _Done):
+            attempt = Attempt(parts, before, inside())
+            yield attempt
+            if attempt.failure is None:
                 if self._draws_on_host is None:
                     self._draws_on_host = not before.host_draws_same(ForwardState())
-                return failure.result, parts
+                return
             discard()
             before.restore()
             if self._scale is not None and scale is not None:
                 self._scale.load_state_dict(scale)
             if not relieved():
-                parts = self._smaller(parts, place.index, failure, all_alike=tried > 0)
+                parts = self._smaller(parts, attempt.place, attempt.failure, all_alike=tried > 0)
             _release()
         raise torch.OutOfMemoryError(
             f"out of memory {self._most + 1} times in one window, the last time with"
@@ -154,32 +194,6 @@ def within(
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
         return nullcontext()
     return MemoryMeter(model=model, optimizer=optimizer, limit=budget)
-
-
-class _Place:
-    """How far an attempt came."""
-
-    def __init__(self) -> None:
-        self.index = 0
-
-    def __call__(self, index: int) -> None:
-        self.index = index
-
-
-@dataclass(frozen=True)
-class _Done:
-    result: Any
-
-
-def _attempted(
-    attempt: Callable[[Sequence[Any], Callable[[int], None]], Any], parts: list[Any], place: _Place
-) -> _Done | str:
-    try:
-        return _Done(attempt(parts, place))
-    except torch.OutOfMemoryError as error:
-        # Only its text leaves here: the traceback holds every frame of the attempt, and those
-        # hold the tensors that must be gone before the next one.
-        return str(error).split("\n")[0]
 
 
 def _release() -> None:

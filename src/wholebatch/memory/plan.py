@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,

@@ -18,7 +18,7 @@ import torch
 
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import CUDA_WORKSPACES, PlainWindow, predict_peak

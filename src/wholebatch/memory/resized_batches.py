@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.core.splitting.layout import Static, layout_of, take
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import Static, flatten, layout_of, take
 from wholebatch.errors import OptionError
 
 __all__ = ["map_tensors", "resize_batch"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.core.splitting import batch_size_of
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.memory.choose_micro_batch import Choice
 from wholebatch.memory.prediction_correction import measure_step
 from wholebatch.memory.resized_batches import map_tensors, resize_batch

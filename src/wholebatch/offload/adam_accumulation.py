@@ -37,8 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, read_scalars
-from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, read_scalars
 from wholebatch.core.gradient_store import Store
 from wholebatch.distributed import Sync
 from wholebatch.errors import StateError, UnsupportedError, WindowError

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, close_gradients
-from wholebatch.core.gradient_hooks import DeferredHooks
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
 from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync

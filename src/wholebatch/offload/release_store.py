@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions, check_counts, read_scalars
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, check_counts, read_scalars
 from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_hooks import DeferredHooks
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Closed, CloseOptions
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
 from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_hooks import DeferredHooks
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError

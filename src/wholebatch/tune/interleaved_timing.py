@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.tune.setting_run import Subject
 
 __all__ = ["Ratio", "Turns", "ratio_of"]

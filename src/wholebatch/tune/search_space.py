@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import (
     checkpointed,

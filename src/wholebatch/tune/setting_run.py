@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from wholebatch.core.step_result import Step
+from wholebatch.core.options import grouped
 from wholebatch.core.whole_batch import WholeBatch
+from wholebatch.core.window import Step
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
 from wholebatch.tune.device_clock import Clock
@@ -120,12 +121,16 @@ class Running:
             self.model,
             self.optimizer,
             loss=self._loss if self._is_eager else subject.loss,
-            micro_batch=setting.micro_batch,
             precision=setting.way.precision,
             execute=setting.way.execute,  # type: ignore[arg-type]
-            sync=setting.way.sync,
-            nonfinite="skip",
-            **subject.options,
+            **grouped(
+                {
+                    **subject.options,
+                    "micro_batch": setting.micro_batch,
+                    "sync": setting.way.sync,
+                    "nonfinite": "skip",
+                }
+            ),
         )
         self.agreed = Agreed(self.device)
 
@@ -199,10 +204,10 @@ class Running:
 
     def fell_back(self) -> str | None:
         """Return why micro-steps do not run as this setting asks, or None if they do."""
-        executor = self.train._feeding.executor
+        executor = self.train._runner.executor
         if self._is_eager or executor.mode not in ("eager", "compiled forward"):
             return None
-        if self.train._feeding.needs_lock_step():
+        if self.train._runner.needs_lock_step():
             return None  # Lock-step captures its windows in its own way.
         said = executor.notes.history
         return said[-1] if said else f"micro-steps run {executor.mode}"
@@ -236,7 +241,7 @@ class Running:
         clock = Clock(self.device, self._subject.clock)
         last = self.train.last_step
         steps = 1 if last is None else last.micro_batches
-        in_lock_step = steps > 1 and self.train._feeding.needs_lock_step()
+        in_lock_step = steps > 1 and self.train._runner.needs_lock_step()
         is_told_apart = self._is_eager and not in_lock_step
         parts: list[dict[str, float]] = []
         with clock.watching() as busy:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholebatch.core.options import flattened
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
-from wholebatch.memory.budget import Memory, parse_memory, sharing_processes
+from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.tune.bottleneck import accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import best_flops, copy_bandwidth, flops_of, reduce_bandwidth
@@ -37,7 +38,7 @@ def tune(
     loss: Callable[[Any, Any], Any],
     batch: Any | None = None,
     batches: Callable[[], Any] | None = None,
-    memory: Memory = "free",
+    memory: Budget = "free",
     micro_batches: Sequence[int] | None = None,
     precisions: Sequence[str] = ("full",),
     executes: Sequence[str] | None = None,
@@ -91,6 +92,7 @@ def tune(
     _check("executes", given, _EXECUTES)
     _check("syncs", syncs, _SYNCS)
     first = fetch()
+    options = flattened(options)
     layout = {name: options[name] for name in ("batch_size", "static") if name in options}
     samples = batch_size_of(first, **layout)
     sizes = _sizes(micro_batches, samples)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wholebatch.core.splitting import batch_size_of, drop_samples, split
-from wholebatch.core.splitting.layout import layout_of
+from wholebatch.core.splitting.samples import layout_of
 
 __all__ = ["Reading"]
 

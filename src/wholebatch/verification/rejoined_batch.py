@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.core.splitting import batch_size_of
-from wholebatch.core.splitting.layout import layout_of
+from wholebatch.core.splitting.samples import layout_of
 from wholebatch.errors import WholebatchError
 
 __all__ = ["joined", "thinned"]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from wholebatch.core.close import ClipNorm
+from wholebatch.core.options import BatchNorm, Samples, flattened
 from wholebatch.core.splitting import Tokens
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.verification.adam_accumulation_error import approximated
@@ -38,12 +39,11 @@ def verify(
     loss: Callable[[Any, Any], Any],
     batch: Any,
     *,
-    micro_batch: int | Tokens | str | None = None,
+    micro_batch: int | Tokens | Samples | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     precision: str = "full",
     clip_norm: ClipNorm = None,
-    clip_value: float | None = None,
-    batchnorm: str = "exact",
+    batchnorm: BatchNorm | str = "exact",
     float64: bool = True,
     **options: Any,
 ) -> Verdict:
@@ -70,6 +70,9 @@ def verify(
     taken, and the verdict says so.
     """
     began = time.perf_counter()
+    options = flattened({**options, "micro_batch": micro_batch, "batchnorm": batchnorm})
+    micro_batch, policy = options.pop("micro_batch"), options.pop("batchnorm")
+    clip_value = options.pop("clip_value", None)
     for left_out in ("scheduler", "ema"):
         options.pop(left_out, None)
     precision = "full" if precision == "fp32" else precision
@@ -96,7 +99,7 @@ def verify(
         numbers=Numbers(precision),
         clip_norm=clip_norm,
         clip_value=clip_value,
-        batchnorm=batchnorm,
+        batchnorm=policy,
         options=options,
     )
     try:

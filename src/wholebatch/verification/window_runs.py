@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from wholebatch.core import random_state
 from wholebatch.core.close import ClipNorm
+from wholebatch.core.options import grouped
 from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
@@ -151,19 +152,22 @@ class Bench:
             options["scaler"] = torch.amp.GradScaler(
                 self.parameters[0].device.type, init_scale=self.numbers.loss_scale
             )
+        flat = {
+            **options,
+            "micro_batch": micro_batch,
+            "batch_size": reading.batch_size,
+            "static": reading.static,
+            "clip_value": self.clip_value,
+            "batchnorm": self.batchnorm,
+        }
         train = WholeBatch(
             self.model,
             self.optimizer,
             loss=self.loss,
-            micro_batch=micro_batch,
             precision=self.numbers.precision,
             clip_norm=self.clip_norm,
-            clip_value=self.clip_value,
-            batchnorm=self.batchnorm,
             audit=False,  # what couples samples is to be shown here, not refused
-            batch_size=reading.batch_size,
-            static=reading.static,
-            **options,
+            **grouped(flat),
         )
         if options.get("execute") in ("compile", "graph"):
             train.step(batch)  # the first window makes the graphs, the second runs on them

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from wholebatch.core.splitting.layout import layout_of
+from wholebatch.core.splitting.samples import layout_of
 from wholebatch.errors import RecipeError, StateError
 from wholebatch.tune.batch_scaling import share_of
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from wholebatch.core.json_files import finite, read_json
 from wholebatch.core.plain_files import reason
-from wholebatch.core.step_result import Step
+from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError, OptionError, StateError
 
 __all__ = [

@@ -19,8 +19,7 @@ from wholebatch.distributed.single_process import Single
 from wholebatch.errors import OptionError, UnsupportedError
 
 if TYPE_CHECKING:
-    from wholebatch.core.step_result import Step
-    from wholebatch.core.window import Window
+    from wholebatch.core.window import Step, Window
 
 __all__ = ["Noise", "Probe", "check_noise"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from wholebatch.core.splitting.division import drop_samples
-from wholebatch.core.splitting.layout import Static
+from wholebatch.core.splitting.micro_batches import drop_samples
+from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import UnsupportedError
 
 __all__ = ["Unpadded", "unpadded"]

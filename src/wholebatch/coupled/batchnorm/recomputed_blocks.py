@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.moments import recomputing
 from wholebatch.coupled.normalisation_layers import batchnorms
 from wholebatch.coupled.random_streams import Begins, Call

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.core.loss import Loss, Terms
-from wholebatch.core.splitting.structure import flatten
+from wholebatch.core.splitting.samples import flatten
 from wholebatch.errors import LossError, OptionError
 
 __all__ = [

@@ -13,6 +13,7 @@ from torch import nn
 
 from wholebatch.core.loss import Loss
 from wholebatch.coupled.adds_up import AddsUp, Look
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.integrations.host_window.host_ledger import Hosted
 
 __all__ = ["FirstLook"]
@@ -45,7 +46,7 @@ class FirstLook:
         Samples without units tell nothing; one process then looks at the next window's first.
         """
         ranks, made = self._window.ranks, Look()
-        with _as_found(self._host):
+        with _as_found(self._host), local_collectives():
             try:
                 made = AddsUp(self._model).look(
                     run, batch, micro_batch=micro_batch, name="the loss"

@@ -123,6 +123,13 @@ class Hosted:
             for module in model.modules()
             if isinstance(module, DistributedDataParallel)
         ]
+        if self._keeps and not owns_forward and self.ranks.size > 1 and not self._replicas:
+            _log.warning(
+                "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
+                "trains a model of its own. Pass the model that accelerator.prepare() or "
+                "fabric.setup() returned",
+                self.ranks.size,
+            )
         self.sums = WideSums(optimizers if self._keeps else [])
         self._look = StreamLook(self._models, audit=self.options.audit, policies=self._batchnorms)
         # An engine that shards has collectives in its forwards and backwards.

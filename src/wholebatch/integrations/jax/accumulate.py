@@ -27,6 +27,7 @@ require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
+from wholebatch.integrations.jax.jax_look import look_at_loss  # noqa: E402
 from wholebatch.integrations.jax.wide_gradients import is_narrow, mesh_axes, widened  # noqa: E402
 
 __all__ = ["accumulate"]
@@ -46,6 +47,7 @@ def accumulate(
     units: Units | None = None,
     aux: Aux = "stack",
     axis_name: str | Sequence[str] | None = None,
+    audit: bool = True,
 ) -> ValueAndGrad:
     """Return `jax.value_and_grad(loss_fn)` of the whole batch, in the memory of a micro-batch.
 
@@ -71,6 +73,9 @@ def accumulate(
     reduced once. A batch without any units gives nan, like its mean. A loss that is not finite
     gives a gradient that is not, as `jax.value_and_grad` does: guard the update, for example with
     `optax.apply_if_finite`.
+
+    Before the first split, the loss of a few samples is held against those of its parts: a loss
+    that compares samples is refused. `audit=False` leaves that out.
     """
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
         raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
@@ -86,8 +91,20 @@ def accumulate(
             "argument is either split or differentiated"
         )
 
+    looks = [True] if audit else []
+
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         size = _batch_size(args, batched)
+        if looks and (size > micro_batch or axis_name is not None):
+
+            def totals(*call: Any) -> tuple[Any, Any]:
+                given = [call[i] for i in batched]
+                loss, counted, _ = _read(loss_fn(*call, **kwargs), units, given, has_aux)
+                total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)
+                return _scalar(total), _scalar(counted, like=total)
+
+            look_at_loss(totals, args, batched, size)
+            looks.clear()  # once
         # 16-bit gradients of a sum may overflow. A power of two is exact, and is divided out.
         seed = 2.0 ** -(size.bit_length() - 1)
 

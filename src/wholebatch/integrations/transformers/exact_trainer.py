@@ -12,7 +12,7 @@ from wholebatch.integrations.transformers.trainer_mixin import (
     MicroBatch,
     UnitsFunction,
 )
-from wholebatch.memory.budget import Memory
+from wholebatch.memory.budget import Budget
 
 __all__ = ["exact"]
 
@@ -22,7 +22,7 @@ def exact(
     *,
     units: UnitsFunction | None = None,
     micro_batch: MicroBatch = None,
-    memory: Memory | None = None,
+    memory: Budget | None = None,
     batchnorm: str = "refuse",
     nonfinite: Policy = "raise",
     audit: bool = True,

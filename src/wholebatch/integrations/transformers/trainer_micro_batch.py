@@ -11,7 +11,7 @@ import torch
 from wholebatch.core.loss import Loss
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.memory.budget import Memory, parse_memory
+from wholebatch.memory.budget import Budget, parse_memory
 from wholebatch.memory.prediction_correction import choose_on_device
 
 __all__ = ["most_that_fit"]
@@ -19,7 +19,7 @@ __all__ = ["most_that_fit"]
 _log = logging.getLogger("wholebatch")
 
 
-def most_that_fit(trainer: Any, inputs: dict[str, Any], memory: Memory | None) -> int:
+def most_that_fit(trainer: Any, inputs: dict[str, Any], memory: Budget | None) -> int:
     """Return the most samples of this batch that are predicted to fit, on every rank."""
     samples = batch_size_of(inputs)
     device = torch.device(trainer.args.device)

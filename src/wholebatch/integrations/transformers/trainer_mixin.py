@@ -44,7 +44,7 @@ from wholebatch.integrations.transformers.trainer_facts import (
     stepped_here,
 )
 from wholebatch.integrations.transformers.trainer_micro_batch import most_that_fit
-from wholebatch.memory.budget import Memory
+from wholebatch.memory.budget import Budget
 
 require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
 
@@ -73,7 +73,7 @@ class ExactWindows(_Trainer):
 
     units_of: UnitsFunction | None = None
     micro_batch: MicroBatch = None
-    memory: Memory | None = None
+    memory: Budget | None = None
     batchnorm: str = "refuse"
     nonfinite: Policy = "raise"
     audit: bool = True

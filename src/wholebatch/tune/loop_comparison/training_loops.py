@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholebatch.core.options import grouped
 from wholebatch.core.splitting import to_device
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.tune.loop_comparison import other_libraries as frameworks
@@ -40,16 +41,14 @@ def _ours(execute: str) -> Loop:
             model,
             optimizer,
             loss=loss,
-            micro_batch=job.micro_batch,
             precision=job.precision,
             execute=execute,  # type: ignore[arg-type]
             clip_norm=job.clip_norm,
-            nonfinite="skip",
-            **job.options,
+            **grouped({**job.options, "micro_batch": job.micro_batch, "nonfinite": "skip"}),
         )
         for batch in train.over(job.micro_batches(whole=True), ahead=True):
             train.step(batch)
-            job.is_compiled = train._feeding.executor.mode != "eager"
+            job.is_compiled = train._runner.executor.mode != "eager"
             yield
 
     return loop

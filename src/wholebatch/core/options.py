@@ -1,0 +1,191 @@
+"""Option objects: what belongs together in the options of `WholeBatch` and `Accumulator`.
+
+Each has good defaults, and most have a short form: `memory="20GiB"`, `batchnorm="freeze"`,
+`micro_batch=8`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from wholebatch.core.close import ClipNorm, CloseOptions, OnGradient, Policy
+from wholebatch.core.model_and_optimizer import Ema
+from wholebatch.core.splitting import Tokens
+from wholebatch.core.splitting.micro_batches import check_micro_batch
+from wholebatch.core.splitting.samples import Static, check_layout
+from wholebatch.errors import OptionError
+
+__all__ = ["BatchNorm", "Close", "Memory", "Samples", "flattened", "grouped", "samples"]
+
+
+@dataclass(frozen=True)
+class Close:
+    """How a window is closed: reduced over ranks, clipped, checked and stepped.
+
+    - `clip_value` clamps every number of the gradient; `clip_norm=` is an option of its own.
+    - `on_gradient(named)` is called with (name, parameter) pairs whose `.grad` is the whole
+      gradient, before it is clipped, and may change it in place.
+    - `nonfinite` and `zero_units`: "raise", or "skip" to skip and count windows whose gradient is
+      not finite, or whose losses have no units.
+    - `scaler`: a GradScaler of your own. `ema`: what has `update_parameters(model)`, once per
+      update.
+    - `sync`: "hold" reduces gradients once per window, "every" in each backward, "auto" chooses.
+      "none" trains a plain model on several ranks by itself on each.
+    """
+
+    clip_value: float | None = None
+    on_gradient: OnGradient | None = None
+    nonfinite: Policy = "raise"
+    zero_units: Policy = "raise"
+    scaler: torch.amp.GradScaler | None = None
+    ema: Ema | None = None
+    sync: str = "auto"
+
+    def with_clip_norm(self, clip_norm: ClipNorm) -> CloseOptions:
+        """Return what the close itself needs."""
+        return CloseOptions(clip_norm, self.clip_value, self.nonfinite, self.zero_units)
+
+    def given(self) -> set[str]:
+        """Return the names of the options that are not at their default."""
+        default = Close()
+        return {
+            one.name
+            for one in fields(self)
+            if getattr(self, one.name) != getattr(default, one.name)
+        }
+
+    @staticmethod
+    def of(close: object) -> Close:
+        """Return the option, or raise an OptionError that says what is allowed."""
+        if close is None:
+            return Close()
+        if not isinstance(close, Close):
+            raise OptionError(f"close={close!r}: must be wb.Close(...)")
+        return close
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What may be used of the device's memory, and what is kept outside of it.
+
+    - `budget`: bytes ("20GiB", a number), a fraction of the device, or "free".
+    - `gradients`: "device"; "host" sums them in host memory; "swap" lets Adam's moments wait there
+      in their place; "release" frees them in the last backward; "moments" (Adam accumulation) is
+      approximate.
+    - `optimizer`: "device", or "host" to keep the optimizer's state there.
+    """
+
+    budget: int | float | str | None = None
+    gradients: Literal["device", "host", "swap", "release", "moments"] = "device"
+    optimizer: Literal["device", "host"] = "device"
+
+    @staticmethod
+    def of(memory: Memory | int | float | str | None) -> Memory:
+        """Return the option; a budget alone is the short form."""
+        return memory if isinstance(memory, Memory) else Memory(memory)
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """What BatchNorm layers do in a window of several micro-batches.
+
+    - `policy`: "exact" (the statistics of the whole batch, by lock-step), "statistics", "freeze",
+      "group", "layer", "sync" or "refuse".
+    - `hold`: what lock-step keeps on the device: "graphs", "inputs", "host", or "auto".
+    """
+
+    policy: str = "exact"
+    hold: Literal["auto", "graphs", "inputs", "host"] = "auto"
+
+    @staticmethod
+    def of(batchnorm: BatchNorm | str) -> BatchNorm:
+        """Return the option; a policy alone is the short form."""
+        return batchnorm if isinstance(batchnorm, BatchNorm) else BatchNorm(batchnorm)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A micro-batch size, and how a batch is read; made by `samples`."""
+
+    micro_batch: int | Tokens | Literal["auto"] = "auto"
+    batch_size: int | Callable[[Any], int] | None = None
+    static: Static = ()
+
+    @staticmethod
+    def of(micro_batch: Any) -> Samples:
+        """Return the option; a number, "auto" or `wb.tokens(...)` alone is the short form."""
+        if isinstance(micro_batch, Samples):
+            return micro_batch
+        return Samples(check_micro_batch(micro_batch))
+
+
+def samples(
+    micro_batch: int | Tokens | Literal["auto"] = "auto",
+    *,
+    batch_size: int | Callable[[Any], int] | None = None,
+    static: str | Sequence[str] = (),
+) -> Samples:
+    """Return a micro-batch size for `micro_batch=`, and how a batch is to be read.
+
+    `batch_size` (a number, or a function of the batch) and `static` (names of leaves that are not
+    to be split) are needed only where a batch does not show its samples.
+
+    >>> samples(8, static="class_weights").micro_batch
+    8
+    """
+    check_layout(batch_size, static)
+    return Samples(check_micro_batch(micro_batch), batch_size, static)
+
+
+_CLOSE = tuple(one.name for one in fields(Close))
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `WholeBatch` with what is in the objects of this module one by one.
+
+    >>> flattened({"memory": Memory("1GiB", gradients="host"), "close": Close(nonfinite="skip")})
+    {'memory': '1GiB', 'gradients': 'host', 'nonfinite': 'skip'}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Close):
+            flat.update((one, getattr(value, one)) for one in _CLOSE if one in value.given())
+        elif isinstance(value, Memory):
+            parts = {"memory": value.budget, "gradients": value.gradients}
+            parts["optimizer_on"] = value.optimizer
+            flat.update((one, part) for one, part in parts.items() if part not in (None, "device"))
+        elif isinstance(value, BatchNorm):
+            flat.update(batchnorm=value.policy, hold=value.hold)
+        elif isinstance(value, Samples):
+            flat.update(micro_batch=value.micro_batch, static=value.static)
+            flat.update({} if value.batch_size is None else {"batch_size": value.batch_size})
+        else:
+            flat[name] = value
+    return flat
+
+
+def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `flattened` as `WholeBatch` and `Accumulator` take them.
+
+    >>> grouped({"clip_norm": 1.0, "nonfinite": "skip", "hold": "host"})["batchnorm"]
+    BatchNorm(policy='exact', hold='host')
+    """
+    rest = dict(options)
+
+    def taken(*names: str) -> dict[str, Any]:
+        return {name: rest.pop(name) for name in names if name in rest}
+
+    if close := taken(*_CLOSE):
+        rest["close"] = Close(**close)
+    if memory := taken("gradients", "optimizer_on"):
+        optimizer = memory.pop("optimizer_on", "device")
+        rest["memory"] = Memory(rest.get("memory"), optimizer=optimizer, **memory)
+    if hold := taken("hold"):
+        rest["batchnorm"] = BatchNorm(rest.get("batchnorm", "exact"), **hold)
+    if layout := taken("batch_size", "static"):
+        rest["micro_batch"] = samples(rest.get("micro_batch", "auto"), **layout)
+    return rest

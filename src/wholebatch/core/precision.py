@@ -1,0 +1,257 @@
+"""The number formats of a micro-batch's computation and of its gradient sums.
+
+`Precision` decides how the forward runs (plain, or under autocast with the weights cast once per
+window), `LossScale` keeps fp16 gradients in range, and `SixteenBit` adds the gradients of 16-bit
+parameters in fp32. bf16 keeps 8 bits: after a few dozen additions, a micro-batch's gradient falls
+below half a unit in the last place of the sum and is lost (error 1.1e-1 after 256 additions; 1e-8
+in fp32). `Parameter.grad_dtype` makes autograd itself add into an fp32 `.grad`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from wholebatch.errors import OptionError
+
+__all__ = ["SIXTEEN_BIT", "Autocast", "Full", "LossScale", "Precision", "SixteenBit", "choose"]
+
+
+class Precision(ABC):
+    """One number format for the forward passes of a window."""
+
+    name: str
+
+    @abstractmethod
+    def forward(self) -> AbstractContextManager[object]:
+        """Return the context for a micro-batch's forward (and only for that)."""
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight in this dtype, outside the autograd graph."""
+        return weight.detach().to(dtype)
+
+    def let_go(self) -> None:
+        """Drop cached casts; they are made again when needed."""
+        return
+
+    def window(self) -> AbstractContextManager[object]:
+        """Return the context of a window's micro-batches: casts of weights are kept within it."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """Keep casts of weights from here until `end`, as within `window()`."""
+        return
+
+    def end(self) -> None:
+        """Drop the casts: the weights are about to change."""
+        return
+
+
+class Full(Precision):
+    """No autocast: the parameters' own dtype."""
+
+    name = "full"
+    forward = nullcontext
+    window = nullcontext
+
+
+class Autocast(Precision):
+    """torch.autocast, with every weight cast once per window instead of once per micro-batch.
+
+    Autocast caches its casts of leaf parameters until its outermost context is left. Counting the
+    window as one more level of nesting extends that to the window's end. The weights do not change
+    in between, so the casts hold the same numbers, and their backward is the same cast.
+
+    With `keeps=False` casts are kept for one forward only. An engine that frees weights between
+    micro-batches would leave their casts behind. And FSDP2 reduces a block's gradients when the
+    block's backward is over, while the backward of a cast made by an earlier micro-batch comes
+    later.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, *, keeps: bool = True) -> None:
+        self.name = "bf16" if dtype is torch.bfloat16 else "fp16"
+        self._device_type = device_type
+        self._dtype = dtype
+        self._keeps = keeps
+        self._holding = False
+        self._copies: dict[tuple[int, torch.dtype], tuple[int, Tensor]] = {}
+
+    def forward(self) -> AbstractContextManager[object]:
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self._holding or weight.dtype is dtype:
+            return super().copy_of(weight, dtype)
+        version, copy = self._copies.get((id(weight), dtype), (-1, weight))
+        if version != weight._version:  # Not cast yet, or the weight has changed since.
+            copy = super().copy_of(weight, dtype)
+            self._copies[id(weight), dtype] = weight._version, copy
+        return copy
+
+    def let_go(self) -> None:
+        self._copies.clear()
+        torch.clear_autocast_cache()
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        if self._keeps and not self._holding:
+            torch.autocast_increment_nesting()
+            self._holding = True
+
+    def end(self) -> None:
+        self._copies.clear()
+        if self._holding:
+            self._holding = False
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision:
+    """Return the precision with this name, or raise an OptionError that lists the names.
+
+    `keeps`: weights may be cast once per window, instead of once per micro-batch.
+    """
+    if precision in ("full", "fp32"):
+        return Full()
+    if precision == "bf16":
+        return Autocast(device_type, torch.bfloat16, keeps=keeps)
+    if precision == "fp16":
+        return Autocast(device_type, torch.float16, keeps=keeps)
+    raise OptionError(
+        f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
+        "'bf16' or 'fp16' (autocast)"
+    )
+
+
+class LossScale:
+    """A GradScaler whose unscaling is part of the window's single factor.
+
+    The scaler's own `unscale_` and `step` would make an extra pass over the gradients. To decide
+    its next scale, it only needs to know if any gradient was not finite. It learns that from the
+    gradient of one probe parameter. So no private attribute is touched, and the user's own scaler
+    can be used with its state.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        self.scaler = scaler
+        self._probe = torch.nn.Parameter(torch.zeros((), device=device))
+        self._probe_optimizer = torch.optim.SGD([self._probe], lr=0.0)
+
+    @property
+    def enabled(self) -> bool:
+        return self.scaler.is_enabled()
+
+    def scale(self, seed: Tensor) -> Tensor:
+        """Return `seed` times the current scale, still on the device."""
+        scaled: Tensor = self.scaler.scale(seed)
+        return scaled
+
+    def value(self) -> float:
+        return float(self.scaler.get_scale())
+
+    def update(self, *, finite: bool) -> None:
+        """Tell the scaler if the window was finite; it grows or backs off by its own rules."""
+        if not self.enabled:
+            return
+        self.scaler.scale(torch.zeros((), device=self._probe.device))  # Initialise its lazy state.
+        self._probe.grad = torch.full_like(self._probe, 0.0 if finite else float("inf"))
+        self.scaler.unscale_(self._probe_optimizer)
+        self.scaler.update()
+        self._probe.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)
+
+
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+class SixteenBit:
+    """fp32 accumulation for the 16-bit parameters of the optimizers.
+
+    At the close, an optimizer that accepts fp32 gradients (SGD, Adagrad, RMSprop, ...) gets them as
+    they are. Others (the Adam family) get them rounded once to the parameter's dtype, as the
+    gradient of the undivided batch would be.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._rounded: list[torch.nn.Parameter] = []
+        self._parameters: list[torch.nn.Parameter] = []
+        for optimizer in optimizers:
+            mine = [
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.dtype in SIXTEEN_BIT
+            ]
+            if not mine:
+                continue
+            self._parameters += mine
+            if not _takes_fp32_gradients(optimizer, mine[0]):
+                self._rounded += mine
+
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The 16-bit parameters of the optimizers."""
+        return self._parameters
+
+    def rounds(self, parameter: torch.nn.Parameter) -> bool:
+        """True if the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
+        return any(parameter is one for one in self._rounded)
+
+    def begin(self) -> None:
+        """Make autograd add in fp32. Called when a window opens, before there is a gradient."""
+        for parameter in self._parameters:
+            if parameter.grad_dtype is not torch.float32:
+                parameter.grad_dtype = torch.float32
+
+    def round_once(self) -> None:
+        """Round the gradients for optimizers that need the parameter's dtype, before the step."""
+        for parameter in self._rounded:
+            gradient = parameter.grad
+            if gradient is not None:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = gradient.to(parameter.dtype)
+
+    def end(self) -> None:
+        """Restore the parameters' `grad_dtype`, after the gradients are cleared."""
+        for parameter in self._parameters:
+            parameter.grad_dtype = parameter.dtype
+
+
+def _takes_fp32_gradients(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:
+    """True if this kind of optimizer can step a 16-bit parameter with an fp32 gradient."""
+    try:
+        # Use real tensors even in a prediction: with fake ones no kernel refuses its input, and no
+        # number can be read.
+        with warnings.catch_warnings(), _disable_current_modes():
+            warnings.simplefilter("ignore")
+            probe = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+            probe.grad_dtype = torch.float32
+            probe.grad = torch.zeros(2, dtype=torch.float32, device=like.device)
+            type(optimizer)([probe], **optimizer.defaults).step()
+    except Exception:  # An unknown optimizer may raise anything; rounding is safe.
+        return False
+    return True

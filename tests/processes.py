@@ -1,0 +1,154 @@
+"""Start processes that have torch imported already.
+
+Importing torch takes a process 3 to 5 seconds, which is longer than what most tests do in one.
+Here every process is forked from a server that has imported torch and has done nothing else.
+So it starts without any state of the tests, as a process of its own interpreter would.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing import context, forkserver, get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[1]
+PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+# torch._dynamo: the first step of an optimizer imports it.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "wholebatch.cli.train_command"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+class Started:
+    """A process, and what it has written to its two streams."""
+
+    def __init__(
+        self,
+        program: str | Path,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        cwd: Path,
+        environment: dict[str, str],
+        ranks: int | None = None,
+    ) -> None:
+        self._out, self._err = folder / "stdout", folder / "stderr"
+        given = (program, list(arguments), self._out, self._err, cwd, environment, ranks)
+        self._process = _forked_from_the_server().Process(target=_run, args=given)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; -n after signal n; None while the process runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Wait until the process has ended; kill it and all that it has started after `timeout`."""
+        self._process.join(timeout)
+        status = self.status
+        if status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.join()
+            raise subprocess.TimeoutExpired(str(self._process), timeout, self._out.read_bytes())
+        out, err = (path.read_text(encoding="utf-8") for path in (self._out, self._err))
+        return subprocess.CompletedProcess(str(self._process), status, out, err)
+
+
+def run(
+    program: str | Path,
+    *arguments: str,
+    cwd: Path,
+    environment: dict[str, str],
+    timeout: float,
+    ranks: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script (a Path) or a module (a str) to its end; with `ranks`, under torchrun."""
+    with TemporaryDirectory() as folder:
+        process = Started(
+            program,
+            arguments,
+            folder=Path(folder),
+            cwd=cwd,
+            environment=environment,
+            ranks=ranks,
+        )
+        return process.wait(timeout)
+
+
+def _forked_from_the_server() -> context.ForkServerContext:
+    made = get_context("forkserver")
+    made.set_forkserver_preload(PRELOADED)
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)  # of the server; each process gets its own
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return made
+
+
+def _run(
+    program: str | Path,
+    arguments: list[str],
+    out: Path,
+    err: Path,
+    cwd: Path,
+    environment: dict[str, str],
+    ranks: int | None,
+) -> None:
+    os.setsid()  # so that a timeout ends the ranks too
+    for path, stream in ((out, 1), (err, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, stream)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    if ranks is None:
+        _main(program, *arguments)
+    else:
+        _torchrun(program, arguments, ranks)
+
+
+def _torchrun(program: str | Path, arguments: list[str], ranks: int) -> None:
+    """Do what torchrun does, with ranks that are forked from its agent.
+
+    The agent waits for what each rank returns: a script must not end by `os._exit(0)`. No rank ends
+    through its interpreter, where a thread of gloo that still releases a tensor would abort it.
+    """
+    from torch.distributed import run as module
+    from torch.distributed.launcher.api import elastic_launch
+
+    options = ["--standalone", "--nproc-per-node", str(ranks), str(program), *arguments]
+    given = module.parse_args(options)
+    given.rdzv_backend, given.rdzv_endpoint, given.rdzv_id = "c10d", "localhost:0", str(os.getpid())
+    config, _, _ = module.config_from_args(given)
+    config.start_method = "fork"
+    elastic_launch(config, _main)(program, *arguments)
+
+
+def _main(program: str | Path, *arguments: str) -> None:
+    """Do what `python program` or `python -m program` does; torchrun wants no `sys.exit(0)`."""
+    sys.argv = [str(program), *arguments]
+    try:
+        if isinstance(program, Path):
+            sys.path.insert(0, str(program.parent))
+            runpy.run_path(str(program), run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    finally:
+        atexit._run_exitfuncs()  # a forked process would not
