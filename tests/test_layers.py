@@ -329,7 +329,7 @@ PLANTED = {
         "an integration imports no other integration",
     ),
     "framework": (
-        "cli/report/page.py",
+        "cli/report/html_page.py",
         "try:\n    import wandb\nexcept ImportError:\n    pass\n",
         "wandb",
     ),

@@ -87,7 +87,7 @@ def bench(options: BenchOptions) -> None:
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import choose_device
     from wholebatch.cli.recipes import EMBEDDED, load_recipe
-    from wholebatch.cli.training_run import about_here
+    from wholebatch.cli.run_folder import about_here
     from wholebatch.tune.loop_comparison import WAYS
     from wholebatch.tune.loop_comparison import bench as measure
 

@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wholebatch.cli.checkpoints import Checkpoints, Found
+import torch
+
+from wholebatch import __version__
+from wholebatch.cli.checkpoints import Checkpoints, Found, write_atomically
 from wholebatch.cli.parallel_ranks import Crew
 from wholebatch.cli.recipes import EMBEDDED, Recipe, load_recipe
 from wholebatch.cli.report.terminal_output import shown
-from wholebatch.cli.run_settings import Config, Given, read_config, refuse_idle, resolve
+from wholebatch.cli.run_settings import (
+    Config,
+    Given,
+    config_text,
+    read_config,
+    refuse_idle,
+    resolve,
+)
 from wholebatch.core.plain_files import reason
 from wholebatch.errors import OptionError, StateError
+from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule
+
+if TYPE_CHECKING:
+    from wholebatch.cli.training_run import Session
 
 __all__ = [
     "RunFolder",
-    "Start",
+    "RunStart",
+    "about_here",
+    "arithmetic_of",
     "checkpoint_of",
+    "commit_of",
+    "describe_run",
     "find",
-    "find_run",
-    "launched_folder",
-    "new_folder",
     "resume_command",
+    "versions_here",
 ]
 
 _RUNS = Path("runs")
+_FORMAT = 1  # of the manifest
 
 
 class RunFolder:
@@ -206,7 +226,7 @@ _WAIT_AFTER_RESTART = 60.0  # for a first rank on another machine that is still 
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """What is trained, how, and where; `is_resumed` when the folder has a checkpoint of it."""
 
     recipe: Recipe
@@ -217,7 +237,7 @@ class Start:
     wait: float
 
 
-def find(given: Given, crew: Crew, *, typed: Collection[str]) -> Start:
+def find(given: Given, crew: Crew, *, typed: Collection[str]) -> RunStart:
     """Return which run is meant, the same on every rank: the first one looks at the folders.
 
     `typed`: the options that the command line has, not a file.
@@ -240,7 +260,7 @@ def find(given: Given, crew: Crew, *, typed: Collection[str]) -> Start:
     )
     if path is None:
         path = crew.first(lambda: _new(given, recipe))
-    return Start(
+    return RunStart(
         recipe,
         config,
         RunFolder(path),
@@ -250,7 +270,7 @@ def find(given: Given, crew: Crew, *, typed: Collection[str]) -> Start:
     )
 
 
-def checkpoint_of(start: Start, crew: Crew) -> Found | None:
+def checkpoint_of(start: RunStart, crew: Crew) -> Found | None:
     """The newest good checkpoint: the first rank finds it, all read the same."""
     if not start.is_resumed:
         return None
@@ -300,3 +320,110 @@ def _new(given: Given, recipe: Recipe) -> Path:
             "--standalone, or --rdzv-id)"
         )
     return new_folder(recipe.name, out).path
+
+
+# -------------------------------------------------------------------- config.json, manifest.json
+
+
+def describe_run(folder: RunFolder, session: Session) -> None:
+    """Write `config.json`, which a resume reads, and `manifest.json`, which repeats the run."""
+    recipe, config, crew = session.recipe, session.config, session.crew
+    parallel = {"ranks": crew.ranks, "sharded": crew.is_sharded, "parallel": crew.parallel}
+    about = {"device": str(session.device), **parallel, **about_here()}
+    text = config_text(config, recipe=recipe.known_as, digest=recipe.digest, about=about)
+    write_atomically(folder.config, text)
+    size = session.train.micro_batch_size
+    settings = {**config.stored, "device": session.device.type, "parallel": crew.parallel}
+    if config.micro_batch == "auto" and size is not None:
+        settings["micro_batch"] = size  # what "auto" chose
+    content = {
+        "kind": "wholebatch manifest",
+        "format": _FORMAT,
+        "again": "wholebatch train --from manifest.json",
+        "recipe": recipe.known_as,
+        "recipe_sha256": recipe.digest,
+        "unit": recipe.unit,
+        "settings": settings,
+        "arithmetic": arithmetic_of(
+            config.batch_size, config.batch_schedule, micro_batch=size, ranks=crew.ranks
+        ),
+        "seeds": {"seed": config.seed, "of_rank": "seed + rank, after the model was made"},
+        "versions": versions_here(),
+        "device": {**_device_here(session.device), "ranks": crew.ranks},
+        "commit": commit_of(recipe.path),
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    write_atomically(folder.manifest, json.dumps(content, indent=2) + "\n")
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions of the software: another version may round differently."""
+    return {
+        "wholebatch": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def about_here() -> dict[str, Any]:
+    """Return the versions of the software, and the number of threads."""
+    return {**versions_here(), "threads": torch.get_num_threads()}
+
+
+def _device_here(device: torch.device) -> dict[str, Any]:
+    """Describe the device; on a CPU, `threads` decide the order of sums."""
+    about: dict[str, Any] = {
+        "type": device.type,
+        "name": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        about.update(
+            name=properties.name,
+            memory=properties.total_memory,
+            cuda=torch.version.cuda,
+            tf32=torch.backends.cuda.matmul.allow_tf32,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+    return about
+
+
+def arithmetic_of(
+    batch_size: int, schedule: str | None, *, micro_batch: int | None, ranks: int
+) -> Any:
+    """Return the arithmetic of a full batch: one entry, or one for each size of a schedule."""
+    if micro_batch is None:  # A token budget: every batch splits differently.
+        return {"global_batch": batch_size, "ranks": ranks}
+    if schedule is None:
+        return Arithmetic(batch_size, micro_batch, ranks).as_dict()
+    changes = BatchSchedule.parse(schedule)
+    return [
+        {"from": place, "by": changes.by, **Arithmetic(size, micro_batch, ranks).as_dict()}
+        for place, size in changes.changes
+    ]
+
+
+def commit_of(file: Path) -> dict[str, Any] | None:
+    """Return the git commit of a tracked file, and whether tracked files differ from it."""
+    if _git(file, "ls-files", "--error-unmatch", file.name) is None:
+        return None  # Not in git, or ignored there.
+    commit = _git(file, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(file, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit.strip(), "changed": bool(changed)}
+
+
+def _git(file: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(file.parent), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None

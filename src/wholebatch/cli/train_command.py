@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Found
     from wholebatch.cli.parallel_ranks import Crew
     from wholebatch.cli.report.terminal_output import Terminal
-    from wholebatch.cli.run_folder import RunFolder, Start
+    from wholebatch.cli.run_folder import RunFolder, RunStart
     from wholebatch.cli.train_loop import Outcome
     from wholebatch.cli.training_run import Session
 
@@ -116,20 +116,22 @@ def _train(given: Given, source: SettingsFile, crew: Crew, *, typed: frozenset[s
 
 
 def _take_up(session: Session, found: Found | None, batch_size: int | None) -> None:
+    from wholebatch.cli.run_checkpoint import restore_run
+
     if batch_size not in (None, session.config.batch_size):
         raise OptionError(
             f"--batch-size {batch_size}: the recipe's DataLoader gives batches of "
             f"{session.config.batch_size}; change it there"
         )
     if found is not None:
-        session.restore(found)
+        restore_run(session, found)
 
 
 def _differences(
-    start: Start, source: SettingsFile, session: Session, found: Found | None
+    start: RunStart, source: SettingsFile, session: Session, found: Found | None
 ) -> Iterator[str]:
     """Yield a note for each thing that is not as it was in the run that is resumed or repeated."""
-    from wholebatch.cli.report.manifest import versions_here
+    from wholebatch.cli.run_folder import versions_here
 
     recipe = start.recipe
     if start.has_changed:
@@ -153,10 +155,8 @@ def _idle(session: Session) -> Iterator[str]:
 
 def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> None:
     """Put the folder in order: what was left half written goes, what is damaged steps aside."""
-    from wholebatch.cli.checkpoints import Checkpoints, write_atomically
-    from wholebatch.cli.report.manifest import arithmetic_of, commit_of, manifest_text
-    from wholebatch.cli.run_settings import config_text
-    from wholebatch.cli.training_run import about_here
+    from wholebatch.cli.checkpoints import Checkpoints
+    from wholebatch.cli.run_folder import describe_run
 
     checkpoints = Checkpoints(folder.checkpoints)
     checkpoints.clean()
@@ -166,33 +166,7 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
         for _, reason in found.damaged:
             terminal.note(f"note: {reason}; going back to {found.path.name}")
         checkpoints.set_aside(found)
-    recipe, config, crew = session.recipe, session.config, session.crew
-    parallel = {"ranks": crew.ranks, "sharded": crew.is_sharded, "parallel": crew.parallel}
-    about = {"device": str(session.device), **parallel, **about_here()}
-    write_atomically(
-        folder.config,
-        config_text(config, recipe=recipe.known_as, digest=recipe.digest, about=about),
-    )
-    # The manifest is what `train --from` makes this run again with: "auto" as what it chose.
-    size = session.train.micro_batch_size
-    settings = {**config.stored, "device": session.device.type, "parallel": crew.parallel}
-    if config.micro_batch == "auto" and size is not None:
-        settings["micro_batch"] = size
-    write_atomically(
-        folder.manifest,
-        manifest_text(
-            recipe=recipe.known_as,
-            digest=recipe.digest,
-            unit=recipe.unit,
-            settings=settings,
-            arithmetic=arithmetic_of(
-                config.batch_size, config.batch_schedule, micro_batch=size, ranks=crew.ranks
-            ),
-            device=session.device,
-            ranks=crew.ranks,
-            commit=commit_of(recipe.path),
-        ),
-    )
+    describe_run(folder, session)
 
 
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:

@@ -14,6 +14,7 @@ from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.recipes import Nothing
 from wholebatch.cli.report.metrics_writers import Events, MetricsFile, Sink, WandbRun, record_of
 from wholebatch.cli.report.terminal_output import Terminal
+from wholebatch.cli.run_checkpoint import save_run
 from wholebatch.cli.run_folder import RunFolder
 from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import Session
@@ -22,7 +23,7 @@ from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import StateError, WindowError
 
-__all__ = ["Outcome", "Watch", "open_sinks", "run_loop"]
+__all__ = ["Outcome", "WindowLog", "open_sinks", "run_loop"]
 
 _MOST_SKIPPED_IN_A_ROW = 50
 
@@ -82,7 +83,7 @@ class _Loop:
         self._terminal = terminal
         self._memory = session.memory
         self._sinks = sinks
-        self._watch = Watch(session)
+        self._log = WindowLog(session)
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         for sink in sinks:
@@ -142,7 +143,7 @@ class _Loop:
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more=self._watch.more(seconds=seconds),
+            more=self._log.more(seconds=seconds),
         )
         self._write(record)
         self._note_losses(record, record)
@@ -179,7 +180,7 @@ class _Loop:
             self._folder.check_there()
         for sink in self._sinks:
             sink.sync()
-        return self._session.save(self._checkpoints, micro_batches=micro_batches)
+        return save_run(self._session, self._checkpoints, micro_batches=micro_batches)
 
     def _watch_skipped(self, reason: str | None) -> None:
         if reason is None:
@@ -249,7 +250,7 @@ def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Si
     return sinks
 
 
-class Watch:
+class WindowLog:
     """Follows a session, and says of every window what its step does not."""
 
     def __init__(self, session: Session) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from wholebatch.errors import MissingExtraError, OptionError, RecipeError, State
 
 __all__ = [
     "Staged",
-    "Trained",
     "Zero",
     "cut",
     "micro_batch_of",
@@ -37,17 +35,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What makes the updates, and who keeps its state where the model cannot be asked."""
+def train_with(
+    recipe: Recipe, config: Config, crew: Crew, model: nn.Module
+) -> tuple[torch.optim.Optimizer, WholeBatch | Staged, Zero | Staged | None]:
+    """Return the optimizer, what makes the updates, and the engine that keeps their state.
 
-    optimizer: torch.optim.Optimizer
-    train: WholeBatch | Staged
-    engine: Zero | Staged | None
-
-
-def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> Trained:
-    """Whole on one process, or spread over the ranks as `crew.parallel` says."""
+    The model is whole on one process, or spread over the ranks as `crew.parallel` says. The engine
+    is None where model and optimizer have their state themselves.
+    """
     if crew.parallel == "pipeline":
         if config.gradients != "device":
             raise OptionError(
@@ -57,7 +52,7 @@ def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> 
         parts = stage_parts(recipe, config, crew, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
         staged = Staged(recipe, config, crew, model, parts, optimizer)
-        return Trained(optimizer, staged, staged)
+        return optimizer, staged, staged
     zero = None
     given: nn.Module
     if crew.parallel == "deepspeed":
@@ -89,7 +84,7 @@ def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> 
     )
     if config.noise != "off":
         train.measure_noise(config.noise)  # type: ignore[arg-type]
-    return Trained(optimizer, train, zero)
+    return optimizer, train, zero
 
 
 def move(model: nn.Module, config: Config, crew: Crew) -> None:
@@ -113,8 +108,6 @@ def micro_batch_of(recipe: Recipe, config: Config) -> Any:
 
 class Zero:
     """A DeepSpeed engine around a model, and how it is saved."""
-
-    writes = True
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, crew: Crew
@@ -142,15 +135,11 @@ class Zero:
         self.about = {"name": "deepspeed", "zero": config.zero, "ranks": crew.ranks}
 
     def write(self, folder: Path) -> None:
-        """All ranks, into this folder."""
+        """Write the state of this rank into a folder; all ranks call it."""
         self.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
 
-    def gathered(self) -> dict[str, Any]:
-        raise AssertionError("DeepSpeed writes its own files")
-
-    def load(self, state: dict[str, Any]) -> None:
-        """From the folder that all ranks have written."""
-        path = Path(state["path"])
+    def load(self, path: Path) -> None:
+        """Load this rank's state from the folder that all ranks have written."""
         with _loads_without_code(self.engine):
             loaded, _ = self.engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
@@ -265,12 +254,10 @@ class Staged:
 
     def _loss(self, output: Any, micro: Any) -> Loss | Tensor:
         """The recipe's loss on the last stage: its model is one that has the answer already."""
-        found: Loss | Tensor = self._recipe.loss(_Answer(output), micro)
+        found: Loss | Tensor = self._recipe.loss(_KnownOutput(output), micro)
         return found
 
     # ------------------------------------------------------------------ state
-
-    writes = False
 
     @property
     def about(self) -> dict[str, Any]:
@@ -298,9 +285,6 @@ class Staged:
         if saved.get("format") != _FORMAT or saved.get("kind") != "WholeBatch":
             raise StateError("this is not the state of a run of wholebatch train")
         self._pipeline.load_state_dict({**saved, "kind": "Pipeline"})
-
-    def write(self, folder: Any) -> None:
-        raise AssertionError("a pipeline's checkpoint is one file")
 
     def gathered(self) -> dict[str, Any]:
         """Model and optimizer of all stages, as one process would have them."""
@@ -445,7 +429,7 @@ class _Listener(nn.Module):
         raise _Heard(() if named else inputs)
 
 
-class _Answer(nn.Module):
+class _KnownOutput(nn.Module):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self._output = [output]

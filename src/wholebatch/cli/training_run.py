@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import platform
 import random
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from wholebatch import WholeBatch, __version__
-from wholebatch.cli.checkpoints import Checkpoints, Found
+from wholebatch import WholeBatch
 from wholebatch.cli.parallel_ranks import Crew
 from wholebatch.cli.peak_memory import PeakMemory
-from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe, share_of
-from wholebatch.cli.run_checkpoint import Parts, restore, save
+from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
 from wholebatch.core.splitting import batch_size_of, split
@@ -28,12 +24,11 @@ from wholebatch.memory.budget import bytes_said, parse_memory, sharing_processes
 from wholebatch.memory.make_it_fit import Rung, ladder, refusal
 from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.memory.trial_step import held_bytes
-from wholebatch.tune.batch_scaling import BatchSchedule, Follow, parse_amount
+from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, parse_amount
 
 __all__ = [
     "Pace",
     "Session",
-    "about_here",
     "apply_checkpointing",
     "build",
     "fit_in",
@@ -68,21 +63,6 @@ class Session:
         """Windows closed so far, those without an update too."""
         return self.train.updates + self.train.skipped
 
-    def save(self, checkpoints: Checkpoints, *, micro_batches: int = 0) -> Path:
-        """A checkpoint of this moment; of one process also in the middle of a window."""
-        data = {**self.batches.state_dict(self.position), **self.pace.state_dict()}
-        return save(self._parts, self.crew, checkpoints, data=data, micro_batches=micro_batches)
-
-    def restore(self, found: Found) -> None:
-        """Go on from a checkpoint; a StateError when it does not belong to this recipe."""
-        restore(self._parts, self.crew, found, data=self.batches, seed=self.config.seed)
-        self.position = self.batches.position
-        self.pace.load_state_dict(found.state["data"])
-
-    @property
-    def _parts(self) -> Parts:
-        return Parts(self.recipe.name, self.model, self.optimizer, self.train, self.engine)
-
     def choose(self) -> str | None:
         """Let "auto" choose its micro-batch before the first step: what, and why, in two lines."""
         if self.train.micro_batch_size is not None or self.train.micro_batch != "auto":
@@ -96,21 +76,13 @@ class Session:
         if by == "auto":
             by = self.train.micro_batch_size or by
         if isinstance(by, int) and self.batches.kind != "loader":
-            shares = [
-                share_of(self.config.batch_size, rank=rank, ranks=ranks) for rank in range(ranks)
-            ]
-            return [_pieces(share.stop - share.start, by) for share in shares]
+            return [*map(list, Arithmetic(self.config.batch_size, by, ranks).micro_batches)]
         if by == "auto":
             return None
         batch = self.batches.peek()
         how = by if isinstance(by, int) else micro_batch_of(self.recipe, self.config)
         mine = [] if isinstance(batch, Nothing) else split(batch, how)
         return self.crew.gathered([batch_size_of(micro) for micro in mine])
-
-
-def _pieces(samples: int, by: int) -> list[int]:
-    whole, rest = divmod(samples, by)
-    return [by] * whole + [rest] * bool(rest)
 
 
 def build(
@@ -145,8 +117,7 @@ def build(
         )
     if config.checkpointing:
         apply_checkpointing(model)
-    trained = train_with(recipe, config, crew, model)
-    optimizer, train = trained.optimizer, trained.train
+    optimizer, train, engine = train_with(recipe, config, crew, model)
     memory = PeakMemory(model, optimizer, device=crew.device)
     # The meter knows whole tensors only.
     memory.settled = memory.settled or crew.parallel != "ddp"
@@ -164,18 +135,8 @@ def build(
         batches.position,
         Pace(config, batches=batches, optimizer=optimizer, train=train),
         fitted,
-        trained.engine,
+        engine,
     )
-
-
-def about_here() -> dict[str, Any]:
-    """What else a reader of `config.json` may want to know."""
-    return {
-        "wholebatch": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def fitted_to(config: Config, batches: Batches) -> Config:

@@ -193,7 +193,7 @@ def _tune(
 ) -> Tuned:
     import torch
 
-    from wholebatch.cli.training_run import about_here
+    from wholebatch.cli.run_folder import about_here
     from wholebatch.tune import tune as tuned_by
 
     # The micro-batch is what is looked for: the recipe's own does not bind.

@@ -3,7 +3,7 @@
 from wholebatch.cli.recipes.recipe import (
     EMBEDDED,
     Recipe,
-    Settings,
+    RecipeDefaults,
     load_recipe,
     place_of,
     source_of,
@@ -16,7 +16,7 @@ __all__ = [
     "Nothing",
     "Position",
     "Recipe",
-    "Settings",
+    "RecipeDefaults",
     "load_recipe",
     "place_of",
     "share_of",

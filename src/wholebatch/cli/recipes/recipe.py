@@ -43,7 +43,7 @@ __all__ = [
     "EMBEDDED",
     "Horizon",
     "Recipe",
-    "Settings",
+    "RecipeDefaults",
     "load_recipe",
     "place_of",
     "source_of",
@@ -57,7 +57,7 @@ _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
 
 
-class Settings(TypedDict, total=False):
+class RecipeDefaults(TypedDict, total=False):
     """The settings that a recipe may put in `defaults`; the command line overrides them."""
 
     batch_size: int
@@ -78,7 +78,7 @@ class Recipe:
     path: Path
     description: str
     digest: str
-    defaults: Settings
+    defaults: RecipeDefaults
     unit: str
     audit: bool
     loss: Callable[[Any, Any], Any]
@@ -305,17 +305,17 @@ def _parts_of(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
     return parts
 
 
-def _defaults_of(module: ModuleType, path: Path) -> Settings:
+def _defaults_of(module: ModuleType, path: Path) -> RecipeDefaults:
     defaults = getattr(module, "defaults", {})
     if not isinstance(defaults, Mapping):
         raise RecipeError(f"recipe {path}: defaults is {_kind(defaults)}, not a dict")
-    allowed = list(Settings.__annotations__)
+    allowed = list(RecipeDefaults.__annotations__)
     for name in defaults:
         if name not in allowed:
             raise RecipeError(
                 f"recipe {path}: defaults has {name!r}; it may have {', '.join(allowed)}"
             )
-    return cast(Settings, dict(defaults))
+    return cast(RecipeDefaults, dict(defaults))
 
 
 def _audit_of(module: ModuleType, path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wholebatch.cli.report.page import Callout, Chart, Section, Table, Text, series_color
+from wholebatch.cli.report.html_page import Callout, Chart, Section, Table, Text, series_color
 from wholebatch.cli.report.terminal_output import count_said
 from wholebatch.core.readable_sizes import CATEGORIES, PARTS, bytes_said
 

@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wholebatch.cli.report.page import Chart, Section, Table, Text, series_color
-from wholebatch.cli.report.page_sources import Run
+from wholebatch.cli.report.html_page import Chart, Section, Table, Text, series_color
+from wholebatch.cli.report.page_sources import TrainingRun
 from wholebatch.cli.report.result_sections import scale_of
 from wholebatch.cli.report.terminal_output import count_said, time_said
 from wholebatch.core.readable_sizes import bytes_said
@@ -25,7 +25,7 @@ _PLACE = {"updates": "update", "epochs": "epoch", "tokens": "token"}
 Record = dict[str, Any]
 
 
-def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
+def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | None:
     """Return charts over the windows of every run; `units` are the names of their units."""
     shown = [(run, unit) for run, unit in zip(runs, units, strict=True) if run.records]
     if not shown:
@@ -91,7 +91,7 @@ def memory_of(record: Record) -> float | None:
 
 
 def _chart(
-    shown: Sequence[tuple[Run, str]],
+    shown: Sequence[tuple[TrainingRun, str]],
     name: str,
     title: str,
     label: str,
@@ -204,7 +204,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def overview(
-    runs: Sequence[Run], units: Sequence[str], verdicts: dict[str, dict[str, Any]]
+    runs: Sequence[TrainingRun], units: Sequence[str], verdicts: dict[str, dict[str, Any]]
 ) -> Section | None:
     """Return a table with the runs as columns; rows in which they differ are marked."""
     if not runs:
@@ -254,7 +254,7 @@ def overview(
     return Section("runs", "At a glance", (Table(head, tuple(rows), caption, frozenset(marked)),))
 
 
-def _batch_said(run: Run) -> str:
+def _batch_said(run: TrainingRun) -> str:
     arithmetic = run.manifest.get("arithmetic")
     if isinstance(arithmetic, list):  # The batch size changes during the run.
         place = _PLACE.get(arithmetic[0].get("by", ""), "")
@@ -269,19 +269,19 @@ def _batch_said(run: Run) -> str:
     return f"{size} samples, micro-batch {micro}{steps}"
 
 
-def _setting(run: Run, name: str) -> str:
+def _setting(run: TrainingRun, name: str) -> str:
     value = run.settings.get(name)
     if value is None and name == "lr":
         return "the recipe's"
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _device_said(run: Run) -> str:
+def _device_said(run: TrainingRun) -> str:
     ranks = run.config.get("ranks", 1)
     return f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else "")
 
 
-def _losses_said(run: Run) -> str:
+def _losses_said(run: TrainingRun) -> str:
     losses = [r["loss"] for r in run.records if _number(r.get("loss")) is not None]
     return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–"
 
@@ -290,25 +290,25 @@ def _is_lost(record: Record) -> bool:
     return _number(record.get("loss")) is None and record.get("units") != 0
 
 
-def _speed_said(run: Run, unit: str) -> str:
+def _speed_said(run: TrainingRun, unit: str) -> str:
     rates = [rate for r in run.records if (rate := _number(r.get("units_per_second"))) is not None]
     return f"{count_said(statistics.median(rates))} {unit}/s" if rates else "–"
 
 
-def _memory_said(run: Run) -> str:
+def _memory_said(run: TrainingRun) -> str:
     peaks = [peak for r in run.records if (peak := memory_of(r)) is not None]
     return bytes_said(max(peaks)) if peaks else "–"
 
 
-def _time_said(run: Run) -> str:
+def _time_said(run: TrainingRun) -> str:
     return time_said(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
 
 
-def _count(run: Run, counts: Callable[[Record], bool]) -> str:
+def _count(run: TrainingRun, counts: Callable[[Record], bool]) -> str:
     return str(sum(counts(record) for record in run.records))
 
 
-def _recoveries(run: Run) -> str:
+def _recoveries(run: TrainingRun) -> str:
     found = [r["recoveries"] for r in run.records if isinstance(r.get("recoveries"), int)]
     return str(max(found)) if found else "–"
 
@@ -319,7 +319,7 @@ def _verified(verdict: dict[str, Any] | None) -> str:
     )
 
 
-def _versions(run: Run) -> str:
+def _versions(run: TrainingRun) -> str:
     known = [(name, run.config.get(name)) for name in ("wholebatch", "torch", "python")]
     return ", ".join(f"{name} {version}" for name, version in known if version)
 

@@ -16,7 +16,7 @@ __all__ = [
     "SERIES",
     "Callout",
     "Chart",
-    "Page",
+    "HtmlPage",
     "Section",
     "Table",
     "Text",
@@ -84,7 +84,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Page:
+class HtmlPage:
     """The whole page."""
 
     title: str
@@ -116,7 +116,7 @@ _POLICY = (
 _SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
 
 
-def write_page(page: Page, path: Path) -> Path:
+def write_page(page: HtmlPage, path: Path) -> Path:
     """Write the page and return its path; create missing folders."""
     text = render(page)
     try:
@@ -127,7 +127,7 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def render(page: Page) -> str:
+def render(page: HtmlPage) -> str:
     """Return the whole file as text."""
     charts = {chart.name: _spec(chart) for chart in page.charts}
     if len(charts) != len(page.charts):
