@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from wholebatch.cli.options import command, must_be, option, recipe_argument, whole_number
+from wholebatch.cli.command_options import command, must_be, option, recipe_argument, whole_number
 from wholebatch.cli.recipe_measuring import (
     CLOCKS,
     clock_option,

@@ -12,7 +12,19 @@ checkpoint's name there is a whole checkpoint or none. The last two are kept. A 
 loading one cannot run code; every byte is checked against the checksums of the archive first.
 
 A sharded model's checkpoint is a folder: the ranks write their slices into it under another name,
-then the first rank adds `rest.pt`, which lists them with their sizes, and renames the folder.
+then the first rank adds `rest.pt`, which lists them with their sizes, and renames the folder:
+
+```python
+plain, slices = take_apart({"model": model.state_dict(), ...})   # placeholders, and the DTensors
+write_slices(folder, slices)                                     # all ranks, each its own
+state = put_together(plain, folder, like=where_it_goes)          # sharded as this job shards
+```
+
+`like(path)` gives the tensor that a saved one is to be laid out as: a DTensor here becomes one
+whatever it was when it was saved, and a plain tensor here is read whole. So a run may go on with
+another number of ranks, or unsharded in one process. Torch describes the slices in a pickle,
+`.metadata`. It is read by an unpickler that knows the few classes of such a description and nothing
+else, so that a file made by somebody else runs no code.
 """
 
 from __future__ import annotations
@@ -74,14 +86,14 @@ class Checkpoints:
         self._keep = keep
 
     def paths(self) -> list[Path]:
-        """What is there, oldest first. Whether it is good is known once it is read."""
+        """Return the checkpoints, oldest first; reading one shows if it is good."""
         if not self.folder.is_dir():
             return []
         found = [(_place(path), path) for path in self.folder.iterdir()]
         return [path for place, path in sorted(found, key=lambda one: one[0] or (-1, 0)) if place]
 
     def save(self, state: Mapping[str, Any], *, windows: int, micro_batches: int = 0) -> Path:
-        """Write one, whole or not at all, and let go of those before the last two."""
+        """Write one, whole or not at all, and remove those before the last two."""
         middle = f"+{micro_batches:04d}" if micro_batches else ""
         path = self.folder / f"window-{windows:08d}{middle}.pt"
         content = _plain({"kind": _KIND, "format": _FORMAT, **state}, "")
@@ -103,7 +115,7 @@ class Checkpoints:
         return path
 
     def sharded(self, windows: int) -> tuple[Path, Path]:
-        """Where the ranks write their slices, and what `publish` renames it to."""
+        """Return the folder for the slices of the ranks, and the name that `publish` gives it."""
         name = self.folder / f"window-{windows:08d}"
         return name.with_suffix(".writing-sharded"), name.with_suffix(".sharded")
 
@@ -132,11 +144,11 @@ class Checkpoints:
             _remove(old)
 
     def read(self, path: Path) -> Found:
-        """This one, on the CPU; a StateError where it is damaged."""
+        """Read this one, on the CPU; raise a StateError if it is damaged."""
         return Found(path, _read(path))
 
     def load(self) -> Found:
-        """The newest good checkpoint, on the CPU; a StateError when there is none."""
+        """Read the newest good checkpoint, on the CPU; raise a StateError if there is none."""
         damaged: list[tuple[Path, str]] = []
         for path in reversed(self.paths()):
             try:
@@ -246,8 +258,10 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Only what `weights_only=True` reads back; found out when writing, not when resuming."""
-    if value is None or isinstance(value, str | bytes) or type(value) in (bool, int, float):
+    """Return a value that `weights_only=True` reads back; refuse others now, not when resuming."""
+    if value is None or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, str | bytes | torch.dtype | torch.device):
         return value
     if isinstance(value, Tensor):
         return value.detach()
@@ -256,12 +270,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, torch.dtype | torch.device):
-        return value
     if type(value).__module__ == "numpy" and callable(getattr(value, "item", None)):
-        if getattr(value, "ndim", 0) == 0:
-            return value.item()
-        return torch.as_tensor(value)
+        return value.item() if getattr(value, "ndim", 0) == 0 else torch.as_tensor(value)
     if isinstance(value, int | float):  # a subclass, such as an IntEnum
         return int(value) if isinstance(value, int) else float(value)
     raise StateError(
@@ -338,7 +348,7 @@ _DESCRIPTION = {
 
 
 def take_apart(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
-    """The tree with a placeholder for each DTensor, and the DTensors by a name of their own."""
+    """Return the tree with a placeholder for each DTensor, and the DTensors by name."""
     from torch.distributed.tensor import DTensor
 
     slices: dict[str, Tensor] = {}
@@ -354,7 +364,7 @@ def take_apart(tree: Tree) -> tuple[Tree, dict[str, Tensor]]:
 
 
 def write_slices(folder: Path, slices: Mapping[str, Tensor]) -> None:
-    """Every rank writes its own part, in one collective; on the disk when this returns."""
+    """Write the part of this rank, in one collective; it is on the disk when this returns."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -367,7 +377,7 @@ def write_slices(folder: Path, slices: Mapping[str, Tensor]) -> None:
 
 
 def put_together(tree: Tree, folder: Path, *, like: Like) -> Tree:
-    """The tree that was taken apart, laid out as this job is; all ranks call it together."""
+    """Return the tree that was taken apart, laid out as this job is; all ranks call it together."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -464,7 +474,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _mapped(visit: Callable[[Where, Any], Any], path: Where, value: Any) -> Any:
-    """A copy of nested dicts, lists and tuples, with `visit` applied to what is in them."""
+    """Return a copy of nested dicts, lists and tuples, with `visit` applied to their leaves."""
     if isinstance(value, Mapping) and _MARK not in value:
         return {key: _mapped(visit, (*path, key), item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""What goes wrong while training: the recipe's own line, short, and how to go on."""
+"""Errors and warnings of a run: short, with the recipe's own line and how to go on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["short_warnings", "training_failures"]
 
 @contextmanager
 def short_warnings(*, shown: bool = True) -> Iterator[None]:
-    """One line for each warning: some of torch's bring sixty lines of C++ frames along."""
+    """Print one line for each warning: some of torch's bring sixty lines of C++ frames along."""
 
     def first_line(
         message: Warning | str, category: type[Warning], *_: object, **__: object
@@ -71,23 +71,23 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
         _tell_last(folder, crew)
         raise typer.Exit(1 if _is_of_the_work(error) else 2) from error
     except Exception as error:
-        place = place_of(error, recipe)
-        if place is None and isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        if place_of(error, recipe) is not None:
+            print(f"error: {who}{_one_line(error)}", file=sys.stderr)
+            _tell_lines(error, recipe)
+        elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             print(f"error: {who}cannot write to {folder}: {error.strerror}", file=sys.stderr)
-            _tell_last(folder, crew)
-            raise typer.Exit(1) from error
-        if place is None:
+        else:
             raise
-        print(f"error: {who}{_one_line(error)}", file=sys.stderr)
-        for frame in traceback.extract_tb(error.__traceback__):
-            if Path(frame.filename) == recipe and frame.lineno is not None:
-                print(f"  at {recipe}:{frame.lineno}, in {frame.name}", file=sys.stderr)
-                print(
-                    f"    {linecache.getline(frame.filename, frame.lineno).strip()}",
-                    file=sys.stderr,
-                )
         _tell_last(folder, crew)
         raise typer.Exit(1) from error
+
+
+def _tell_lines(error: Exception, recipe: Path) -> None:
+    """Print every line of the recipe that the error passed through."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename) == recipe and frame.lineno is not None:
+            line = linecache.getline(frame.filename, frame.lineno).strip()
+            print(f"  at {recipe}:{frame.lineno}, in {frame.name}\n    {line}", file=sys.stderr)
 
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import typer
 
-from wholebatch.cli.options import argument, command, option
+from wholebatch.cli.command_options import argument, command, option
 from wholebatch.lint.command_line import Options, run
 
 __all__ = ["lint"]

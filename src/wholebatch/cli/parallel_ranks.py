@@ -62,11 +62,11 @@ class Crew:
     # -------------------------------------------------------------- agreeing
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return True if the flag is set on any rank."""
         return flag if self._group is None else self._group.sum([float(flag)])[0] > 0
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks: what a checkpoint may hold."""
+        """Return the values of all ranks, which may be what a checkpoint may hold."""
         if self.ranks == 1:
             return [value]
         sent = io.BytesIO()  # as an archive: torch's tensors in plain pickles do not always load
@@ -76,7 +76,7 @@ class Crew:
         return [torch.load(io.BytesIO(one), weights_only=True) for one in received]
 
     def first(self, make: Callable[[], T]) -> T:
-        """What the first rank makes, on all; its error ends all of them, and it alone tells it."""
+        """Return what the first rank makes, on all ranks; its error ends all of them."""
         if self.ranks == 1:
             return make()
         value, error = _tried(make) if self.is_first else (None, None)
@@ -92,7 +92,7 @@ class Crew:
         return result
 
     def together(self, make: Callable[[], T]) -> T:
-        """What this rank makes, once every rank has; the first rank with an error tells it."""
+        """Return what this rank makes, once every rank has; the first with an error tells it."""
         if self.ranks == 1:
             return make()
         value, error = _tried(make)
@@ -109,7 +109,7 @@ class Crew:
     # -------------------------------------------------------------- the model
 
     def spread(self, model: nn.Module) -> nn.Module:
-        """The model over the ranks: replicated (DDP), or sharded block by block (FSDP2)."""
+        """Return the model over the ranks: replicated (DDP), or sharded block by block (FSDP2)."""
         if self.ranks == 1:
             return model
         if not self.is_sharded:
@@ -130,7 +130,7 @@ class Crew:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """A rank that fails tells the others; one that only lost them says that in one line."""
+        """Tell the other ranks of a failure; a rank that only lost them says that in one line."""
         if self.ranks == 1:
             yield
             return
@@ -196,7 +196,7 @@ _TIMEOUT = 600.0
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one; what is asked for and not there is refused."""
+    """Return the device; `auto` is CUDA where there is one. Refuse one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -217,7 +217,7 @@ def choose_device(name: str) -> torch.device:
 def process_group(
     device: str, *, deadline: float | None = None
 ) -> Iterator[tuple[int, torch.device]]:
-    """This process's rank and device; the group is left as it was found.
+    """Join the ranks of torchrun; give this process's rank and device.
 
     Torch itself gives up on a rank later than a `deadline` that was asked for.
     """
@@ -267,7 +267,7 @@ def _join(backend: str, timeout: timedelta | None) -> None:
 
 
 def agree_on_attempt(store: Any, *, rank: int, ranks: int, timeout: float = _TIMEOUT) -> str:
-    """A name that exactly the processes that are alive now share, out of a store with old entries.
+    """Return a name that only the processes alive now share, from a store with old entries.
 
     Every rank writes a name of its own. The first one calls the roll of what it reads; a rank
     that finds its name on it says that it has seen this very roll. Old processes have not: when
@@ -299,7 +299,7 @@ def agree_on_attempt(store: Any, *, rank: int, ranks: int, timeout: float = _TIM
 
 
 def _read(store: Any, what: str, ranks: int | None = None) -> list[str]:
-    """Entries of the store, "" where there is none; of every rank, if there are several."""
+    """Return entries of the store, "" where there is none; with `ranks`, one of every rank."""
     keys = [f"wholebatch/{what}"]
     if ranks is not None:
         keys = [f"{keys[0]}/{rank}" for rank in range(ranks)]

@@ -19,7 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.cli.options import command, must_be, one_of, option, recipe_argument, whole_number
+from wholebatch.cli.command_options import (
+    command,
+    must_be,
+    one_of,
+    option,
+    recipe_argument,
+    whole_number,
+)
 from wholebatch.cli.run_settings import check
 from wholebatch.core.json_files import read_json
 from wholebatch.core.plain_files import reason

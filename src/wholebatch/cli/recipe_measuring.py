@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from wholebatch.cli.options import must_be, option
+from wholebatch.cli.command_options import must_be, option
 from wholebatch.cli.report.terminal_output import shown
 from wholebatch.errors import MissingExtraError, OptionError
 

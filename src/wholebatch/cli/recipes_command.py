@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from wholebatch.cli.options import argument, command
+from wholebatch.cli.command_options import argument, command
 
 __all__ = ["recipes"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from wholebatch.cli.options import argument, command, must_be, option
+from wholebatch.cli.command_options import argument, command, must_be, option
 from wholebatch.core.readable_sizes import bytes_said
 
 __all__ = ["report"]

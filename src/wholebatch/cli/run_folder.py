@@ -1,4 +1,4 @@
-"""The folder of a run: found, made, checked and held by one process."""
+"""The folder of a run: which one is meant, its lock, its config.json and manifest.json."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _FORMAT = 1  # of the manifest
 
 
 class RunFolder:
-    """Where everything of a run is written."""
+    """The folder with everything of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class RunFolder:
         self._lock = path / ".lock"
 
     def has_run(self) -> bool:
-        """Whether something would be lost by beginning anew: an update, or part of a window."""
+        """Return True if beginning anew would lose something: an update, or part of a window."""
         started = self.metrics.exists() and self.metrics.stat().st_size > 0
         saved = self.checkpoints.is_dir() and any(
             path.stem != "window-00000000"
@@ -132,7 +132,7 @@ class RunFolder:
 
 
 def new_folder(recipe: str, out: Path | None) -> RunFolder:
-    """The folder of a new run; one that has a run already is refused, so nothing is lost."""
+    """Return the folder of a new run; refuse one that has a run already, so nothing is lost."""
     if out is None:
         name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         path, number = _RUNS / name, 2
@@ -155,7 +155,7 @@ def new_folder(recipe: str, out: Path | None) -> RunFolder:
 
 
 def launched_folder(recipe: str) -> Path | None:
-    """The folder of a run without --out under torchrun: by its id, so that a restart finds it."""
+    """Return the folder of a run without --out, by the id of torchrun: a restart finds it."""
     number = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if number == "none":  # torchrun's own word for: nobody gave one
         return None
@@ -164,7 +164,7 @@ def launched_folder(recipe: str) -> Path | None:
 
 
 def find_run(recipe: str | None, out: Path | None) -> RunFolder:
-    """The run to resume: in `out`, else the newest of runs/ (of this recipe, if one is named)."""
+    """Return the run to resume: in `out`, else the newest of runs/ (of this recipe, if named)."""
     if out is not None:
         if not os.path.lexists(out / "config.json"):  # what else it may be, is told when it is read
             raise StateError(f"--resume: there is no run in {out}")
@@ -184,7 +184,7 @@ def _last_written(run: Path) -> float:
 
 
 def resume_command(path: Path, *, steps: int | None = None, parallel: str = "ddp") -> str:
-    """What to type to go on, as this process was called."""
+    """Return the command that goes on with a run, in the way this process was called."""
     called = Path(sys.argv[0])
     installed = shutil.which("wholebatch")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -227,7 +227,7 @@ _WAIT_AFTER_RESTART = 60.0  # for a first rank on another machine that is still 
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is trained, how, and where; `is_resumed` when the folder has a checkpoint of it."""
+    """The recipe, settings and folder of a run that begins or, if `is_resumed`, goes on."""
 
     recipe: Recipe
     config: Config
@@ -271,7 +271,7 @@ def find(given: Given, crew: Crew, *, typed: Collection[str]) -> RunStart:
 
 
 def checkpoint_of(start: RunStart, crew: Crew) -> Found | None:
-    """The newest good checkpoint: the first rank finds it, all read the same."""
+    """Return the newest good checkpoint: the first rank finds it, all read the same."""
     if not start.is_resumed:
         return None
     checkpoints = Checkpoints(start.folder.checkpoints)
@@ -296,7 +296,7 @@ def checkpoint_of(start: RunStart, crew: Crew) -> Found | None:
 
 
 def _begun(given: Given, restarted: bool) -> tuple[Path | None, dict[str, Any] | None]:
-    """The folder to go on in and its settings; nothing where a new run begins."""
+    """Return the folder to go on in and its settings; None for a new run."""
     if given.get("resume"):
         folder = find_run(given.get("recipe"), given.get("out"))
         return folder.path, read_config(folder.config)

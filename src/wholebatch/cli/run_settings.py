@@ -11,11 +11,11 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
-from wholebatch.cli.options import (
+from wholebatch.cli.command_options import (
     flag_of,
     must_be,
     one_of,
@@ -381,7 +381,7 @@ class Config:
 _FIELDS = {one.name: one for one in fields(Config)}
 
 
-def _is_stored(one: Any) -> bool:
+def _is_stored(one: Field[Any]) -> bool:
     return bool(one.metadata.get("stored"))
 
 
@@ -403,13 +403,14 @@ def resolve(
     values: dict[str, Any] = {}
     for name, one in _FIELDS.items():
         asked = check(name, given.get(name), flag_of(one))
-        if stored is not None and _is_stored(one):
-            kept = stored.get(name, one.default)  # a run of before there was this setting
-            if asked is not None and asked != kept and not one.metadata.get("may_change"):
-                _refuse_change(f"{flag_of(one)} {asked}", kept)
-            values[name] = kept if asked is None else asked
+        if asked is not None and stored is not None:
+            _check_unchanged(one, asked, stored)
+        if asked is not None:
+            values[name] = asked
+        elif stored is not None and _is_stored(one):
+            values[name] = stored.get(name, one.default)  # absent: of before there was it
         else:
-            values[name] = _default(name, given, defaults) if asked is None else asked
+            values[name] = _default(name, given, defaults)
     if stored is not None and values["lr_steps"] is None and stored["steps"] != values["steps"]:
         values["lr_steps"] = stored["steps"]  # more updates do not change the schedule
     if values["precision"] == "fp32":
@@ -428,6 +429,12 @@ def _default(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if name in defaults and name != "lr":  # the rate is the recipe's own affair: its optimizer's
         return check(name, defaults[name], f"the recipe's defaults[{name!r}]")
     return _FIELDS[name].default
+
+
+def _check_unchanged(one: Field[Any], asked: Any, stored: Mapping[str, Any]) -> None:
+    kept = stored.get(one.name, one.default)
+    if _is_stored(one) and asked != kept and not one.metadata.get("may_change"):
+        _refuse_change(f"{flag_of(one)} {asked}", kept)
 
 
 def _same_schedule(given: Mapping[str, Any], kept: str | None) -> None:

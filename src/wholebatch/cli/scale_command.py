@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from wholebatch.cli.options import (
+from wholebatch.cli.command_options import (
     command,
     one_of,
     option,
@@ -139,17 +139,7 @@ class _Follower:
 def _follows(options: ScaleOptions, batch: int | None) -> list[_Follower]:
     """Return the values that go with the batch; `batch` is None where it differs by rank count."""
     base, samples = options.base_batch, options.samples
-    names = {"--lr": "lr", "--lr-rule": "lr_rule", "--warmup": "warmup", "--betas": "betas"}
-    asked = [flag for flag, name in names.items() if getattr(options, name) is not None]
-    if asked and base is None:
-        raise OptionError(f"{asked[0]}: also give --base-batch, the batch size that it is for")
-    shows_rate = not asked or "--lr" in asked or "--lr-rule" in asked
-    asked += [flag for flag, at in (("--base-batch", base), ("--samples", samples)) if at]
-    if asked and batch is None:
-        raise OptionError(
-            f"{asked[0]}: the batch differs between the ranks given; give one --ranks, or a "
-            "--batch-size"
-        )
+    asked = _asked(options, batch)
     found: list[_Follower] = []
     if batch is None:
         return found
@@ -157,13 +147,27 @@ def _follows(options: ScaleOptions, batch: int | None) -> list[_Follower]:
         found.append(_epoch(samples, batch))
     if base is None:
         return found
-    if shows_rate:
+    if "--lr" in asked or "--lr-rule" in asked or not {"--warmup", "--betas"} & asked:
         found.append(_rate(options.lr, options.lr_rule or "linear", base, batch))
     if options.warmup is not None:
         found.append(_warmup(options.warmup, samples, base, batch))
     if options.betas is not None:
         found.append(_betas(_pair(options.betas), base, batch))
     return found
+
+
+def _asked(options: ScaleOptions, batch: int | None) -> set[str]:
+    """Return the options that ask for something that follows; refuse one without its partner."""
+    names = ("lr", "lr_rule", "warmup", "betas", "base_batch", "samples")
+    asked = ["--" + n.replace("_", "-") for n in names if getattr(options, n) is not None]
+    if asked and options.base_batch is None and asked[0] != "--samples":
+        raise OptionError(f"{asked[0]}: also give --base-batch, the batch size that it is for")
+    if asked and batch is None:
+        raise OptionError(
+            f"{asked[0]}: the batch differs between the ranks given; give one --ranks, or a "
+            "--batch-size"
+        )
+    return set(asked)
 
 
 def _epoch(samples: int, batch: int) -> _Follower:

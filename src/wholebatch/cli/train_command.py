@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from wholebatch import __version__
-from wholebatch.cli.options import command
+from wholebatch.cli.command_options import command
 from wholebatch.cli.run_settings import Config, Given, SettingsFile, given_of, read_settings_file
 from wholebatch.errors import OptionError
 from wholebatch.tune.batch_scaling import Arithmetic

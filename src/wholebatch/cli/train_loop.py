@@ -1,4 +1,4 @@
-"""The way of a run: take a batch, make the update, write it down; until done, or asked to stop."""
+"""The loop of a run: take a batch, make the update, record it; until done, or asked to stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_SKIPPED_IN_A_ROW = 50
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: finished, or stopped with a checkpoint `micro_batches` into a window."""
+    """The end of a run: finished, or stopped with a checkpoint `micro_batches` into a window."""
 
     finished: bool
     checkpoint: Path
@@ -226,7 +226,7 @@ class _Loop:
 
 
 def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Sink]:
-    """Where the first rank's records go, `metrics.jsonl` first; nowhere on the others."""
+    """Return the writers of the first rank's records, `metrics.jsonl` first; none on others."""
     if not session.crew.is_first:
         return []
     sinks: list[Sink] = []
@@ -251,7 +251,7 @@ def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Si
 
 
 class WindowLog:
-    """Follows a session, and says of every window what its step does not."""
+    """Collects what a window has to record beside its step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -259,7 +259,7 @@ class WindowLog:
         self._noise: NoiseScale | None = session.train.noise
 
     def more(self, *, seconds: float) -> dict[str, Any]:
-        """Fields for `record_of`; `seconds` is how long the window took."""
+        """Return fields for `record_of`; `seconds` is how long the window took."""
         session, train = self._session, self._session.train
         found: dict[str, Any] = {"skipped_windows": train.skipped}
         if session.pace.schedule is not None:
@@ -283,5 +283,5 @@ class WindowLog:
 
 
 def _rounded(value: float) -> float:
-    """Six digits: it is not known better."""
+    """Return a number to six digits: it is not known better."""
     return float(f"{value:.6g}") if math.isfinite(value) else value

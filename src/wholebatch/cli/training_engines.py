@@ -1,4 +1,10 @@
-"""The recipe's model, optimizer and loss put to work by the engine that was asked for."""
+"""The engines of `--parallel`: DDP and FSDP2, DeepSpeed (ZeRO 0 to 3), and a pipeline of stages.
+
+DeepSpeed writes the state of model and optimizer itself, every rank its part. A pipeline's
+checkpoints are those of one process, so that a run may go on in one, under DDP, or in another
+number of stages. A recipe says in `stages(model)` which modules run one after the other; an
+`nn.Sequential` says it by itself.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +94,7 @@ def train_with(
 
 
 def move(model: nn.Module, config: Config, crew: Crew) -> None:
-    """The model in its precision and on its device; a pipeline moves only its stages."""
+    """Move the model to its precision and device; a pipeline moves only its stages."""
     if config.precision == "bf16-pure":
         model.to(torch.bfloat16)
     if crew.parallel == "pipeline":
@@ -102,7 +108,7 @@ def move(model: nn.Module, config: Config, crew: Crew) -> None:
 
 
 def micro_batch_of(recipe: Recipe, config: Config) -> Any:
-    """How a batch is split: a number of samples, a budget of tokens, or "auto"."""
+    """Return the split of a batch: a number of samples, a budget of tokens, or "auto"."""
     return config.micro_batch if config.tokens is None else recipe.build_tokens(config.tokens)
 
 
@@ -222,11 +228,11 @@ class Staged:
         return self._pipeline.skipped
 
     def choose(self, batch: Any) -> str | None:
-        """Nothing is chosen: the micro-batch was given."""
+        """Choose nothing: the micro-batch was given."""
         return None
 
     def step(self, batch: Any, *, after_micro: Callable[[int, int], None] | None = None) -> Step:
-        """One update from the whole batch, which every rank has."""
+        """Make one update from the whole batch, which every rank has."""
         step = self._pipeline.step(*self._inputs(batch), target=batch)
         if after_micro is not None:
             after_micro(step.micro_batches, step.micro_batches)
@@ -236,7 +242,7 @@ class Staged:
         raise AssertionError("every rank of a pipeline has every batch")
 
     def _inputs(self, batch: Any) -> tuple[Any, ...]:
-        """What the recipe's loss gives to its model: asked of a model that only listens."""
+        """Return the inputs that the recipe's loss gives to its model."""
         listener = _Listener()
         try:
             self._recipe.loss(listener, batch)
@@ -253,7 +259,7 @@ class Staged:
         )
 
     def _loss(self, output: Any, micro: Any) -> Loss | Tensor:
-        """The recipe's loss on the last stage: its model is one that has the answer already."""
+        """Return the recipe's loss on the last stage: its model returns the known output."""
         found: Loss | Tensor = self._recipe.loss(_KnownOutput(output), micro)
         return found
 
@@ -261,11 +267,11 @@ class Staged:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a checkpoint says of who wrote it."""
+        """The engine, as a checkpoint names it."""
         return {"name": "pipeline"}
 
     def state_dict(self) -> dict[str, Any]:
-        """The progress as `WholeBatch` says it: another engine may go on from there."""
+        """Return the progress as `WholeBatch` has it: another engine may go on from there."""
         own = self._pipeline.state_dict()
         return {
             **own,
@@ -287,7 +293,7 @@ class Staged:
         self._pipeline.load_state_dict({**saved, "kind": "Pipeline"})
 
     def gathered(self) -> dict[str, Any]:
-        """Model and optimizer of all stages, as one process would have them."""
+        """Return model and optimizer of all stages, as one process would have them."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         names |= {id(b): name for name, b in self._model.named_buffers()}
         tensors = (*self._parts.parameters(), *self._parts.buffers())
@@ -341,13 +347,13 @@ class Staged:
         )
 
     def _places(self) -> dict[int, int]:
-        """The number that a parameter has in the optimizer of one process."""
+        """Return the number of each parameter in the optimizer of one process."""
         ordered = [p for group in self._order.param_groups for p in group["params"]]
         return {id(parameter): number for number, parameter in enumerate(ordered)}
 
 
 def stage_parts(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> nn.ModuleList:
-    """This rank's stages, on its device; an error says why a recipe cannot be cut."""
+    """Return this rank's stages, on its device; an error says why a recipe cannot be cut."""
     if not isinstance(config.micro_batch, int):
         raise OptionError(
             f"--micro-batch {config.micro_batch} with --parallel pipeline: its schedules need a "
@@ -380,7 +386,7 @@ def stage_parts(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) ->
 
 
 def cut(modules: Sequence[nn.Module], count: int) -> list[nn.Sequential]:
-    """Modules that run one after the other, as `count` stages whose largest is smallest.
+    """Cut modules that run in turn into `count` stages whose largest is as small as can be.
 
     >>> [len(stage) for stage in cut([nn.Linear(4, 4) for _ in range(5)], 2)]
     [3, 2]

@@ -1,4 +1,4 @@
-"""A training run put together from its recipe and settings, saved and restored as one."""
+"""A training run put together from its recipe and settings: `build` makes a `Session`."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Session:
         return self.train.updates + self.train.skipped
 
     def choose(self) -> str | None:
-        """Let "auto" choose its micro-batch before the first step: what, and why, in two lines."""
+        """Let "auto" choose its micro-batch before the first step; return the choice and why."""
         if self.train.micro_batch_size is not None or self.train.micro_batch != "auto":
             return None  # given, or chosen by the run that is resumed
         batch = self.batches.peek()
         return self.train.choose(batch.like if isinstance(batch, Nothing) else batch)
 
     def micro_batches(self) -> list[list[int]] | None:
-        """Samples in each micro-batch of a full batch, by rank; None where it must be seen."""
+        """Return the samples in each micro-batch of a full batch, by rank; None if unknown."""
         by, ranks = self.config.micro_batch, self.crew.shares
         if by == "auto":
             by = self.train.micro_batch_size or by
@@ -93,7 +93,7 @@ def build(
     fits: bool = False,
     keeps_precision: bool = False,
 ) -> Session:
-    """The parts of the recipe, from the seed on the same every time, on every rank.
+    """Build the parts of the recipe, from the seed on the same every time, on every rank.
 
     `fits`: let the model fit the memory, by what `--fit` may apply.
     """
@@ -140,7 +140,7 @@ def build(
 
 
 def fitted_to(config: Config, batches: Batches) -> Config:
-    """The settings, with the batch size that the data really has."""
+    """Return the settings with the batch size that the data really has."""
     if batches.kind == "loader":
         size = batches.loader_batch_size
         if size is None:  # batches of the loader's own making: each is taken whole
@@ -160,7 +160,7 @@ def fitted_to(config: Config, batches: Batches) -> Config:
 
 
 def _check_last_batch(model: nn.Module, config: Config, batches: Batches, crew: Crew) -> None:
-    """Exact BatchNorm meets on all ranks at every layer: each must have a sample."""
+    """Refuse a batch without a sample for every rank: exact BatchNorm needs one on each."""
     if batches.length is None or not batchnorms(model):
         return
     for size in (config.batch_size, batches.length % config.batch_size):
@@ -191,7 +191,7 @@ def fit_in(
     *,
     keeps_precision: bool,
 ) -> tuple[Config, str]:
-    """Settings with which one sample fits on every rank, and a line that says what was applied.
+    """Return settings with which one sample fits on every rank, and a line on what was applied.
 
     Mixed precision first (unless the user has named one), then checkpointing as well, then sums of
     the gradients on the host: each makes the update of the whole batch. The model's
@@ -274,7 +274,7 @@ def _rungs(
 
 
 def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
-    """The settings, with the batch that the learning rate is for; what is impossible is refused."""
+    """Return the settings with the base batch set; refuse what is impossible."""
     if config.batch_schedule is not None and batches.kind == "loader":
         raise OptionError(
             f"--batch-size {config.batch_schedule}: the recipe's DataLoader makes the batches; "
@@ -330,7 +330,7 @@ class Pace:
         return self.schedule.at(update=self._train.updates, epoch=epoch, tokens=self.tokens)
 
     def begin(self, *, samples: int) -> list[float]:
-        """A window begins with the batch that was read last; the learning rates it is made with.
+        """Set the learning rates for the batch that was read last, and return them.
 
         `samples` of this epoch were taken before it.
         """
@@ -341,7 +341,7 @@ class Pace:
         return self._follow.rates()
 
     def closed(self, units: float) -> None:
-        """A window is over."""
+        """Count the units of a closed window."""
         self.tokens += units
 
     def _warmth(self, samples: int) -> float:
@@ -356,7 +356,7 @@ class Pace:
         return min(1.0, done / self._warmup.number)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the place in the data does not say."""
+        """Return the state that the place in the data does not have."""
         return {"tokens": self.tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

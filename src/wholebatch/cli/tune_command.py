@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.cli.options import (
+from wholebatch.cli.command_options import (
     Check,
     command,
     option,

@@ -36,7 +36,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.cli.options import (
+from wholebatch.cli.command_options import (
     command,
     flag_of,
     one_of,

@@ -1,4 +1,9 @@
-"""The elements of a page: sections of text, tables and charts, as values without markup."""
+"""The elements of a page, and the page as one self-contained HTML file.
+
+The file needs no network, no other files, no fonts: it contains the plotting library (plotly.js,
+from the Python package) and all data. A content security policy in the head forbids the browser to
+load anything.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from wholebatch.core.json_files import finite
 from wholebatch.errors import MissingExtraError, OptionError
 
 __all__ = [
+    "ROWS",
     "SERIES",
     "Callout",
     "Chart",
@@ -20,6 +26,9 @@ __all__ = [
     "Section",
     "Table",
     "Text",
+    "axis",
+    "bars",
+    "curve",
     "render",
     "series_color",
     "write_page",
@@ -114,6 +123,35 @@ _POLICY = (
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
 _SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
+
+
+def curve(name: str, x: Any, y: Any, color: str, **more: Any) -> dict[str, Any]:
+    """Return a trace of points joined by a line."""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": x,
+        "y": y,
+        "line": {"color": color, "width": 2},
+        "marker": {"color": color, "size": 8},
+        **more,
+    }
+
+
+def bars(name: str, x: Any, y: Any, color: str, **more: Any) -> dict[str, Any]:
+    """Return a trace of bars; with an edge, those of a stack are told apart."""
+    marker = {"color": color, "line": {"color": "--surface", "width": 1}}
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **more}
+
+
+def axis(text: str, **more: Any) -> dict[str, Any]:
+    """Return an axis with a title."""
+    return {"title": {"text": text}, **more}
+
+
+ROWS = {"autorange": "reversed", "type": "category", "showgrid": False}
+"""The y axis of a chart with a named row for each bar or point, from the top down."""
 
 
 def write_page(page: HtmlPage, path: Path) -> Path:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wholebatch.cli.report.html_page import Callout, Chart, Section, Table, Text, series_color
+from wholebatch.cli.report.html_page import (
+    ROWS,
+    Callout,
+    Chart,
+    Section,
+    Table,
+    Text,
+    axis,
+    bars,
+    curve,
+    series_color,
+)
 from wholebatch.cli.report.terminal_output import count_said
 from wholebatch.core.readable_sizes import CATEGORIES, PARTS, bytes_said
 
@@ -35,36 +46,28 @@ def _chart(
     name: str, title: str, caption: str, points: Sequence[Mapping[str, Any]], budget: int | None
 ) -> Chart:
     sizes = [str(point["micro_batch"]) for point in points]
-    scale, unit = scale_of(max(point["peak"] for point in points))
+    highest = max(point["peak"] for point in points)
+    scale, unit = scale_of(highest)
+    hover = f"%{{y:.3g}} {unit}"
     traces: list[dict[str, Any]] = []
     for at, category in enumerate(CATEGORIES):
         values = [point["by_category"].get(category, 0) / scale for point in points]
-        if max(values) * 200 < max(point["peak"] for point in points) / scale:
+        if max(values) * 200 < highest / scale:
             continue  # Too small to see.
-        traces.append(
-            {
-                "type": "bar",
-                "name": category,
-                "x": sizes,
-                "y": values,
-                "marker": {"color": series_color(at), "line": {"color": "--surface", "width": 1}},
-                "hovertemplate": f"%{{y:.3g}} {unit}",
-            }
-        )
-    highest = max(point["peak"] for point in points)
+        traces.append(bars(category, sizes, values, series_color(at), hovertemplate=hover))
     # A budget far above would flatten everything else.
     if budget is not None and budget < 3 * highest:
         traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines" if len(sizes) > 1 else "lines+markers",  # One point gives no line.
-                "name": "budget",
-                "x": sizes,
-                "y": [budget / scale] * len(sizes),
-                "line": {"color": "--text", "width": 2, "dash": "dash"},
-                "marker": {"color": "--text", "symbol": "line-ew-open", "size": 40},
-                "hovertemplate": f"%{{y:.3g}} {unit}",
-            }
+            curve(
+                "budget",
+                sizes,
+                [budget / scale] * len(sizes),
+                "--text",
+                mode="lines" if len(sizes) > 1 else "lines+markers",  # One point gives no line.
+                line={"color": "--text", "width": 2, "dash": "dash"},
+                marker={"color": "--text", "symbol": "line-ew-open", "size": 40},
+                hovertemplate=hover,
+            )
         )
         if min(point["peak"] for point in points) > budget:
             caption += f" Nothing fits into the budget of {bytes_said(budget)}."
@@ -73,8 +76,8 @@ def _chart(
     layout = {
         "barmode": "stack",
         "bargap": 0.25 if len(sizes) > 2 else 0.7,
-        "xaxis": {"title": {"text": "micro-batch, samples"}, "type": "category", "showgrid": False},
-        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "xaxis": axis("micro-batch, samples", type="category", showgrid=False),
+        "yaxis": axis(unit, rangemode="tozero"),
     }
     return Chart(name, title, traces, layout, caption, height=380, wide=True)
 
@@ -144,49 +147,29 @@ def _speeds(at: int, tuned: Data, measured: Sequence[Data]) -> Chart:
         ours = sorted(
             (trial for trial in measured if _way(trial) == way), key=lambda t: t["micro_batch"]
         )
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": way,
-                "x": [trial["micro_batch"] for trial in ours],
-                "y": [trial["units_per_second"] for trial in ours],
-                "line": {"color": series_color(number), "width": 2},
-                "marker": {"color": series_color(number), "size": 8},
-            }
-        )
+        x = [trial["micro_batch"] for trial in ours]
+        y = [trial["units_per_second"] for trial in ours]
+        traces.append(curve(way, x, y, series_color(number)))
     best = next((t for t in measured if t.get("recommended")), None)
     if best is not None:
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "recommended",
-                "x": [best["micro_batch"]],
-                "y": [best["units_per_second"]],
-                "marker": {
-                    "symbol": "circle-open",
-                    "size": 18,
-                    "color": "--text",
-                    "line": {"width": 2},
-                },
-            }
-        )
+        ring = {"symbol": "circle-open", "size": 18, "color": "--text", "line": {"width": 2}}
+        x, y = [best["micro_batch"]], [best["units_per_second"]]
+        traces.append(curve("recommended", x, y, "--text", mode="markers", marker=ring))
     sizes = sorted({trial["micro_batch"] for trial in measured})
     layout = {
-        "xaxis": {
-            "type": "log",
-            "title": {"text": "micro-batch, samples"},
-            "tickvals": sizes,
-            "ticktext": [str(size) for size in sizes],
-        },
-        "yaxis": {"title": {"text": f"{tuned['unit']} per second"}, "rangemode": "tozero"},
+        "xaxis": _log_axis("micro-batch, samples", sizes),
+        "yaxis": axis(f"{tuned['unit']} per second", rangemode="tozero"),
         "showlegend": True,
     }
     caption = f"Batch of {tuned['batch_size']} samples, {tuned['device']}."
     return Chart(
         f"tune-{at}", "Speed over micro-batch size", traces, layout, caption, height=360, wide=True
     )
+
+
+def _log_axis(text: str, values: Sequence[int]) -> dict[str, Any]:
+    """Return a logarithmic axis with a tick at every value."""
+    return axis(text, type="log", tickvals=values, ticktext=[str(value) for value in values])
 
 
 def _trials(tuned: Data) -> Table:
@@ -227,29 +210,17 @@ def _ranks(at: int, ranks: Data) -> Chart:
 
     def trace(name: str, key: str, color: str) -> dict[str, Any]:
         single = points[0][key]
-        return {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": name,
-            "x": x,
-            "y": [100 * point[key] / (single * point["ranks"]) for point in points],
-            "line": {"color": color, "width": 2, "dash": "dash"},
-            "marker": {"color": color, "size": 8},
-            "hovertemplate": "%{y:.1f}%",
-        }
+        y = [100 * point[key] / (single * point["ranks"]) for point in points]
+        line = {"color": color, "width": 2, "dash": "dash"}
+        return curve(name, x, y, color, line=line, hovertemplate="%{y:.1f}%")
 
     traces = [
         trace("all that can overlap does", "units_per_second_overlapped", series_color(0)),
         trace("nothing overlaps", "units_per_second", series_color(1)),
     ]
     layout = {
-        "xaxis": {
-            "type": "log",
-            "title": {"text": "ranks"},
-            "tickvals": x,
-            "ticktext": [str(n) for n in x],
-        },
-        "yaxis": {"title": {"text": "% of linear scaling"}, "range": [0, 105]},
+        "xaxis": _log_axis("ranks", x),
+        "yaxis": axis("% of linear scaling", range=[0, 105]),
     }
     return Chart(
         f"ranks-{at}",
@@ -272,24 +243,13 @@ def split(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Section | None:
         values = [1000 * seconds.get(part, 0.0) for _, seconds in splits]
         if not any(values):
             continue
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": part,
-                "y": names,
-                "x": values,
-                "marker": {
-                    "color": series_color(number),
-                    "line": {"color": "--surface", "width": 1},
-                },
-                "hovertemplate": "%{x:.3g} ms",
-            }
-        )
+        color = series_color(number)
+        hover = "%{x:.3g} ms"
+        traces.append(bars(part, values, names, color, orientation="h", hovertemplate=hover))
     layout = {
         "barmode": "stack",
-        "xaxis": {"title": {"text": "milliseconds of a window"}},
-        "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
+        "xaxis": axis("milliseconds of a window"),
+        "yaxis": ROWS,
         "hovermode": "closest",
     }
     chart = Chart(
@@ -406,23 +366,14 @@ def _distances(
 
     def points(what: str, values: Sequence[float], color: str, symbol: str) -> dict[str, Any]:
         width = 0 if symbol == "circle" else 3
-        return {
-            "type": "scatter",
-            "mode": "markers",
-            "name": what,
-            "x": [max(value or 0.0, _SMALLEST) for value in values],
-            "y": list(labels),
-            "marker": {"color": color, "symbol": symbol, "size": 12, "line": {"width": width}},
-            "hovertemplate": "%{x:.1e}",
-        }
+        mark = {"color": color, "symbol": symbol, "size": 12, "line": {"width": width}}
+        x = [max(value or 0.0, _SMALLEST) for value in values]
+        hover = "%{x:.1e}"
+        return curve(what, x, [*labels], color, mode="markers", marker=mark, hovertemplate=hover)
 
     layout = {
-        "xaxis": {
-            "type": "log",
-            "title": {"text": "relative distance (L2)"},
-            "exponentformat": "power",
-        },
-        "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
+        "xaxis": axis("relative distance (L2)", type="log", exponentformat="power"),
+        "yaxis": ROWS,
         "hovermode": "closest",
     }
     traces = [
@@ -458,7 +409,7 @@ def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
         parts += [Text(str(note)) for note in data.get("notes", ())]
         shown = [key for key in numbers if _is_time(key)][:3]
         if shown:
-            parts.append(_bars(f"benchmark-{at}", labels, rows, shown))
+            parts.append(_times(f"benchmark-{at}", labels, rows, shown))
         parts.append(
             Table(
                 ("", *(key.removesuffix("_bytes").replace("_", " ") for key in columns)),
@@ -498,23 +449,23 @@ def _about(data: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {known[name]}" for name in names if _is_plain(known.get(name)))
 
 
-def _bars(name: str, labels: Sequence[str], rows: Sequence[Row], keys: Sequence[str]) -> Chart:
+def _times(name: str, labels: Sequence[str], rows: Sequence[Row], keys: Sequence[str]) -> Chart:
     traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": key.replace("_", " "),
-            "y": list(labels),
-            "x": [row.get(key) if _is_number(row.get(key)) else None for row in rows],
-            "marker": {"color": series_color(at)},
-            "hovertemplate": "%{x:.4g}",
-        }
+        bars(
+            key.replace("_", " "),
+            [row.get(key) if _is_number(row.get(key)) else None for row in rows],
+            list(labels),
+            series_color(at),
+            orientation="h",
+            marker={"color": series_color(at)},
+            hovertemplate="%{x:.4g}",
+        )
         for at, key in enumerate(keys)
     ]
     layout = {
         "barmode": "group",
         "xaxis": {"rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "type": "category", "showgrid": False},
+        "yaxis": ROWS,
         "hovermode": "closest",
         "showlegend": True,
     }

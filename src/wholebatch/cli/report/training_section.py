@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wholebatch.cli.report.html_page import Chart, Section, Table, Text, series_color
+from wholebatch.cli.report.html_page import Chart, Section, Table, Text, axis, series_color
 from wholebatch.cli.report.page_sources import TrainingRun
 from wholebatch.cli.report.result_sections import scale_of
 from wholebatch.cli.report.terminal_output import count_said, time_said
@@ -33,42 +33,38 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
     unit = shown[0][1] if len({unit for _, unit in shown}) == 1 else "units"
     peaks = [memory_of(record) or 0.0 for run, _ in shown for record in run.records]
     size, size_name = scale_of(max(peaks))
+    zero: dict[str, Any] = {"rangemode": "tozero"}
     charts = [
-        _chart(shown, "loss", "Loss", "mean over the window's units", lambda r: r.get("loss")),
+        _chart(shown, "loss", "Loss", axis("mean over the window's units"), _field("loss")),
         _chart(
             shown,
             "throughput",
             "Throughput",
-            f"{unit} per second",
-            lambda r: r.get("units_per_second"),
-            from_zero=True,
+            axis(f"{unit} per second", **zero),
+            _field("units_per_second"),
         ),
         _chart(
             shown,
             "memory-over-time",
             "Memory",
-            f"peak, {size_name}",
+            axis(f"peak, {size_name}", **zero),
             lambda r: None if (bytes_ := memory_of(r)) is None else bytes_ / size,
-            from_zero=True,
         ),
-        _chart(
-            shown, "grad-norm", "Gradient norm", "before clipping", lambda r: r.get("grad_norm")
-        ),
-        _chart(shown, "rate", "Learning rate", "", lambda r: _first(r.get("lr")), from_zero=True),
+        _chart(shown, "grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
+        _chart(shown, "rate", "Learning rate", axis("", **zero), _field("lr")),
         _chart(
             shown,
             "communication",
             "Communication",
-            "% of the window's time",
+            axis("% of the window's time", **zero),
             lambda r: None if not r.get("communication") else 100 * r["communication"],
-            from_zero=True,
         ),
         _chart(
             shown,
             "noise",
             "Critical batch by the gradient noise scale",
-            f"{unit}, with the 95% interval",
-            lambda r: _first(r.get("noise_scale")),
+            axis(f"{unit}, with the 95% interval", type="log"),
+            _field("noise_scale"),
             bounds=("noise_low", "noise_high"),
         ),
     ]
@@ -90,52 +86,60 @@ def memory_of(record: Record) -> float | None:
     return None
 
 
+def _field(name: str) -> Callable[[Record], Any]:
+    """Return a function that reads a field; of several parameter groups the first one's."""
+    return lambda record: _first(record.get(name))
+
+
 def _chart(
     shown: Sequence[tuple[TrainingRun, str]],
     name: str,
     title: str,
-    label: str,
+    y_axis: dict[str, Any],
     value: Callable[[Record], Any],
     *,
-    from_zero: bool = False,
     bounds: tuple[str, str] | None = None,
 ) -> Chart | None:
     """Return one curve for every run; with `bounds`, only through windows with a value."""
     traces = []
     for place, (run, unit) in enumerate(shown):
         ys = [_number(value(record)) for record in run.records]
-        if all(y is None for y in ys):
-            continue
-        along = _along(run.records, unit)
-        known = [at for at, y in enumerate(ys) if y is not None] if bounds else range(len(ys))
-        columns = thinned([[column[at] for at in known] for column in (*along.values(), ys)])
-        xs = dict(zip(along, columns, strict=False))
-        interval = {}
-        if bounds is not None and len(columns[-1]) <= MOST_BARS:
-            ends = [[_number(run.records[at].get(name)) for at in known] for name in bounds]
-            interval = {"error_y": _bars(columns[-1], *ends, color=series_color(place))}
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines" if len(columns[-1]) > 40 else "lines+markers",
-                "name": run.name,
-                "xs": xs,
-                "y": columns[-1],
-                "line": {"color": series_color(place), "width": 2},
-                "marker": {"size": 6, "color": series_color(place)},
-                "connectgaps": False,
-                **interval,
-            }
-        )
+        if any(y is not None for y in ys):
+            traces.append(_trace(run, unit, ys, series_color(place), bounds))
     if not traces:
         return None
-    layout: dict[str, Any] = {
-        "yaxis": {"title": {"text": label}, "rangemode": "tozero" if from_zero else "normal"},
-        "showlegend": len(shown) > 1,
+    if bounds is None:
+        y_axis = {"rangemode": "normal", **y_axis}
+    else:  # An interval may end at ten times the value.
+        y_axis = {**y_axis, **_ticks(traces)}
+    return Chart(name, title, traces, {"yaxis": y_axis, "showlegend": len(shown) > 1})
+
+
+def _trace(
+    run: TrainingRun,
+    unit: str,
+    ys: Sequence[float | None],
+    color: str,
+    bounds: tuple[str, str] | None,
+) -> dict[str, Any]:
+    """Return the curve of one run, with a choice of x axes and, if short, its intervals."""
+    along = _along(run.records, unit)
+    known = [at for at, y in enumerate(ys) if y is not None] if bounds else range(len(ys))
+    columns = thinned([[column[at] for at in known] for column in (*along.values(), ys)])
+    trace = {
+        "type": "scatter",
+        "mode": "lines" if len(columns[-1]) > 40 else "lines+markers",
+        "name": run.name,
+        "xs": dict(zip(along, columns, strict=False)),
+        "y": columns[-1],
+        "line": {"color": color, "width": 2},
+        "marker": {"size": 6, "color": color},
+        "connectgaps": False,
     }
-    if bounds is not None:  # An interval may end at ten times the value.
-        layout["yaxis"] = {"title": {"text": label}, "type": "log", **_ticks(traces)}
-    return Chart(name, title, traces, layout)
+    if bounds is not None and len(columns[-1]) <= MOST_BARS:
+        ends = [[_number(run.records[at].get(name)) for at in known] for name in bounds]
+        trace["error_y"] = _bars(columns[-1], *ends, color=color)
+    return trace
 
 
 def _ticks(traces: Sequence[Record]) -> dict[str, str]:
@@ -209,49 +213,40 @@ def overview(
     """Return a table with the runs as columns; rows in which they differ are marked."""
     if not runs:
         return None
-    rows: list[tuple[str, ...]] = []
-    marked: set[int] = set()
-
-    def row(label: str, cells: Sequence[str], *, mark: bool) -> None:
-        if any(cell not in ("", "–") for cell in cells):
-            if mark and len(set(cells)) > 1:
-                marked.add(len(rows))
-            rows.append((label, *cells))
-
-    row("recipe", [str(run.config.get("recipe", "–")) for run in runs], mark=True)
-    row("batch", [_batch_said(run) for run in runs], mark=True)
-    for name, label in (
-        ("precision", "precision"),
-        ("clip_norm", "clipped to norm"),
-        ("lr", "learning rate"),
-        ("seed", "seed"),
-    ):
-        row(label, [_setting(run, name) for run in runs], mark=True)
-    row("device", [_device_said(run) for run in runs], mark=True)
-    row(
-        "windows", [f"{len(run.records):,} of {_setting(run, 'steps')}" for run in runs], mark=False
+    unit_of = dict(zip((run.name for run in runs), units, strict=True))
+    settings: dict[str, Callable[[TrainingRun], str]] = {
+        "recipe": lambda run: str(run.config.get("recipe", "–")),
+        "batch": _batch_said,
+        "precision": lambda run: _setting(run, "precision"),
+        "clipped to norm": lambda run: _setting(run, "clip_norm"),
+        "learning rate": lambda run: _setting(run, "lr"),
+        "seed": lambda run: _setting(run, "seed"),
+        "device": _device_said,
+    }
+    results: dict[str, Callable[[TrainingRun], str]] = {
+        "windows": lambda run: f"{len(run.records):,} of {_setting(run, 'steps')}",
+        "loss, first → last": _losses_said,
+        "losses that are not finite": lambda run: _count(run, _is_lost),
+        "speed (median)": lambda run: _speed_said(run, unit_of[run.name]),
+        "peak memory": _memory_said,
+        "time in windows": _time_said,
+        "skipped windows": lambda run: _count(run, lambda record: bool(record.get("skipped"))),
+        "recoveries from out of memory": _recoveries,
+        "verified": lambda run: _verified(verdicts.get(run.name)),
+    }
+    shown = {**settings, **results, "versions": _versions}
+    made = {label: [say(run) for run in runs] for label, say in shown.items()}
+    if set(made["losses that are not finite"]) == {"0"}:
+        del made["losses that are not finite"]
+    rows = [(label, *cells) for label, cells in made.items() if not set(cells) <= {"", "–"}]
+    marked = frozenset(
+        place
+        for place, (label, *cells) in enumerate(rows)
+        if label not in results and len(set(cells)) > 1
     )
-    row("loss, first → last", [_losses_said(run) for run in runs], mark=False)
-    if any(_count(run, _is_lost) != "0" for run in runs):
-        row("losses that are not finite", [_count(run, _is_lost) for run in runs], mark=False)
-    row(
-        "speed (median)",
-        [_speed_said(run, unit) for run, unit in zip(runs, units, strict=True)],
-        mark=False,
-    )
-    row("peak memory", [_memory_said(run) for run in runs], mark=False)
-    row("time in windows", [_time_said(run) for run in runs], mark=False)
-    row(
-        "skipped windows",
-        [_count(run, lambda r: bool(r.get("skipped"))) for run in runs],
-        mark=False,
-    )
-    row("recoveries from out of memory", [_recoveries(run) for run in runs], mark=False)
-    row("verified", [_verified(verdicts.get(run.name)) for run in runs], mark=False)
-    row("versions", [_versions(run) for run in runs], mark=True)
     head = ("", *(run.name for run in runs))
     caption = "What differs between the runs is in bold." if len(runs) > 1 else ""
-    return Section("runs", "At a glance", (Table(head, tuple(rows), caption, frozenset(marked)),))
+    return Section("runs", "At a glance", (Table(head, tuple(rows), caption, marked),))
 
 
 def _batch_said(run: TrainingRun) -> str:
