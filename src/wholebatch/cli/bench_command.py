@@ -6,7 +6,6 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -86,7 +85,7 @@ def bench(options: BenchOptions) -> None:
     """
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import choose_device
-    from wholebatch.cli.recipes import EMBEDDED, load_recipe
+    from wholebatch.cli.recipes import load_recipe
     from wholebatch.cli.run_folder import about_here
     from wholebatch.tune.loop_comparison import WAYS
     from wholebatch.tune.loop_comparison import bench as measure
@@ -97,7 +96,7 @@ def bench(options: BenchOptions) -> None:
         if name not in WAYS:
             raise OptionError(f"--beside {name}: must be of {', '.join(WAYS)}")
     where = choose_device(options.device)
-    recipe = load_recipe(options.recipe or next(iter(EMBEDDED)))
+    recipe = load_recipe(options.recipe)
     console = Console(stderr=options.as_json)
     with short_warnings(shown=True):
         config, job = _job(recipe, options, where)
@@ -167,12 +166,11 @@ def _device_said(device: torch.device) -> str:
     return f"{platform.machine()} CPU"
 
 
-class BenchProgress:
+class BenchProgress(Progress):
     """Shows the loop that is measured now, and for how long; lines without a terminal."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
+        super().__init__(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             TimeElapsedColumn(),
@@ -180,30 +178,17 @@ class BenchProgress:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("reading the data", total=None)
-
-    def __enter__(self) -> BenchProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
+        self._loop = self.add_task("reading the data", total=None)
 
     def begin(self, name: str) -> None:
         """Show that this loop is measured now."""
-        self._progress.reset(self._task, description=escape(name))
+        self.reset(self._loop, description=escape(name))
 
     def end(self, row: Row) -> None:
         """Print what was found."""
-        said = row.why if row.window is None else f"{1000 * row.window:.1f} ms a window"
-        self._progress.console.print(
-            f"{row.name}: {said}", markup=False, highlight=False, soft_wrap=True, style="dim"
-        )
+        found = row.why if row.window is None else f"{1000 * row.window:.1f} ms a window"
+        line = f"{row.name}: {found}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 
 
 def _show(console: Console, measured: Bench) -> None:

@@ -223,11 +223,11 @@ def _from_recipe(name: str | None) -> _Planned:
     """Return a recipe as `wholebatch train` reads it."""
     import torch
 
-    from wholebatch.cli.recipes import EMBEDDED, Batches, load_recipe
+    from wholebatch.cli.recipes import load_recipe
     from wholebatch.core.splitting import batch_size_of
     from wholebatch.memory.resized_batches import resize_batch
 
-    recipe = load_recipe(name or next(iter(EMBEDDED)))
+    recipe = load_recipe(name)
     try:
         with torch.device("meta"):
             model = recipe.build_model()
@@ -238,13 +238,7 @@ def _from_recipe(name: str | None) -> _Planned:
         model = model.to(torch.bfloat16)
         precision = "full"
     batch_size = recipe.defaults.get("batch_size", 32)
-    batches = Batches(
-        recipe.build_data,
-        batch_size=min(batch_size, _MOST_SAMPLES),
-        seed=0,
-        collate=recipe.collate,
-    )
-    batch = batches.peek()
+    batch = recipe.build_batches(min(batch_size, _MOST_SAMPLES), seed=0).peek()
     batch = resize_batch(batch, min(_MOST_SAMPLES, batch_size_of(batch)))
     return _Planned(
         name=recipe.name,

@@ -83,17 +83,9 @@ def full_batches(
 
     Of several ranks this one's share; epoch after epoch.
     """
-    from wholebatch.cli.recipes import Batches
     from wholebatch.cli.training_run import fitted_to
 
-    batches = Batches(
-        recipe.build_data,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        collate=recipe.collate,
-        rank=rank,
-        ranks=ranks,
-    )
+    batches = recipe.build_batches(config.batch_size, seed=config.seed, rank=rank, ranks=ranks)
     config = fitted_to(config, batches)
     whole = None if batches.length is None else batches.length // config.batch_size
 
@@ -111,7 +103,9 @@ def made(
     """Return the recipe's model on its device and its optimizer, the same every time."""
     import torch
 
-    torch.manual_seed(config.seed)
+    from wholebatch.cli.training_run import seed_generators
+
+    seed_generators(config.seed)
     model = recipe.build_model()
     if config.precision == "bf16-pure":
         model.to(torch.bfloat16)

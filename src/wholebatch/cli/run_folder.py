@@ -246,9 +246,7 @@ def find(given: Given, crew: Crew, *, typed: Collection[str]) -> RunStart:
     restarted = crew.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
     path, stored = crew.first(lambda: _begun(given, restarted))
     recipe = crew.together(
-        lambda: load_recipe(
-            given.get("recipe") or (stored["recipe"] if stored else next(iter(EMBEDDED)))
-        )
+        lambda: load_recipe(given.get("recipe") or (stored["recipe"] if stored else None))
     )
     config = crew.together(
         lambda: resolve(given, recipe.defaults, stored=stored["settings"] if stored else None)

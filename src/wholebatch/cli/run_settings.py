@@ -413,8 +413,6 @@ def resolve(
             values[name] = _default(name, given, defaults)
     if stored is not None and values["lr_steps"] is None and stored["steps"] != values["steps"]:
         values["lr_steps"] = stored["steps"]  # more updates do not change the schedule
-    if values["precision"] == "fp32":
-        values["precision"] = "full"
     if values["wandb"] == "off":
         values["wandb"] = None
     if given.get("fit") and values["memory"] is None:

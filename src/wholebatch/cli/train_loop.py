@@ -23,7 +23,7 @@ from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import StateError, WindowError
 
-__all__ = ["Outcome", "WindowLog", "open_sinks", "run_loop"]
+__all__ = ["Outcome", "run_loop"]
 
 _MOST_SKIPPED_IN_A_ROW = 50
 

@@ -36,7 +36,6 @@ __all__ = [
     "cut",
     "micro_batch_of",
     "move",
-    "stage_parts",
     "train_with",
 ]
 

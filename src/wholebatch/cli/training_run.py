@@ -26,15 +26,7 @@ from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.memory.trial_step import held_bytes
 from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, parse_amount
 
-__all__ = [
-    "Pace",
-    "Session",
-    "apply_checkpointing",
-    "build",
-    "fit_in",
-    "fitted_to",
-    "paced",
-]
+__all__ = ["Session", "build", "fitted_to", "seed_generators"]
 
 
 @dataclass
@@ -97,14 +89,9 @@ def build(
 
     `fits`: let the model fit the memory, by what `--fit` may apply.
     """
-    _seed(config.seed)
-    batches = Batches(
-        recipe.build_data,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        collate=recipe.collate,
-        rank=crew.share,
-        ranks=crew.shares,
+    seed_generators(config.seed)
+    batches = recipe.build_batches(
+        config.batch_size, seed=config.seed, rank=crew.share, ranks=crew.shares
     )
     config = paced(fitted_to(config, batches), recipe, batches)
     model = recipe.build_model()
@@ -122,7 +109,7 @@ def build(
     # The meter knows whole tensors only.
     memory.settled = memory.settled or crew.parallel != "ddp"
     if crew.rank:  # dropout of its own on every rank
-        _seed(config.seed + crew.rank)
+        seed_generators(config.seed + crew.rank)
     return Session(
         recipe,
         config,
@@ -171,7 +158,8 @@ def _check_last_batch(model: nn.Module, config: Config, batches: Batches, crew: 
             )
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, Python and, if imported, NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")

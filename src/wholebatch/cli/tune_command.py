@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -140,14 +139,14 @@ def tune(options: TuneOptions) -> None:
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import process_group
-    from wholebatch.cli.recipes import EMBEDDED, load_recipe
+    from wholebatch.cli.recipes import load_recipe
     from wholebatch.memory.budget import parse_memory
     from wholebatch.tune import Limits, parse_bandwidth
 
     link = None if options.bandwidth is None else parse_bandwidth(options.bandwidth)
     with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
         parse_memory(options.memory, device=where)
-        recipe = load_recipe(options.recipe or next(iter(EMBEDDED)))
+        recipe = load_recipe(options.recipe)
         console = Console(stderr=options.as_json)
         if rank:
             console = Console(quiet=True, force_terminal=False)
@@ -243,56 +242,38 @@ def _tune(
     return replace(tuned, settings=settings, about=about)
 
 
-class TuneProgress:
+class TuneProgress(Progress):
     """Shows what is measured now, the best so far, the time left; lines without a terminal."""
 
     def __init__(self, console: Console, *, unit: str) -> None:
-        self._console = console
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("[green]{task.fields[best]}"),
+            console=console,
+            expand=True,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._setting = self.add_task("predicting memory", total=None, best="")
         self._unit = unit
-        self._live = console.is_terminal
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._began = time.perf_counter()
         self._done = 0
         self._best = 0.0
 
-    def __enter__(self) -> TuneProgress:
-        if self._live:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("[green]{task.fields[saying]}"),
-                console=self._console,
-                expand=True,
-                transient=True,
-            )
-            self._task = self._progress.add_task("predicting memory", total=None, saying="")
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
     def begin(self, setting: Setting, *, of: int) -> None:
         """Show that this setting is measured now; at most `of` are left with it."""
-        saying = f"best {count_said(self._best)} {self._unit}/s" if self._best else ""
+        best = f"best {count_said(self._best)} {self._unit}/s" if self._best else ""
         if self._done:
             each = (time.perf_counter() - self._began) / self._done
-            saying += f"  at most {time_said(each * of)} left"
-        if self._progress is not None and self._task is not None:
-            self._progress.update(
-                self._task,
-                description=escape(setting.said()),
-                completed=self._done,
-                total=self._done + of,
-                saying=saying,
-            )
+            best += f"  at most {time_said(each * of)} left"
+        self.update(
+            self._setting,
+            description=escape(setting.said()),
+            completed=self._done,
+            total=self._done + of,
+            best=best,
+        )
 
     def end(self, trial: Trial) -> None:
         """Print what was found."""
@@ -303,10 +284,7 @@ class TuneProgress:
         speed = f"{count_said(rate)} {self._unit}/s" if rate else "no speed"
         peak = f", {bytes_said(trial.peak)}" if trial.peak else ""
         line = f"{trial.setting.said()}: {speed}{peak} ({trial.why})"
-        if self._progress is not None:
-            self._progress.console.print(escape(line), highlight=False, style="dim")
-        else:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 
 
 def _show(console: Console, tuned: Tuned, *, subject: str) -> None:

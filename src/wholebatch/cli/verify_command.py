@@ -18,7 +18,6 @@ micro_batch = 4                                      # samples in each, with dat
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import sys
@@ -45,6 +44,7 @@ from wholebatch.cli.command_options import (
     recipe_argument,
     whole_number,
 )
+from wholebatch.cli.recipe_measuring import made
 from wholebatch.cli.report.terminal_output import plain_table
 from wholebatch.cli.run_settings import check, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
@@ -201,34 +201,21 @@ def _verify_recipe(
     options: VerifyOptions, *, where: torch.device, rank: int
 ) -> tuple[str, Verdict]:
     """Return the title and the proof on the first batch of a recipe, with its own optimizer."""
-    import random
-
     import torch
 
-    from wholebatch.cli.recipes import EMBEDDED, Batches, load_recipe
+    from wholebatch.cli.recipes import load_recipe
     from wholebatch.cli.training_engines import micro_batch_of
     from wholebatch.cli.training_run import fitted_to
     from wholebatch.verification import verify as prove
 
-    recipe = load_recipe(options.recipe or next(iter(EMBEDDED)))
+    recipe = load_recipe(options.recipe)
     names = ("batch_size", "micro_batch", "precision", "clip_norm", "seed")
     given = {name: getattr(options, name) for name in names}
     config = resolve(given, recipe.defaults, stored=None)
-    torch.manual_seed(config.seed)
-    random.seed(config.seed)
-    model = recipe.build_model()
-    if config.precision == "bf16-pure":
-        model.to(torch.bfloat16)
-    model.to(where)
-    batches = Batches(
-        recipe.build_data,
-        batch_size=config.batch_size,
-        seed=config.seed + rank,
-        collate=recipe.collate,
-    )
+    model, optimizer = made(recipe, config, where)
+    batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
     if options.batch_size is not None:
         config = fitted_to(config, batches)
-    optimizer = recipe.build_optimizer(model, lr=None)
     wrapped: torch.nn.Module = model
     if options.ddp and torch.distributed.is_initialized():
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -260,11 +247,11 @@ def _verify_recipe(
 
 def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> LoopVerdict:
     """Return the verdict on `FILE.py:function`."""
-    from wholebatch.cli.recipes import place_of
+    from wholebatch.cli.recipes import place_of, run_file
     from wholebatch.verification import verify_loop
 
     path, name = _parsed(loop)
-    module = _loaded(path)
+    module = run_file(path)
     function = getattr(module, name, None)
     if not callable(function):
         has = [n for n, value in vars(module).items() if callable(value) and n[:1] != "_"]
@@ -312,30 +299,6 @@ def _parsed(loop: str) -> tuple[Path, str]:
     if not path.is_file():
         raise OptionError(f"--loop {loop}: there is no file {file}")
     return path.resolve(), name
-
-
-def _loaded(path: Path) -> ModuleType:
-    """Run the file as a module; it can import its neighbours, as when Python runs it."""
-    from wholebatch.cli.recipes import place_of
-
-    name = f"wholebatch_loop_{path.stem}".replace("-", "_").replace(".", "_")
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RecipeError(f"{path}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except WholebatchError:
-        raise
-    except SyntaxError as error:
-        raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
-    except Exception as error:
-        said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        raise RecipeError(f"{place_of(error, path) or path}: {said}") from error
-    return module
 
 
 def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case]:

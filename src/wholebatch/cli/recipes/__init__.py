@@ -6,6 +6,7 @@ from wholebatch.cli.recipes.recipe import (
     RecipeDefaults,
     load_recipe,
     place_of,
+    run_file,
     source_of,
 )
 from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position, share_of
@@ -19,6 +20,7 @@ __all__ = [
     "RecipeDefaults",
     "load_recipe",
     "place_of",
+    "run_file",
     "share_of",
     "source_of",
 ]

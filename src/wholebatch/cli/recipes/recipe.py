@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from wholebatch.cli.recipes.recipe_batches import Batches
 from wholebatch.errors import RecipeError, WholebatchError
 
 __all__ = [
@@ -46,8 +47,8 @@ __all__ = [
     "RecipeDefaults",
     "load_recipe",
     "place_of",
+    "run_file",
     "source_of",
-    "with_horizon",
 ]
 
 EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
@@ -109,6 +110,19 @@ class Recipe:
         if data is None:
             raise RecipeError(f"{self.path}: data() returned None; return a dataset or a loader")
         return data
+
+    def build_batches(
+        self, batch_size: int, *, seed: int, rank: int = 0, ranks: int = 1
+    ) -> Batches:
+        """Return the batches of `data()`; of several ranks, the share of this one."""
+        return Batches(
+            self.build_data,
+            batch_size=batch_size,
+            seed=seed,
+            collate=self.collate,
+            rank=rank,
+            ranks=ranks,
+        )
 
     def build_optimizer(self, model: nn.Module, *, lr: float | None) -> torch.optim.Optimizer:
         """Return the result of `optimizer(model)`, or AdamW; `lr`, if given, overrides its rate."""
@@ -186,11 +200,15 @@ class Recipe:
             raise RecipeError(f"{place}: {part}() failed: {_said(error)}") from error
 
 
-def load_recipe(name: str) -> Recipe:
-    """Load a recipe from a file or by its embedded name; raise RecipeError if it is invalid."""
+def load_recipe(name: str | None) -> Recipe:
+    """Load a recipe from a file or by its embedded name; raise RecipeError if it is invalid.
+
+    None is the default recipe.
+    """
+    name = next(iter(EMBEDDED)) if name is None else name
     path = _find(name)
     source = _read(path)
-    module = _run(path)
+    module = run_file(path)
     parts = _parts_of(module, path)
     return Recipe(
         name=name if name in EMBEDDED else path.stem,
@@ -251,7 +269,7 @@ def _read(path: Path) -> bytes:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
 
 
-def _run(path: Path) -> ModuleType:
+def run_file(path: Path) -> ModuleType:
     """Run the file as a module. It can import its neighbours, as when Python runs it."""
     module_name = f"wholebatch_recipe_{path.stem}".replace("-", "_").replace(".", "_")
     spec = importlib.util.spec_from_loader(
