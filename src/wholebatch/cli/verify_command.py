@@ -168,6 +168,8 @@ def verify(options: VerifyOptions) -> None:
     Exit status: 0 the same update, 1 another one, 2 wrong usage.
     """
     _check_partners(options)
+    import torch
+
     from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
@@ -176,8 +178,12 @@ def verify(options: VerifyOptions) -> None:
             title, verdict = _verify_recipe(options, where=where, rank=rank)
         else:
             title, verdict = options.loop, _verify_loop(options.loop, options, where)
-    if rank == 0:
-        _show(title, verdict, as_json=options.as_json)
+        if rank == 0:
+            _show(title, verdict, as_json=options.as_json)
+            sys.stdout.flush()
+        if torch.distributed.is_initialized():
+            # torchrun ends all ranks once one exits with 1: not before the first has printed.
+            torch.distributed.barrier()
     raise typer.Exit(verdict.exit_status)
 
 
