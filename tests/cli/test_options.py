@@ -23,7 +23,7 @@ from wholebatch.cli.run_settings import (
     refuse_idle,
     resolve,
 )
-from wholebatch.cli.train_command import batch_said
+from wholebatch.cli.train_command import batch_text
 from wholebatch.errors import OptionError, StateError
 
 
@@ -144,7 +144,7 @@ def test_a_damaged_config_is_one_clear_line(tmp_path: Path, text: str) -> None:
 )
 def test_arithmetic_of_the_batch(sizes: list[int], ranks: int, expected: str) -> None:
     config = resolve(Given(), {}, stored=None)
-    assert batch_said([sizes] * ranks, config, ranks=ranks).startswith(expected)
+    assert batch_text([sizes] * ranks, config, ranks=ranks).startswith(expected)
 
 
 def test_config_is_readable_by_people(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def run(arguments: list[str]) -> int:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        said = _not_a_number(error, arguments) or f"{format_message()} (see --help)"
-        return fail(said, int(getattr(error, "exit_code", 2)))
+        text = _not_a_number(error, arguments) or f"{format_message()} (see --help)"
+        return fail(text, int(getattr(error, "exit_code", 2)))
     return result if isinstance(result, int) else 0
 
 

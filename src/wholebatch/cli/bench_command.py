@@ -103,7 +103,7 @@ def bench(options: BenchOptions) -> None:
         about = {
             "subject": recipe.name,
             "date": time.strftime("%Y-%m-%d"),
-            "device": _device_said(where),
+            "device": _device_text(where),
             "batch_size": config.batch_size,
             "precision": config.precision,
             **about_here(),
@@ -158,7 +158,7 @@ def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Co
     )
 
 
-def _device_said(device: torch.device) -> str:
+def _device_text(device: torch.device) -> str:
     import torch
 
     if device.type == "cuda":
@@ -220,7 +220,7 @@ def _show(console: Console, measured: Bench) -> None:
             f"{1000 * row.window:.1f}",
             f"{row.window / first:.2f}" if first else "–",
             bytes_said(row.peak) if row.peak else "–",
-            _off_said(row.off),
+            _off_text(row.off),
             style=style,
         )
     console.print(table, highlight=False)
@@ -228,7 +228,7 @@ def _show(console: Console, measured: Bench) -> None:
         console.print(f"  {escape(note)}", highlight=False, soft_wrap=True)
 
 
-def _off_said(off: float | None) -> str:
+def _off_text(off: float | None) -> str:
     if off is None:
         return "–"
     return f"[bold red]{off:.0%}[/]" if off > _WRONG else f"{off:.1g}"

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.cli.parallel_ranks import Crew
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import place_of
 from wholebatch.cli.run_folder import RunFolder, resume_command
 from wholebatch.errors import (
@@ -51,15 +51,15 @@ def short_warnings(*, shown: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
+def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None]:
     """Tell an error of the recipe by its file and line; one of wholebatch itself stays whole."""
-    who = f"rank {crew.rank}: " if crew.ranks > 1 else ""
+    who = f"rank {world.rank}: " if world.ranks > 1 else ""
     try:
         yield
     except RankError as error:  # the rank that failed says what and where
         print(f"error: {_one_line(error)}", file=sys.stderr)
-        if crew.one_hangs and crew.is_first:
-            _tell_last(folder, crew)
+        if world.one_hangs and world.is_first:
+            _tell_last(folder, world)
         raise typer.Exit(1) from error
     except (WholebatchError, torch.OutOfMemoryError) as error:
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
@@ -68,7 +68,7 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
             print(f"  at {place}", file=sys.stderr)
         if isinstance(error, torch.OutOfMemoryError):
             print("  give a smaller --micro-batch", file=sys.stderr)
-        _tell_last(folder, crew)
+        _tell_last(folder, world)
         raise typer.Exit(1 if _is_of_the_work(error) else 2) from error
     except Exception as error:
         if place_of(error, recipe) is not None:
@@ -78,7 +78,7 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
             print(f"error: {who}cannot write to {folder}: {error.strerror}", file=sys.stderr)
         else:
             raise
-        _tell_last(folder, crew)
+        _tell_last(folder, world)
         raise typer.Exit(1) from error
 
 
@@ -115,8 +115,8 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tell_last(folder: Path, crew: Crew) -> None:
+def _tell_last(folder: Path, world: World) -> None:
     run = RunFolder(folder)
     if run.config.is_file() and run.has_run() and Checkpoints(run.checkpoints).paths():
-        again = resume_command(folder, parallel=crew.parallel)
+        again = resume_command(folder, parallel=world.parallel)
         print(f"  go on from the last checkpoint: {again}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The ranks of a run under torchrun: what they agree on, and how the model is spread over them.
 
-One process is a crew of one: every method then does the plain thing, without a collective.
+One process is a world of one: every method then does the plain thing, without a collective.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from wholebatch.distributed.rank_failure import alarm, is_of_a_collective
 from wholebatch.errors import OptionError, RankError, WholebatchError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
-__all__ = ["Crew", "agree_on_attempt", "choose_device", "process_group"]
+__all__ = ["World", "agree_on_attempt", "choose_device", "process_group"]
 
 T = TypeVar("T")
 
 _LEAST_DEADLINE = 300.0
 
 
-class Crew:
+class World:
     """The processes that train together, seen from one of them."""
 
     def __init__(
@@ -221,9 +221,9 @@ def process_group(
 
     Torch itself gives up on a rank later than a `deadline` that was asked for.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     where = choose_device(device)
-    if world == 1:
+    if size == 1:
         yield 0, where
         return
     if where.type == "cuda" and where.index is None:
@@ -255,14 +255,14 @@ def _join(backend: str, timeout: timedelta | None) -> None:
     # Torchrun keeps its store over restarts, and nothing in it tells an attempt from the one
     # before: ranks would read addresses of processes that are dead (pytorch issue 135712), and
     # TORCHELASTIC_RESTART_COUNT is not the same on all machines. So they agree on a name.
-    store, rank, world = next(rendezvous("env://"))
-    attempt = agree_on_attempt(store, rank=rank, ranks=world)
+    store, rank, size = next(rendezvous("env://"))
+    attempt = agree_on_attempt(store, rank=rank, ranks=size)
     torch.distributed.init_process_group(
         backend,
         timeout=timeout,
         store=PrefixStore(f"wholebatch/{attempt}", store),
         rank=rank,
-        world_size=world,
+        world_size=size,
     )
 
 

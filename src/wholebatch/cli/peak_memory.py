@@ -69,14 +69,14 @@ class PeakMemory:
         """The most bytes of tensors alive at one moment; None where nothing can tell."""
         return self._measured
 
-    def measured_said(self) -> str:
+    def share_text(self) -> str:
         """Return the measurement of a rank that has only its share of the batch."""
         measured = self.measured
         if measured is None:
             return "not measured"
         return f"{bytes_said(measured)} measured on the first rank"
 
-    def said(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
+    def text(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
         """Return both numbers in one line; `batch` is a whole one."""
         measured = self.measured
         here = "not measured on this device" if measured is None else f"{bytes_said(measured)}"

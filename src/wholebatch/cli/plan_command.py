@@ -428,8 +428,8 @@ def _show(console: Console, plan: Plan) -> None:
     if plan.micro_batch is None:
         from wholebatch.memory.make_it_fit import refusal
 
-        said = refusal(list(plan.rungs), plan.budget)
-        console.print(f"\n[red]{said}[/]", highlight=False, soft_wrap=True)
+        text = refusal(list(plan.rungs), plan.budget)
+        console.print(f"\n[red]{text}[/]", highlight=False, soft_wrap=True)
     else:
         larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
         console.print(f"\n[bold]{plan.arithmetic()}[/]{larger}", highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from wholebatch.cli.command_options import must_be, option
-from wholebatch.cli.report.terminal_output import shown
+from wholebatch.cli.report.terminal_output import path_from_here
 from wholebatch.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
@@ -125,6 +125,6 @@ def page_beside(out: Path) -> Path | None:
 
 def print_written(console: Console, out: Path, page: Path | None) -> None:
     """Print where the results are."""
-    console.print(f"written to {escape(shown(out))}", highlight=False, soft_wrap=True)
+    console.print(f"written to {escape(path_from_here(out))}", highlight=False, soft_wrap=True)
     if page is not None:
-        console.print(f"page       {escape(shown(page))}", highlight=False, soft_wrap=True)
+        console.print(f"page       {escape(path_from_here(page))}", highlight=False, soft_wrap=True)

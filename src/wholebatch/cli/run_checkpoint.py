@@ -24,7 +24,7 @@ from wholebatch.cli.checkpoints import (
     take_apart,
     write_slices,
 )
-from wholebatch.cli.parallel_ranks import Crew
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.training_engines import Staged, Zero
 from wholebatch.cli.training_run import Session
 from wholebatch.errors import StateError
@@ -42,21 +42,21 @@ def save_run(session: Session, checkpoints: Checkpoints, *, micro_batches: int =
 
     Only one process can write one in the middle of a window, after `micro_batches` of it.
     """
-    crew, engine = session.crew, session.engine
+    world, engine = session.world, session.engine
     progress = session.train.state_dict()
     data = {**session.batches.state_dict(session.position), **session.pace.state_dict()}
     state: dict[str, Any] = {"recipe": session.recipe.name, "train": progress, "data": data}
-    if crew.ranks > 1:
-        state["ranks"] = crew.gathered(_own(progress, crew))
+    if world.ranks > 1:
+        state["ranks"] = world.gathered(_own(progress, world))
     if engine is not None:
         state["engine"] = engine.about
-    if crew.is_sharded or isinstance(engine, Zero):
+    if world.is_sharded or isinstance(engine, Zero):
         return _save_sharded(session, checkpoints, state)
     if isinstance(engine, Staged):
         state.update(engine.gathered())
-    elif crew.is_first:
+    elif world.is_first:
         state.update(_states(session))
-    if not crew.is_first:
+    if not world.is_first:
         return checkpoints.folder
     return checkpoints.save(state, windows=session.windows, micro_batches=micro_batches)
 
@@ -66,7 +66,7 @@ def _states(session: Session) -> dict[str, Any]:
 
 
 def _save_sharded(session: Session, checkpoints: Checkpoints, state: dict[str, Any]) -> Path:
-    crew, engine, windows = session.crew, session.engine, session.windows
+    world, engine, windows = session.world, session.engine, session.windows
     writing, path = checkpoints.sharded(windows)
 
     def begin() -> bool:
@@ -76,31 +76,31 @@ def _save_sharded(session: Session, checkpoints: Checkpoints, state: dict[str, A
         writing.mkdir(parents=True)
         return True
 
-    if not crew.first(begin):
+    if not world.first(begin):
         return path
     if isinstance(engine, Zero):
         engine.write(writing)
-        crew.gathered(True)  # every rank has written
+        world.gathered(True)  # every rank has written
     else:
         state, slices = take_apart({**state, **_states(session)})
         write_slices(writing, slices)
-    if crew.is_first:
+    if world.is_first:
         checkpoints.publish(state, windows=windows)
     return path
 
 
 def restore_run(session: Session, found: Found) -> None:
     """Go on from a checkpoint; a StateError when it does not belong to this recipe."""
-    state, crew = found.state, session.crew
+    state, world = found.state, session.world
     if _is_of_deepspeed(state) or isinstance(session.engine, Zero):
         _load_deepspeed(session.engine, found)
     else:
         _load_states(session, found)
     session.batches.load_state_dict(state["data"])
-    progress, known = _progress_here(state, crew)
+    progress, known = _progress_here(state, world)
     session.train.load_state_dict(progress)  # last: it puts the random generators back
     if not known:
-        _seed_late(session.config.seed, crew.rank, session.windows)
+        _seed_late(session.config.seed, world.rank, session.windows)
     session.position = session.batches.position
     session.pace.load_state_dict(state["data"])
 
@@ -123,7 +123,7 @@ def _load_states(session: Session, found: Found) -> None:
             return place
         return None
 
-    if session.crew.is_sharded or found.path.is_dir():
+    if session.world.is_sharded or found.path.is_dir():
         both = {name: state[name] for name in ("model", "optimizer")}
         state = {**state, **put_together(both, found.path, like=like)}
     check_model(model, state["model"], where=str(found.path))
@@ -160,32 +160,32 @@ def _load_deepspeed(engine: Zero | Staged | None, found: Found) -> None:
         )
 
 
-def _own(progress: dict[str, Any], crew: Crew) -> dict[str, Any]:
+def _own(progress: dict[str, Any], world: World) -> dict[str, Any]:
     """Return the progress that differs between ranks."""
     own = {name: value for name, value in progress.items() if name not in _SHARED}
     generators = own["random"] = dict(progress["random"])
     if "cuda" in generators:
-        generators["cuda"] = [generators["cuda"][crew.device.index or 0]]
+        generators["cuda"] = [generators["cuda"][world.device.index or 0]]
     return own
 
 
-def _progress_here(state: dict[str, Any], crew: Crew) -> tuple[dict[str, Any], bool]:
+def _progress_here(state: dict[str, Any], world: World) -> tuple[dict[str, Any], bool]:
     """Return the saved progress of this rank, and True if the checkpoint knows this rank."""
     progress: dict[str, Any] = dict(state["train"])
     saved = state.get("ranks")
-    if saved is None and crew.ranks == 1:
+    if saved is None and world.ranks == 1:
         return progress, True
-    if crew.ranks > 1 and progress["window"] is not None:
+    if world.ranks > 1 and progress["window"] is not None:
         # Half a window of one process: begun again, as shares of several ranks.
         progress.update(window=None, done=0)
     everyones = saved or [{}]
-    known = crew.rank < len(everyones)
-    progress.update(everyones[crew.rank if known else 0])
+    known = world.rank < len(everyones)
+    progress.update(everyones[world.rank if known else 0])
     generators = dict(progress["random"])
     own = generators.pop("cuda", None)
     if own is not None and torch.cuda.is_available():
         here = torch.cuda.get_rng_state_all()
-        here[crew.device.index or 0] = own[0]
+        here[world.device.index or 0] = own[0]
         generators["cuda"] = here
     progress["random"] = generators
     return progress, known

@@ -21,9 +21,9 @@ import torch
 
 from wholebatch import __version__
 from wholebatch.cli.checkpoints import Checkpoints, Found, write_atomically
-from wholebatch.cli.parallel_ranks import Crew
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import EMBEDDED, Recipe, load_recipe
-from wholebatch.cli.report.terminal_output import shown
+from wholebatch.cli.report.terminal_output import path_from_here
 from wholebatch.cli.run_settings import (
     Config,
     Given,
@@ -190,14 +190,14 @@ def resume_command(path: Path, *, steps: int | None = None, parallel: str = "ddp
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         program = _launcher()
     elif called.name == "__main__.py":
-        program = f"{shlex.quote(shown(Path(sys.executable)))} -m wholebatch.cli"
+        program = f"{shlex.quote(path_from_here(Path(sys.executable)))} -m wholebatch.cli"
     elif installed is not None and Path(installed).resolve() == called.resolve():
         program = "wholebatch"
     else:
-        program = shlex.quote(shown(called))
+        program = shlex.quote(path_from_here(called))
     more = f" --steps {steps}" if steps is not None else ""
     more += f" --parallel {parallel}" if parallel != "ddp" else ""
-    return f"{program} train --resume --out {shlex.quote(shown(path))}{more}"
+    return f"{program} train --resume --out {shlex.quote(path_from_here(path))}{more}"
 
 
 def _launcher() -> str:
@@ -237,27 +237,27 @@ class RunStart:
     wait: float
 
 
-def find(given: Given, crew: Crew, *, typed: Collection[str]) -> RunStart:
+def find(given: Given, world: World, *, typed: Collection[str]) -> RunStart:
     """Return which run is meant, the same on every rank: the first one looks at the folders.
 
     `typed`: the options that the command line has, not a file.
     """
     # Not the same on all machines: one that failed has counted, another may not have.
-    restarted = crew.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
-    path, stored = crew.first(lambda: _begun(given, restarted))
-    recipe = crew.together(
+    restarted = world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
+    path, stored = world.first(lambda: _begun(given, restarted))
+    recipe = world.together(
         lambda: load_recipe(given.get("recipe") or (stored["recipe"] if stored else None))
     )
-    config = crew.together(
+    config = world.together(
         lambda: resolve(given, recipe.defaults, stored=stored["settings"] if stored else None)
     )
-    crew.together(
+    world.together(
         lambda: refuse_idle(
-            typed, config, parallel=crew.parallel, schedule_ends=recipe.schedule_ends
+            typed, config, parallel=world.parallel, schedule_ends=recipe.schedule_ends
         )
     )
     if path is None:
-        path = crew.first(lambda: _new(given, recipe))
+        path = world.first(lambda: _new(given, recipe))
     return RunStart(
         recipe,
         config,
@@ -268,12 +268,12 @@ def find(given: Given, crew: Crew, *, typed: Collection[str]) -> RunStart:
     )
 
 
-def checkpoint_of(start: RunStart, crew: Crew) -> Found | None:
+def checkpoint_of(start: RunStart, world: World) -> Found | None:
     """Return the newest good checkpoint: the first rank finds it, all read the same."""
     if not start.is_resumed:
         return None
     checkpoints = Checkpoints(start.folder.checkpoints)
-    if crew.ranks == 1:
+    if world.ranks == 1:
         return checkpoints.load()
     found: list[Found] = []
 
@@ -281,7 +281,7 @@ def checkpoint_of(start: RunStart, crew: Crew) -> Found | None:
         found.append(checkpoints.load())
         return found[0].path
 
-    path = crew.first(newest)
+    path = world.first(newest)
 
     def read() -> Found:
         if not path.exists():
@@ -290,7 +290,7 @@ def checkpoint_of(start: RunStart, crew: Crew) -> Found | None:
             )
         return checkpoints.read(path)
 
-    return crew.together(lambda: found[0] if found else read())
+    return world.together(lambda: found[0] if found else read())
 
 
 def _begun(given: Given, restarted: bool) -> tuple[Path | None, dict[str, Any] | None]:
@@ -325,13 +325,13 @@ def _new(given: Given, recipe: Recipe) -> Path:
 
 def describe_run(folder: RunFolder, session: Session) -> None:
     """Write `config.json`, which a resume reads, and `manifest.json`, which repeats the run."""
-    recipe, config, crew = session.recipe, session.config, session.crew
-    parallel = {"ranks": crew.ranks, "sharded": crew.is_sharded, "parallel": crew.parallel}
+    recipe, config, world = session.recipe, session.config, session.world
+    parallel = {"ranks": world.ranks, "sharded": world.is_sharded, "parallel": world.parallel}
     about = {"device": str(session.device), **parallel, **about_here()}
     text = config_text(config, recipe=recipe.known_as, digest=recipe.digest, about=about)
     write_atomically(folder.config, text)
     size = session.train.micro_batch_size
-    settings = {**config.stored, "device": session.device.type, "parallel": crew.parallel}
+    settings = {**config.stored, "device": session.device.type, "parallel": world.parallel}
     if config.micro_batch == "auto" and size is not None:
         settings["micro_batch"] = size  # what "auto" chose
     content = {
@@ -343,11 +343,11 @@ def describe_run(folder: RunFolder, session: Session) -> None:
         "unit": recipe.unit,
         "settings": settings,
         "arithmetic": arithmetic_of(
-            config.batch_size, config.batch_schedule, micro_batch=size, ranks=crew.ranks
+            config.batch_size, config.batch_schedule, micro_batch=size, ranks=world.ranks
         ),
         "seeds": {"seed": config.seed, "of_rank": "seed + rank, after the model was made"},
         "versions": versions_here(),
-        "device": {**_device_here(session.device), "ranks": crew.ranks},
+        "device": {**_device_here(session.device), "ranks": world.ranks},
         "commit": commit_of(recipe.path),
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -23,13 +23,13 @@ from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
 
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Found
-    from wholebatch.cli.parallel_ranks import Crew
+    from wholebatch.cli.parallel_ranks import World
     from wholebatch.cli.report.terminal_output import Terminal
     from wholebatch.cli.run_folder import RunFolder, RunStart
     from wholebatch.cli.train_loop import Outcome
     from wholebatch.cli.training_run import Session
 
-__all__ = ["batch_said", "train"]
+__all__ = ["batch_text", "train"]
 
 Rows = list[tuple[str, str]]
 
@@ -55,7 +55,7 @@ def train(typed: Given) -> None:
     import torch
 
     from wholebatch.cli.error_messages import short_warnings
-    from wholebatch.cli.parallel_ranks import Crew, process_group
+    from wholebatch.cli.parallel_ranks import World, process_group
     from wholebatch.distributed.deadline import DEADLINE, parse_deadline
 
     deadline = parse_deadline(
@@ -65,39 +65,39 @@ def train(typed: Given) -> None:
     if source.threads is not None:
         torch.set_num_threads(source.threads)
     with process_group(given.get("device", "auto"), deadline=deadline) as (rank, where):
-        crew = Crew(rank, device=where, parallel=parallel, deadline=deadline)
-        with crew.failures(), short_warnings(shown=crew.is_first):
-            status = _train(given, source, crew, typed=frozenset(typed))
+        world = World(rank, device=where, parallel=parallel, deadline=deadline)
+        with world.failures(), short_warnings(shown=world.is_first):
+            status = _train(given, source, world, typed=frozenset(typed))
     raise typer.Exit(status)
 
 
-def _train(given: Given, source: SettingsFile, crew: Crew, *, typed: frozenset[str]) -> int:
+def _train(given: Given, source: SettingsFile, world: World, *, typed: frozenset[str]) -> int:
     from wholebatch.cli.error_messages import training_failures
     from wholebatch.cli.report.terminal_output import Terminal
     from wholebatch.cli.run_folder import checkpoint_of, find, resume_command
     from wholebatch.cli.training_run import build
 
-    start = find(given, crew, typed=typed)
+    start = find(given, world, typed=typed)
     recipe, folder = start.recipe, start.folder
     # The other ranks are quiet; a bar that draws nothing would cost them time all the same.
-    console = Console() if crew.is_first else Console(quiet=True, force_terminal=False)
+    console = Console() if world.is_first else Console(quiet=True, force_terminal=False)
     terminal = Terminal(console, name=recipe.name, unit=recipe.unit)
-    with folder.held(start.wait) if crew.is_first else nullcontext():
-        found = checkpoint_of(start, crew)
+    with folder.held(start.wait) if world.is_first else nullcontext():
+        found = checkpoint_of(start, world)
         fits = start.config.fit and not start.is_resumed
         keeps = "precision" in given
-        session = crew.together(
-            lambda: build(recipe, start.config, crew, fits=fits, keeps_precision=keeps)
+        session = world.together(
+            lambda: build(recipe, start.config, world, fits=fits, keeps_precision=keeps)
         )
-        crew.together(lambda: _take_up(session, found, given.get("batch_size")))
-        with training_failures(recipe.path, folder.path, crew):  # a first batch may be read here
+        world.together(lambda: _take_up(session, found, given.get("batch_size")))
+        with training_failures(recipe.path, folder.path, world):  # a first batch may be read here
             with terminal.working("choosing the micro-batch"):
-                chosen = crew.together(session.choose)
+                chosen = world.together(session.choose)
             rows = head_rows(session, found, folder=folder.path, chosen=chosen)
         # Everything fits: from here on the folder is written.
         for note in _differences(start, source, session, found):
             terminal.note(f"note: {note}")
-        crew.first(lambda: _begin(session, folder, found, terminal))
+        world.first(lambda: _begin(session, folder, found, terminal))
         about = f": {recipe.description}" if recipe.description else ""
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
         for note in _idle(session):
@@ -106,11 +106,11 @@ def _train(given: Given, source: SettingsFile, crew: Crew, *, typed: frozenset[s
             done = session.train.updates
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
             return 0
-        again = resume_command(folder.path, parallel=crew.parallel)
+        again = resume_command(folder.path, parallel=world.parallel)
         with (
-            training_failures(recipe.path, folder.path, crew),
-            crew.failures(),
-            crew.watched(advice=f"  go on from the last checkpoint: {again}"),
+            training_failures(recipe.path, folder.path, world),
+            world.failures(),
+            world.watched(advice=f"  go on from the last checkpoint: {again}"),
         ):
             return _run(session, folder, found, terminal)
 
@@ -136,20 +136,20 @@ def _differences(
     recipe = start.recipe
     if start.has_changed:
         yield f"{recipe.path} has changed since this run began"
-    ranks = session.crew.ranks
+    ranks = session.world.ranks
     yield from source.notes(digest=recipe.digest, versions=versions_here(), ranks=ranks)
-    if found is not None and (goes_on := schedule_said(session, found)):
+    if found is not None and (goes_on := schedule_text(session, found)):
         yield goes_on
 
 
 def _idle(session: Session) -> Iterator[str]:
     """Yield a note for each option that does little or nothing here."""
-    crew, precision = session.crew, session.config.precision
+    world, precision = session.world, session.config.precision
     if session.device.type == "cpu" and precision != "full":
         yield f"{precision} is slow on a CPU without hardware for it"
-    if crew.asked != crew.parallel:
-        yield f"--parallel {crew.asked} is for torchrun; this is one process"
-    if crew.deadline is not None and crew.ranks == 1:
+    if world.asked != world.parallel:
+        yield f"--parallel {world.asked} is for torchrun; this is one process"
+    if world.deadline is not None and world.ranks == 1:
         yield "a deadline is for the ranks of torchrun; this is one process"
 
 
@@ -170,37 +170,37 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
 
 
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
-    from wholebatch.cli.report.terminal_output import shown, time_said
+    from wholebatch.cli.report.terminal_output import path_from_here, short_duration
     from wholebatch.cli.run_folder import resume_command
     from wholebatch.cli.stop_signal import STOPPED
     from wholebatch.cli.train_loop import run_loop
 
-    crew = session.crew
-    mid_window = crew.ranks == 1 and bool(found and found.state["train"]["window"] is not None)
+    world = session.world
+    mid_window = world.ranks == 1 and bool(found and found.state["train"]["window"] is not None)
     outcome = run_loop(session, folder, terminal, mid_window=mid_window)
     updates = session.train.updates
     if not outcome.finished:
         place = f"after update {updates} of {session.config.steps}"
         if outcome.of:
             place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
-        terminal.note(f"stopped {place}; checkpoint {shown(outcome.checkpoint)}")
-        again = resume_command(folder.path, parallel=crew.parallel)
+        terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
+        again = resume_command(folder.path, parallel=world.parallel)
         terminal.note(f"go on with: {again}")
         return STOPPED
-    if not crew.is_first:
+    if not world.is_first:
         return 0
-    if crew.ranks > 1:
-        memory = session.memory.measured_said()
+    if world.ranks > 1:
+        memory = session.memory.share_text()
     else:
         with terminal.working("predicting the memory of the whole batch at once"):
-            memory = session.memory.said(
+            memory = session.memory.text(
                 session.recipe.loss, outcome.batch, precision=session.config.autocast
             )
     rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
-    title = f"{session.recipe.name}: {updates} updates, {time_said(outcome.seconds)}"
+    title = f"{session.recipe.name}: {updates} updates, {short_duration(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     # Outside the box: a line to copy.
-    again = resume_command(folder.path, steps=2 * updates, parallel=crew.parallel)
+    again = resume_command(folder.path, steps=2 * updates, parallel=world.parallel)
     terminal.note(f"go on with: {again}")
     return 0
 
@@ -210,7 +210,7 @@ def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Ter
 
 def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: str | None) -> Rows:
     """Return what will be done, with the arithmetic of the batch and how it was chosen."""
-    from wholebatch.cli.report.terminal_output import shown
+    from wholebatch.cli.report.terminal_output import path_from_here
 
     config = session.config
     group = session.optimizer.param_groups[0]
@@ -221,49 +221,49 @@ def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: st
         f"precision {config.precision}"
     )
     rows = [
-        ("model", _model_said(session)),
-        ("data", _data_said(session)),
+        ("model", _model_text(session)),
+        ("data", _data_text(session)),
         *_batch_rows(session),
         *(
             ("" if place else "memory", line)
-            for place, line in enumerate(_memory_said(session, chosen))
+            for place, line in enumerate(_memory_text(session, chosen))
         ),
         ("update", update),
-        ("run", f"{config.steps} updates, seed {config.seed}, in {shown(folder)}/"),
+        ("run", f"{config.steps} updates, seed {config.seed}, in {path_from_here(folder)}/"),
     ]
     if found is not None:
-        rows.append(("resumed", _resumed_said(found, session)))
+        rows.append(("resumed", _resumed_text(found, session)))
     return rows
 
 
-def _model_said(session: Session) -> str:
+def _model_text(session: Session) -> str:
     import torch
 
     model, place = session.model, str(session.device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     name = type(model).__name__
-    if session.crew.is_sharded:  # FSDP2 makes a subclass
+    if session.world.is_sharded:  # FSDP2 makes a subclass
         name = name.removeprefix("FSDP")
     if session.device.type == "cpu":
         threads = torch.get_num_threads()
         place += f" ({threads} thread{'' if threads == 1 else 's'})"
-    spread = "" if session.crew.ranks == 1 else f", {_spread_said(session)}"
+    spread = "" if session.world.ranks == 1 else f", {_spread_text(session)}"
     return f"{name}, {parameters:,} parameters, {dtype} on {place}{spread}"
 
 
-def _spread_said(session: Session) -> str:
-    config, crew = session.config, session.crew
-    stages = crew.ranks * (2 if config.schedule == "interleaved" else 1)
+def _spread_text(session: Session) -> str:
+    config, world = session.config, session.world
+    stages = world.ranks * (2 if config.schedule == "interleaved" else 1)
     return {
         "ddp": "DDP",
         "fsdp2": "sharded (FSDP2)",
         "deepspeed": f"DeepSpeed ZeRO {config.zero}",
         "pipeline": f"a pipeline of {stages} stages ({config.schedule})",
-    }[crew.parallel]
+    }[world.parallel]
 
 
-def _data_said(session: Session) -> str:
+def _data_text(session: Session) -> str:
     batches = session.batches
     if batches.length is not None and session.pace.schedule is not None:
         return f"{batches.length:,} samples"
@@ -275,10 +275,10 @@ def _data_said(session: Session) -> str:
 
 def _batch_rows(session: Session) -> Rows:
     """Return the arithmetic of the batch; of every size, where there is a schedule."""
-    config, ranks, schedule = session.config, session.crew.shares, session.pace.schedule
+    config, ranks, schedule = session.config, session.world.shares, session.pace.schedule
     size = session.train.micro_batch_size
     if schedule is None or size is None:
-        return [("batch", batch_said(session.micro_batches(), config, ranks=ranks))]
+        return [("batch", batch_text(session.micro_batches(), config, ranks=ranks))]
     what = schedule.by.removesuffix("s")
     return [
         (
@@ -289,12 +289,12 @@ def _batch_rows(session: Session) -> Rows:
     ]
 
 
-def batch_said(sizes: Sequence[Sequence[int]] | None, config: Config, *, ranks: int) -> str:
+def batch_text(sizes: Sequence[Sequence[int]] | None, config: Config, *, ranks: int) -> str:
     """Return the arithmetic of the global batch, from the micro-batches of each rank.
 
-    >>> batch_said([[12, 12, 12, 12, 12, 4]], Config(), ranks=1)
+    >>> batch_text([[12, 12, 12, 12, 12, 4]], Config(), ranks=1)
     '(12 × 5 + 4) × 1 rank = 64 samples an update (micro-batch × steps × ranks)'
-    >>> batch_said([[2, 2], [2, 1], [2, 1]], Config(), ranks=3)
+    >>> batch_text([[2, 2], [2, 1], [2, 1]], Config(), ranks=3)
     '2 × 2 × 1 rank + (2 × 1 + 1) × 2 ranks = 10 samples an update (micro-batch × steps × ranks)'
     """
     if sizes is None:
@@ -305,7 +305,7 @@ def batch_said(sizes: Sequence[Sequence[int]] | None, config: Config, *, ranks: 
     return f"{runs_said(sizes)} samples an update (micro-batch × steps × ranks{budget})"
 
 
-def _memory_said(session: Session, chosen: str | None) -> list[str]:
+def _memory_text(session: Session, chosen: str | None) -> list[str]:
     lines = [] if chosen is None else chosen.split("\n")
     if session.fitted is not None:
         lines.append(f"--fit: {session.fitted}")
@@ -314,8 +314,8 @@ def _memory_said(session: Session, chosen: str | None) -> list[str]:
     return lines
 
 
-def _resumed_said(found: Found, session: Session) -> str:
-    state, ranks = found.state["train"], session.crew.ranks
+def _resumed_text(found: Found, session: Session) -> str:
+    state, ranks = found.state["train"], session.world.ranks
     into = f"after update {session.train.updates}"
     if state["window"]:
         into += f", {state['done']} micro-batches into the next"
@@ -325,7 +325,7 @@ def _resumed_said(found: Found, session: Session) -> str:
     return into
 
 
-def schedule_said(session: Session, found: Found) -> str | None:
+def schedule_text(session: Session, found: Found) -> str | None:
     """Return how the learning-rate schedule goes on, where that is not plain; else None."""
     horizon, steps = session.config.horizon, session.config.steps
     groups = found.state.get("optimizer", {}).get("param_groups", [{}])
@@ -345,7 +345,7 @@ def schedule_said(session: Session, found: Found) -> str | None:
 
 def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Path) -> Rows:
     """Return the results of a run, and the folder they are in."""
-    from wholebatch.cli.report.terminal_output import count_said, shown
+    from wholebatch.cli.report.terminal_output import path_from_here, short_count
 
     train = session.train
     rows = [("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}")]
@@ -354,12 +354,12 @@ def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Pat
     if train.recoveries:
         again = "the window began again in smaller micro-batches"
         rows.append(("out of memory", f"{train.recoveries} times; {again}"))
-    rows.append(("speed", f"{count_said(outcome.units_per_second)} {session.recipe.unit}/s"))
+    rows.append(("speed", f"{short_count(outcome.units_per_second)} {session.recipe.unit}/s"))
     if train.noise is not None and train.noise.samples >= 4:
         rows.append(("batch size", train.noise.advice(session.recipe.unit)))
     return [
         *rows,
         ("peak memory", memory),
-        ("written to", f"{shown(folder)}/"),
+        ("written to", f"{path_from_here(folder)}/"),
         ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json  manifest.json"),
     ]

@@ -61,8 +61,8 @@ def run_loop(
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
         sinks = open_sinks(stack, session, folder)
-        after = "micro-batch" if session.crew.ranks == 1 else "window"
-        stop = stack.enter_context(StopRequest(after=after, told=session.crew.is_first))
+        after = "micro-batch" if session.world.ranks == 1 else "window"
+        stop = stack.enter_context(StopRequest(after=after, told=session.world.is_first))
         terminal.begin(done=session.train.updates, total=session.config.steps)
         stack.callback(terminal.end)
         return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
@@ -100,16 +100,16 @@ class _Loop:
 
     def run(self, mid_window: bool) -> Outcome:
         session = self._session
-        is_new = session.crew.first(lambda: not self._checkpoints.paths())
+        is_new = session.world.first(lambda: not self._checkpoints.paths())
         checkpoint = self._save() if is_new else None
         while session.train.updates < session.config.steps:
-            if session.crew.any(self._stop.requested):
+            if session.world.any(self._stop.requested):
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
             session.position = session.batches.position
             rates = session.pace.begin(samples=session.batches.samples)
             session.batches.take()
-            if session.crew.ranks == 1:
+            if session.world.ranks == 1:
                 self._remember(batch)
             try:
                 self._window(batch, rates, whole=not mid_window)
@@ -172,11 +172,11 @@ class _Loop:
     def _after_micro(self, done: int, of: int) -> None:
         self._terminal.micro(done, of)
         # Several ranks stop together, between windows: see `run`.
-        if self._stop.requested and done < of and self._session.crew.ranks == 1:
+        if self._stop.requested and done < of and self._session.world.ranks == 1:
             raise _Stopped(self._save(micro_batches=done), done, of)
 
     def _save(self, *, micro_batches: int = 0) -> Path:
-        if self._session.crew.is_first:
+        if self._session.world.is_first:
             self._folder.check_there()
         for sink in self._sinks:
             sink.sync()
@@ -204,8 +204,8 @@ class _Loop:
     def _is_full(self, batch: Any) -> bool:
         if self._memory.settled or isinstance(batch, Nothing):
             return True
-        crew, wanted = self._session.crew, self._session.batches.batch_size
-        return crew.ranks > 1 or batch_size_of(batch) >= wanted
+        world, wanted = self._session.world, self._session.batches.batch_size
+        return world.ranks > 1 or batch_size_of(batch) >= wanted
 
     @property
     def _rate(self) -> float:
@@ -227,7 +227,7 @@ class _Loop:
 
 def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Sink]:
     """Return the writers of the first rank's records, `metrics.jsonl` first; none on others."""
-    if not session.crew.is_first:
+    if not session.world.is_first:
         return []
     sinks: list[Sink] = []
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from wholebatch import WholeBatch
-from wholebatch.cli.parallel_ranks import Crew
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.core.loss import Loss
@@ -41,32 +41,32 @@ __all__ = [
 
 
 def train_with(
-    recipe: Recipe, config: Config, crew: Crew, model: nn.Module
+    recipe: Recipe, config: Config, world: World, model: nn.Module
 ) -> tuple[torch.optim.Optimizer, WholeBatch | Staged, Zero | Staged | None]:
     """Return the optimizer, what makes the updates, and the engine that keeps their state.
 
-    The model is whole on one process, or spread over the ranks as `crew.parallel` says. The engine
+    The model is whole on one process, or spread over the ranks as `world.parallel` says. The engine
     is None where model and optimizer have their state themselves.
     """
-    if crew.parallel == "pipeline":
+    if world.parallel == "pipeline":
         if config.gradients != "device":
             raise OptionError(
                 f"--gradients {config.gradients} with --parallel pipeline: its stages keep their "
                 "gradients; leave it out, or use --parallel ddp"
             )
-        parts = stage_parts(recipe, config, crew, model)
+        parts = stage_parts(recipe, config, world, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
-        staged = Staged(recipe, config, crew, model, parts, optimizer)
+        staged = Staged(recipe, config, world, model, parts, optimizer)
         return optimizer, staged, staged
     zero = None
     given: nn.Module
-    if crew.parallel == "deepspeed":
+    if world.parallel == "deepspeed":
         optimizer = recipe.build_optimizer(model, lr=config.lr)
-        zero = Zero(model, optimizer, config, crew)
+        zero = Zero(model, optimizer, config, world)
         spread, stepped = zero.engine, zero.engine.optimizer
         given = spread  # graphs and gathered parameters are the engine's
     else:
-        spread = crew.spread(model)
+        spread = world.spread(model)
         optimizer = stepped = recipe.build_optimizer(model, lr=config.lr)
         given = model  # not DDP around it: the window reduces the gradients itself
 
@@ -92,17 +92,17 @@ def train_with(
     return optimizer, train, zero
 
 
-def move(model: nn.Module, config: Config, crew: Crew) -> None:
+def move(model: nn.Module, config: Config, world: World) -> None:
     """Move the model to its precision and device; a pipeline moves only its stages."""
     if config.precision == "bf16-pure":
         model.to(torch.bfloat16)
-    if crew.parallel == "pipeline":
+    if world.parallel == "pipeline":
         return
     try:
-        model.to(crew.device)
+        model.to(world.device)
     except (RuntimeError, NotImplementedError) as error:
         raise RecipeError(
-            f"the recipe's model cannot be moved to {crew.device}: {error}"
+            f"the recipe's model cannot be moved to {world.device}: {error}"
         ) from error
 
 
@@ -115,9 +115,9 @@ class Zero:
     """A DeepSpeed engine around a model, and how it is saved."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, crew: Crew
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, world: World
     ) -> None:
-        if crew.device.type == "cpu":
+        if world.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         try:
@@ -137,7 +137,7 @@ class Zero:
                 "steps_per_print": 2**31,
             },
         )
-        self.about = {"name": "deepspeed", "zero": config.zero, "ranks": crew.ranks}
+        self.about = {"name": "deepspeed", "zero": config.zero, "ranks": world.ranks}
 
     def write(self, folder: Path) -> None:
         """Write the state of this rank into a folder; all ranks call it."""
@@ -188,7 +188,7 @@ class Staged:
         self,
         recipe: Recipe,
         config: Config,
-        crew: Crew,
+        world: World,
         model: nn.Module,
         parts: nn.ModuleList,
         optimizer: torch.optim.Optimizer,
@@ -196,14 +196,14 @@ class Staged:
         assert isinstance(config.micro_batch, int)
         self.micro_batch = self.micro_batch_size = config.micro_batch
         self._recipe = recipe
-        self._crew = crew
+        self._crew = world
         self._model = model
         self._parts = parts
         self._optimizer = optimizer
         self._order = recipe.build_optimizer(model, lr=config.lr)
-        count = len(parts) * crew.ranks
+        count = len(parts) * world.ranks
         stages = [
-            PipelineStage(part, crew.rank + place * crew.ranks, count, crew.device)
+            PipelineStage(part, world.rank + place * world.ranks, count, world.device)
             for place, part in enumerate(parts)
         ]
         self._pipeline = Pipeline(
@@ -351,7 +351,7 @@ class Staged:
         return {id(parameter): number for number, parameter in enumerate(ordered)}
 
 
-def stage_parts(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> nn.ModuleList:
+def stage_parts(recipe: Recipe, config: Config, world: World, model: nn.Module) -> nn.ModuleList:
     """Return this rank's stages, on its device; an error says why a recipe cannot be cut."""
     if not isinstance(config.micro_batch, int):
         raise OptionError(
@@ -365,12 +365,12 @@ def stage_parts(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) ->
         if value != plain:
             raise OptionError(f"--{flag} {value} with --parallel pipeline: leave it out")
     per_rank = 2 if config.schedule == "interleaved" else 1
-    count = per_rank * crew.ranks
+    count = per_rank * world.ranks
     stages = cut(recipe.build_stages(model), count)
     if len(stages) < count:
         raise RecipeError(
             f"--parallel pipeline: {recipe.path}: its {len(stages)} modules with parameters do "
-            f"not make {count} stages ({per_rank} on each of {crew.ranks} ranks); start fewer ranks"
+            f"not make {count} stages ({per_rank} on each of {world.ranks} ranks); start fewer ranks"
         )
     owners: dict[int, int] = {}
     for number, stage in enumerate(stages):
@@ -380,8 +380,8 @@ def stage_parts(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) ->
                     f"--parallel pipeline: {recipe.path}: {name} is in stage "
                     f"{owners[id(parameter)] + 1} and in stage {number + 1}; untie it, or use ddp"
                 )
-    mine = stages[crew.rank :: crew.ranks]
-    return nn.ModuleList(mine).to(crew.device)
+    mine = stages[world.rank :: world.ranks]
+    return nn.ModuleList(mine).to(world.device)
 
 
 def cut(modules: Sequence[nn.Module], count: int) -> list[nn.Sequential]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from wholebatch import WholeBatch
-from wholebatch.cli.parallel_ranks import Crew
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.peak_memory import PeakMemory
 from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
 from wholebatch.cli.run_settings import Config
@@ -35,7 +35,7 @@ class Session:
 
     recipe: Recipe
     config: Config
-    crew: Crew
+    world: World
     model: nn.Module
     optimizer: torch.optim.Optimizer
     train: WholeBatch | Staged
@@ -48,7 +48,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        return self.crew.device
+        return self.world.device
 
     @property
     def windows(self) -> int:
@@ -64,7 +64,7 @@ class Session:
 
     def micro_batches(self) -> list[list[int]] | None:
         """Return the samples in each micro-batch of a full batch, by rank; None if unknown."""
-        by, ranks = self.config.micro_batch, self.crew.shares
+        by, ranks = self.config.micro_batch, self.world.shares
         if by == "auto":
             by = self.train.micro_batch_size or by
         if isinstance(by, int) and self.batches.kind != "loader":
@@ -74,13 +74,13 @@ class Session:
         batch = self.batches.peek()
         how = by if isinstance(by, int) else micro_batch_of(self.recipe, self.config)
         mine = [] if isinstance(batch, Nothing) else split(batch, how)
-        return self.crew.gathered([batch_size_of(micro) for micro in mine])
+        return self.world.gathered([batch_size_of(micro) for micro in mine])
 
 
 def build(
     recipe: Recipe,
     config: Config,
-    crew: Crew,
+    world: World,
     *,
     fits: bool = False,
     keeps_precision: bool = False,
@@ -91,29 +91,29 @@ def build(
     """
     seed_generators(config.seed)
     batches = recipe.build_batches(
-        config.batch_size, seed=config.seed, rank=crew.share, ranks=crew.shares
+        config.batch_size, seed=config.seed, rank=world.share, ranks=world.shares
     )
     config = paced(fitted_to(config, batches), recipe, batches)
     model = recipe.build_model()
-    _check_last_batch(model, config, batches, crew)
-    move(model, config, crew)
+    _check_last_batch(model, config, batches, world)
+    move(model, config, world)
     fitted = None
     if fits:
         config, fitted = fit_in(
-            recipe, config, model, batches, crew, keeps_precision=keeps_precision
+            recipe, config, model, batches, world, keeps_precision=keeps_precision
         )
     if config.checkpointing:
         apply_checkpointing(model)
-    optimizer, train, engine = train_with(recipe, config, crew, model)
-    memory = PeakMemory(model, optimizer, device=crew.device)
+    optimizer, train, engine = train_with(recipe, config, world, model)
+    memory = PeakMemory(model, optimizer, device=world.device)
     # The meter knows whole tensors only.
-    memory.settled = memory.settled or crew.parallel != "ddp"
-    if crew.rank:  # dropout of its own on every rank
-        seed_generators(config.seed + crew.rank)
+    memory.settled = memory.settled or world.parallel != "ddp"
+    if world.rank:  # dropout of its own on every rank
+        seed_generators(config.seed + world.rank)
     return Session(
         recipe,
         config,
-        crew,
+        world,
         model,
         optimizer,
         train,
@@ -146,15 +146,15 @@ def fitted_to(config: Config, batches: Batches) -> Config:
     return config
 
 
-def _check_last_batch(model: nn.Module, config: Config, batches: Batches, crew: Crew) -> None:
+def _check_last_batch(model: nn.Module, config: Config, batches: Batches, world: World) -> None:
     """Refuse a batch without a sample for every rank: exact BatchNorm needs one on each."""
     if batches.length is None or not batchnorms(model):
         return
     for size in (config.batch_size, batches.length % config.batch_size):
-        if 0 < size < crew.shares:
+        if 0 < size < world.shares:
             raise OptionError(
                 f"--batch-size {config.batch_size}: a batch of an epoch has {size} samples for "
-                f"{crew.shares} ranks, and exact BatchNorm needs one on every rank; choose another"
+                f"{world.shares} ranks, and exact BatchNorm needs one on every rank; choose another"
             )
 
 
@@ -175,7 +175,7 @@ def fit_in(
     config: Config,
     model: nn.Module,
     batches: Batches,
-    crew: Crew,
+    world: World,
     *,
     keeps_precision: bool,
 ) -> tuple[Config, str]:
@@ -189,26 +189,26 @@ def fit_in(
     rungs: list[Rung] = []
     problem: WholebatchError | None = None
     try:
-        rungs, budget = _rungs(recipe, config, model, batches, crew, lowers=not keeps_precision)
+        rungs, budget = _rungs(recipe, config, model, batches, world, lowers=not keeps_precision)
         own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
-        if crew.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
+        if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
             own = (place for place in own if rungs[place].gradients == "device")
         chosen = next(own, _REFUSED)
         if chosen == _REFUSED:
             problem = OptionError(f"--fit: {refusal(rungs, budget)}")
     except WholebatchError as error:
         problem = error
-    everyones = crew.gathered(chosen)
+    everyones = world.gathered(chosen)
     if problem is not None:
         raise problem
     if _REFUSED in everyones:
         raise OptionError("--fit: the model does not fit the memory of another rank")
     chosen = max(everyones)
     rung = rungs[chosen]
-    said = "nothing was needed: one sample fits as it is"
+    text = "nothing was needed: one sample fits as it is"
     if chosen:
         before, after = bytes_said(rungs[0].peak), bytes_said(rung.peak)
-        said = f"applied {rung.what}: one sample needs {after} instead of {before}"
+        text = f"applied {rung.what}: one sample needs {after} instead of {before}"
     gradients = config.gradients if rung.gradients == "device" else rung.gradients
     return (
         replace(
@@ -217,7 +217,7 @@ def fit_in(
             checkpointing=rung.checkpoints,
             gradients=gradients,
         ),
-        said,
+        text,
     )
 
 
@@ -234,16 +234,16 @@ def _rungs(
     config: Config,
     model: nn.Module,
     batches: Batches,
-    crew: Crew,
+    world: World,
     *,
     lowers: bool,
 ) -> tuple[list[Rung], int]:
     assert config.budget is not None
     budget = parse_memory(
         config.budget,
-        device=crew.device,
+        device=world.device,
         held=held_bytes(model),
-        processes=sharing_processes(crew.device, crew.ranks),
+        processes=sharing_processes(world.device, world.ranks),
     )
     batch = batches.peek()
     whole = batch.like if isinstance(batch, Nothing) else batch

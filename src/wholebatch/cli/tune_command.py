@@ -32,7 +32,12 @@ from wholebatch.cli.recipe_measuring import (
     result_option,
     seconds_option,
 )
-from wholebatch.cli.report.terminal_output import count_said, plain_table, shown, time_said
+from wholebatch.cli.report.terminal_output import (
+    path_from_here,
+    plain_table,
+    short_count,
+    short_duration,
+)
 from wholebatch.cli.run_settings import PRECISIONS, resolve
 from wholebatch.core.readable_sizes import PARTS, bytes_said
 from wholebatch.errors import OptionError
@@ -177,7 +182,9 @@ def tune(options: TuneOptions) -> None:
     _show(console, tuned, subject=recipe.name)
     print_written(console, out, page)
     console.print(
-        f"train so:  wholebatch train --from {escape(shown(out))}", highlight=False, soft_wrap=True
+        f"train so:  wholebatch train --from {escape(path_from_here(out))}",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -263,10 +270,10 @@ class TuneProgress(Progress):
 
     def begin(self, setting: Setting, *, of: int) -> None:
         """Show that this setting is measured now; at most `of` are left with it."""
-        best = f"best {count_said(self._best)} {self._unit}/s" if self._best else ""
+        best = f"best {short_count(self._best)} {self._unit}/s" if self._best else ""
         if self._done:
             each = (time.perf_counter() - self._began) / self._done
-            best += f"  at most {time_said(each * of)} left"
+            best += f"  at most {short_duration(each * of)} left"
         self.update(
             self._setting,
             description=escape(setting.said()),
@@ -281,7 +288,7 @@ class TuneProgress(Progress):
         rate = trial.units_per_second
         if rate and trial.is_measured:
             self._best = max(self._best, rate)
-        speed = f"{count_said(rate)} {self._unit}/s" if rate else "no speed"
+        speed = f"{short_count(rate)} {self._unit}/s" if rate else "no speed"
         peak = f", {bytes_said(trial.peak)}" if trial.peak else ""
         line = f"{trial.setting.said()}: {speed}{peak} ({trial.why})"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
@@ -333,8 +340,8 @@ def _ranks(tuned: Tuned) -> Table:
     for point in tuned.ranks["points"]:
         table.add_row(
             str(point["ranks"]),
-            count_said(point["units_per_second"]),
-            count_said(point["units_per_second_overlapped"]),
+            short_count(point["units_per_second"]),
+            short_count(point["units_per_second_overlapped"]),
             f"{point['communication_share']:.0%}",
         )
     return table

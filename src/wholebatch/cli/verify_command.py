@@ -293,8 +293,8 @@ def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> Loo
         place = place_of(error, path)
         if place is None:
             raise
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise RecipeError(f"{place}: {type(error).__name__}: {said}") from error
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise RecipeError(f"{place}: {type(error).__name__}: {line}") from error
 
 
 def _parsed(loop: str) -> tuple[Path, str]:
@@ -429,7 +429,7 @@ def _answer(same: bool, what: str = "") -> Text:
 
 
 def _distances(verdict: Verdict) -> Table:
-    from wholebatch.verification.verdict import said
+    from wholebatch.verification.verdict import said as distance
 
     table = plain_table("", ">off by", ">rounding explains", "")
     rows = [verdict.gradient, verdict.update]
@@ -437,16 +437,16 @@ def _distances(verdict: Verdict) -> Table:
         rows.append(verdict.float64)
     for row in rows:
         mark = "[green]✓[/]" if row.same else "[red]✗[/]"
-        table.add_row(row.what, said(row.distance), said(row.tolerance), mark)
+        table.add_row(row.what, distance(row.distance), distance(row.tolerance), mark)
     if verdict.to_float64 is not None and verdict.precision != "full":
         whole, ours = verdict.to_float64
-        table.add_row("from float64: undivided", said(whole), "", "")
-        table.add_row("from float64: accumulated", said(ours), said(1.25 * whole), "")
+        table.add_row("from float64: undivided", distance(whole), "", "")
+        table.add_row("from float64: accumulated", distance(ours), distance(1.25 * whole), "")
     return table
 
 
 def _worst(comparison: Comparison, number: int) -> Table:
-    from wholebatch.verification.verdict import said
+    from wholebatch.verification.verdict import said as distance
 
     table = plain_table(
         *("parameter", ">numbers", ">off by", ">rounding alone"),
@@ -459,8 +459,8 @@ def _worst(comparison: Comparison, number: int) -> Table:
         table.add_row(
             escape(line.name),
             f"{line.numbers:,}",
-            said(line.distance),
-            said(line.floor),
+            distance(line.distance),
+            distance(line.floor),
             style=style,
         )
     return table
@@ -498,7 +498,7 @@ def _show_loop(console: Console, verdict: LoopVerdict) -> None:
 
 def _windows(verdict: LoopVerdict) -> Table:
     from wholebatch.verification.mistakes import MISTAKES, RIGHT
-    from wholebatch.verification.verdict import said
+    from wholebatch.verification.verdict import said as distance
 
     table = plain_table("model", "window", ">steps", ">off by", "found")
     before = ""
@@ -511,14 +511,14 @@ def _windows(verdict: LoopVerdict) -> Table:
             found = f"[red]✗ {MISTAKES[trial.found].name}[/]"
         case = "" if trial.case == before else trial.case
         before = trial.case
-        off = said(trial.right.distance) if trial.optimizer_steps <= 1 else "-"
+        off = distance(trial.right.distance) if trial.optimizer_steps <= 1 else "-"
         table.add_row(escape(case), trial.name, str(trial.optimizer_steps), off, found)
     return table
 
 
 def _evidence(trial: Trial) -> Table:
     from wholebatch.verification.mistakes import RIGHT
-    from wholebatch.verification.verdict import said
+    from wholebatch.verification.verdict import said as distance
 
     what = "gradients that the optimizer saw" if trial.observed_by == "gradients" else "update"
     table = plain_table(
@@ -530,8 +530,8 @@ def _evidence(trial: Trial) -> Table:
     for fit in trial.fits[:9]:
         mark = "[green]fits[/]" if fit.fits else ""
         style = "bold" if fit.key == trial.found else "" if fit.key == RIGHT else "dim"
-        table.add_row(fit.name, said(fit.distance), mark, escape(fit.variant), style=style)
-    table.add_row("(fits within)", said(trial.tolerance), "", "", style="dim")
+        table.add_row(fit.name, distance(fit.distance), mark, escape(fit.variant), style=style)
+    table.add_row("(fits within)", distance(trial.tolerance), "", "", style="dim")
     return table
 
 

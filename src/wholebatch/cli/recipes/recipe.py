@@ -197,7 +197,7 @@ class Recipe:
             raise
         except Exception as error:
             place = place_of(error, self.path) or str(self.path)
-            raise RecipeError(f"{place}: {part}() failed: {_said(error)}") from error
+            raise RecipeError(f"{place}: {part}() failed: {_one_line(error)}") from error
 
 
 def load_recipe(name: str | None) -> Recipe:
@@ -290,10 +290,10 @@ def run_file(path: Path) -> ModuleType:
         raise
     except SyntaxError as error:
         if error.filename is None or Path(error.filename) != path:  # In a file that it imports.
-            raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+            raise RecipeError(f"{place_of(error, path) or path}: {_one_line(error)}") from error
         raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
     except Exception as error:
-        raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+        raise RecipeError(f"{place_of(error, path) or path}: {_one_line(error)}") from error
     return module
 
 
@@ -365,7 +365,7 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -17,7 +17,7 @@ from wholebatch.cli.report.html_page import (
     curve,
     series_color,
 )
-from wholebatch.cli.report.terminal_output import count_said
+from wholebatch.cli.report.terminal_output import short_count
 from wholebatch.core.readable_sizes import CATEGORIES, PARTS, bytes_said
 
 __all__ = ["benchmarks", "memory", "scale_of", "split", "tuning", "verification"]
@@ -35,8 +35,8 @@ def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
         by = f", by {plan['by']}" if plan.get("by") else ""
         title = f"Peak of a step by category: {plan.get('subject') or name}{by}"
         chosen = plan.get("micro_batch")
-        said = f" Micro-batch {chosen} is the one to take." if chosen else ""
-        caption = f"Predicted, {plan.get('precision', 'full')} precision.{said}"
+        text = f" Micro-batch {chosen} is the one to take." if chosen else ""
+        caption = f"Predicted, {plan.get('precision', 'full')} precision.{text}"
         parts.append(_chart(f"memory-{at}", title, caption, points, plan.get("budget")))
         parts.append(_numbers(points))
     return Section("memory", "Memory over micro-batch size", tuple(parts)) if parts else None
@@ -184,7 +184,7 @@ def _trials(tuned: Data) -> Table:
             (
                 str(trial["micro_batch"]),
                 _way(trial),
-                f"{count_said(trial['units_per_second'])} {tuned['unit']}/s",
+                f"{short_count(trial['units_per_second'])} {tuned['unit']}/s",
                 _peak(trial),
                 trial["why"],
             )
@@ -434,10 +434,10 @@ def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
     rest: list[Row] = []
     for number, row in enumerate(rows, start=1):
         words = [key for key, value in row.items() if isinstance(value, str)][:2]
-        said = ", ".join(str(row[key]) for key in words)
+        text = ", ".join(str(row[key]) for key in words)
         if "micro" in row:
-            said += f", micro-batch {row['micro']}"
-        labels.append(said or str(number))
+            text += f", micro-batch {row['micro']}"
+        labels.append(text or str(number))
         rest.append({key: value for key, value in row.items() if key not in (*words, "micro")})
     return labels, rest
 

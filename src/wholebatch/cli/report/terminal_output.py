@@ -17,7 +17,14 @@ from rich.table import Table
 
 from wholebatch.core.readable_sizes import bytes_said
 
-__all__ = ["Terminal", "bytes_said", "count_said", "plain_table", "shown", "time_said"]
+__all__ = [
+    "Terminal",
+    "bytes_said",
+    "path_from_here",
+    "plain_table",
+    "short_count",
+    "short_duration",
+]
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -108,7 +115,7 @@ class Terminal:
         """Show that one more window is closed."""
         self._done = updates
         left = self._time_left(updates)
-        saying = f"loss {loss:.3f}  {count_said(units_per_second)} {self._unit}/s"
+        saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
         saying += f"  {left} left" if left else ""
         if self._progress is not None and self._task is not None:
             self._progress.update(
@@ -131,7 +138,7 @@ class Terminal:
         made = updates - self._began_at
         if made <= 0 or updates >= self._total:
             return ""
-        return time_said((time.perf_counter() - self._began) / made * (self._total - updates))
+        return short_duration((time.perf_counter() - self._began) / made * (self._total - updates))
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -151,10 +158,10 @@ def plain_table(*columns: str, **style: Any) -> Table:
     return table
 
 
-def count_said(number: float) -> str:
+def short_count(number: float) -> str:
     """Return a number in short form.
 
-    >>> count_said(812), count_said(12_345), count_said(4_560_000), count_said(7.3)
+    >>> short_count(812), short_count(12_345), short_count(4_560_000), short_count(7.3)
     ('812', '12.3k', '4.56M', '7.3')
     """
     for limit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -163,10 +170,10 @@ def count_said(number: float) -> str:
     return f"{number:.3g}" if number < 10 else f"{number:.0f}"
 
 
-def time_said(seconds: float) -> str:
+def short_duration(seconds: float) -> str:
     """Return a duration in short form.
 
-    >>> time_said(4.4), time_said(83), time_said(7325), time_said(200_000)
+    >>> short_duration(4.4), short_duration(83), short_duration(7325), short_duration(200_000)
     ('0:04', '1:23', '2:02:05', '2 d 7 h')
     """
     whole = round(seconds)
@@ -177,7 +184,7 @@ def time_said(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d}"
 
 
-def shown(path: Path) -> str:
+def path_from_here(path: Path) -> str:
     """Return a path as a person would type it from here."""
     absolute = Path(os.path.abspath(path))
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from wholebatch.cli.report.html_page import Chart, Section, Table, Text, axis, series_color
 from wholebatch.cli.report.page_sources import TrainingRun
 from wholebatch.cli.report.result_sections import scale_of
-from wholebatch.cli.report.terminal_output import count_said, time_said
+from wholebatch.cli.report.terminal_output import short_count, short_duration
 from wholebatch.core.readable_sizes import bytes_said
 
 __all__ = ["MOST_POINTS", "overview", "thinned", "training"]
@@ -216,20 +216,20 @@ def overview(
     unit_of = dict(zip((run.name for run in runs), units, strict=True))
     settings: dict[str, Callable[[TrainingRun], str]] = {
         "recipe": lambda run: str(run.config.get("recipe", "–")),
-        "batch": _batch_said,
+        "batch": _batch_text,
         "precision": lambda run: _setting(run, "precision"),
         "clipped to norm": lambda run: _setting(run, "clip_norm"),
         "learning rate": lambda run: _setting(run, "lr"),
         "seed": lambda run: _setting(run, "seed"),
-        "device": _device_said,
+        "device": _device_text,
     }
     results: dict[str, Callable[[TrainingRun], str]] = {
         "windows": lambda run: f"{len(run.records):,} of {_setting(run, 'steps')}",
-        "loss, first → last": _losses_said,
+        "loss, first → last": _losses_text,
         "losses that are not finite": lambda run: _count(run, _is_lost),
-        "speed (median)": lambda run: _speed_said(run, unit_of[run.name]),
-        "peak memory": _memory_said,
-        "time in windows": _time_said,
+        "speed (median)": lambda run: _speed_text(run, unit_of[run.name]),
+        "peak memory": _memory_text,
+        "time in windows": _time_text,
         "skipped windows": lambda run: _count(run, lambda record: bool(record.get("skipped"))),
         "recoveries from out of memory": _recoveries,
         "verified": lambda run: _verified(verdicts.get(run.name)),
@@ -249,15 +249,15 @@ def overview(
     return Section("runs", "At a glance", (Table(head, tuple(rows), caption, marked),))
 
 
-def _batch_said(run: TrainingRun) -> str:
+def _batch_text(run: TrainingRun) -> str:
     arithmetic = run.manifest.get("arithmetic")
     if isinstance(arithmetic, list):  # The batch size changes during the run.
         place = _PLACE.get(arithmetic[0].get("by", ""), "")
         sizes = ", ".join(f"{one['global_batch']} from {one['from']:,}" for one in arithmetic)
         return f"samples by {place}: {sizes}; micro-batch {arithmetic[0]['micro_batch']}"
-    said = (arithmetic or {}).get("said")
-    if isinstance(said, str):
-        return f"{said} samples"
+    text = (arithmetic or {}).get("said")
+    if isinstance(text, str):
+        return f"{text} samples"
     size, micro = run.settings.get("batch_size"), run.settings.get("micro_batch")
     made = [r["micro_batches"] for r in run.records if isinstance(r.get("micro_batches"), int)]
     steps = f", {round(statistics.median(made))} a window" if made else ""
@@ -271,12 +271,12 @@ def _setting(run: TrainingRun, name: str) -> str:
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _device_said(run: TrainingRun) -> str:
+def _device_text(run: TrainingRun) -> str:
     ranks = run.config.get("ranks", 1)
     return f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else "")
 
 
-def _losses_said(run: TrainingRun) -> str:
+def _losses_text(run: TrainingRun) -> str:
     losses = [r["loss"] for r in run.records if _number(r.get("loss")) is not None]
     return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–"
 
@@ -285,18 +285,18 @@ def _is_lost(record: Record) -> bool:
     return _number(record.get("loss")) is None and record.get("units") != 0
 
 
-def _speed_said(run: TrainingRun, unit: str) -> str:
+def _speed_text(run: TrainingRun, unit: str) -> str:
     rates = [rate for r in run.records if (rate := _number(r.get("units_per_second"))) is not None]
-    return f"{count_said(statistics.median(rates))} {unit}/s" if rates else "–"
+    return f"{short_count(statistics.median(rates))} {unit}/s" if rates else "–"
 
 
-def _memory_said(run: TrainingRun) -> str:
+def _memory_text(run: TrainingRun) -> str:
     peaks = [peak for r in run.records if (peak := memory_of(r)) is not None]
     return bytes_said(max(peaks)) if peaks else "–"
 
 
-def _time_said(run: TrainingRun) -> str:
-    return time_said(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
+def _time_text(run: TrainingRun) -> str:
+    return short_duration(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
 
 
 def _count(run: TrainingRun, counts: Callable[[Record], bool]) -> str:
