@@ -29,12 +29,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "cli.checkpoints",
-            "core.loader_loop",
             "core.runner",
             "core.state_dict",
             "distributed.pipeline",
             "distributed.pipeline_stages",
-            "distributed.uneven_ranks",
             "integrations.host_window",
             "memory",
             "core.noise_scale",
@@ -84,7 +82,6 @@ SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
         ("testing", "verification"),
         ("core.device_store", "offload"),
         ("core.gradient_store", "offload"),
-        ("distributed.uneven_ranks", "core.runner"),
         ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),

@@ -146,7 +146,7 @@ def test_a_parameter_without_a_gradient_keeps_its_bits() -> None:
         return wb.cross_entropy(out, micro["y"])
 
     train = made(model, sizes=[4, 4, 2])
-    train._runner.executor._loss = chosen
+    train._runner._loss = train._runner.executor._loss = chosen
     optimizer = train._window.target.optimizers[0]
     with_it, without = samples(10), samples(10)
     with_it["x"][-1, 0] = 101.0
@@ -170,7 +170,7 @@ def test_a_gradient_that_no_hook_has_seen_counts() -> None:
     model = nn.ModuleList([mlp(), nn.Linear(2, 1).double()])
     lone = model[1]
     train = made(model)
-    train._runner.executor._loss = lambda both, micro: loss(both[0], micro)
+    train._runner._loss = train._runner.executor._loss = lambda both, micro: loss(both[0], micro)
     optimizer = train._window.target.optimizers[0]
     gradient = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
 

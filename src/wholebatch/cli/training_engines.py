@@ -370,7 +370,8 @@ def stage_parts(recipe: Recipe, config: Config, world: World, model: nn.Module) 
     if len(stages) < count:
         raise RecipeError(
             f"--parallel pipeline: {recipe.path}: its {len(stages)} modules with parameters do "
-            f"not make {count} stages ({per_rank} on each of {world.ranks} ranks); start fewer ranks"
+            f"not make {count} stages ({per_rank} on each of {world.ranks} ranks); start fewer "
+            "ranks"
         )
     owners: dict[int, int] = {}
     for number, stage in enumerate(stages):

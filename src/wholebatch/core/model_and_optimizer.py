@@ -1,4 +1,4 @@
-"""What a window updates, checked before the first step: supported, or refused with the reason."""
+"""The models and optimizers that a window updates, checked before the first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TESTED_DEVICES = ("cpu", "cuda")
 
 
 class Scheduler(Protocol):
-    """What is stepped once per update; torch's schedulers, or anything like them."""
+    """A scheduler that is stepped once per update: torch's, or anything like them."""
 
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -57,7 +57,7 @@ class Target:
         return device
 
     def groups(self) -> list[list[nn.Parameter]]:
-        """The trainable parameters, by parameter group, as they are now."""
+        """Return the trainable parameters, by parameter group, as they are now."""
         return [
             [parameter for parameter in group["params"] if parameter.requires_grad]
             for optimizer in self.optimizers
@@ -65,7 +65,7 @@ class Target:
         ]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The trainable parameters with their names; of several models, by place: "0.weight"."""
+        """Return the trainable parameters by name; of several models, by place: "0.weight"."""
         names = {
             id(parameter): name if len(self.models) == 1 else f"{place}.{name}"
             for place, model in enumerate(self.models)
@@ -75,7 +75,7 @@ class Target:
         return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(parameters)]
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """The parameter's name in its model, for messages."""
+        """Return the parameter's name in its model, for messages."""
         return _name_of(parameter, self.models)
 
 
@@ -90,7 +90,7 @@ def build_target(
     scaler: torch.amp.GradScaler | None = None,
     sync: Sync | None = None,
 ) -> Target:
-    """Everything that a window updates, or the error that says why it cannot."""
+    """Return everything that a window updates, or raise the error that says why it cannot."""
     sync = Single() if sync is None else sync
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
     given = sync.optimizer(optimizer)
@@ -155,7 +155,7 @@ def _stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
 
 
 def step_scheduler(scheduler: Any, loss: float) -> None:
-    """One step per update; a plateau scheduler watches the window's exact mean loss."""
+    """Step once per update; a plateau scheduler watches the window's exact mean loss."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         scheduler.step(loss)
     else:
