@@ -12,7 +12,7 @@ from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import choose as choose_precision
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.errors import WholebatchError
-from wholebatch.memory.resized_batches import resize_batch
+from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.tune.settings import Trial
 from wholebatch.tune.time_split import Clock
 from wholebatch.tune.window_timing import Workload
