@@ -129,6 +129,54 @@ def test_tokens_and_reading_of_the_batch() -> None:
 # --------------------------------------------------------------- nothing is touched
 
 
+def test_grouped_options_are_those_of_wholebatch() -> None:
+    """Each part of the objects has an effect: the split, the clipping, and where sums are kept."""
+    model = small().double()
+    batch = {"x": torch.randn(10, 5).double(), "y": torch.randint(0, 3, (10,)), "w": torch.ones(10)}
+
+    def weighed(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+        assert len(micro["w"]) == 10
+        return loss(model, micro)
+
+    verdict = wb.verify(
+        model,
+        weighed,
+        batch,
+        micro_batch=wb.samples(3, static="w"),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        memory=wb.Memory(gradients="host"),
+        close=wb.Close(clip_value=1e-3),
+        batchnorm=wb.BatchNorm("exact", hold="host"),
+    )
+    assert verdict.same, verdict
+    assert verdict.micro_batches == 4
+    moments = wb.verify(
+        model,
+        weighed,
+        batch,
+        micro_batch=wb.samples(3, static="w"),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        memory=wb.Memory(gradients="moments"),
+        units=lambda micro: len(micro["y"]),
+    )
+    assert moments.approximate
+
+
+@pytest.mark.parametrize("limit", [1e-3, 1e9])
+def test_a_clip_value_in_the_close_is_that_of_both_runs(limit: float) -> None:
+    seen: list[float] = []
+    model = small().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append(max(float(p.grad.abs().max()) for p in model.parameters()))
+    )
+    batch = {"x": torch.randn(10, 5).double(), "y": torch.randint(0, 3, (10,))}
+    close = wb.Close(clip_value=limit)
+    assert wb.verify(model, loss, batch, micro_batch=3, optimizer=optimizer, close=close).same
+    assert all(largest == limit if limit < 1 else largest > 1e-2 for largest in seen)
+    assert len(seen) >= 4  # the undivided batch, again, in other orders, and the window
+
+
 def test_nothing_is_left_behind() -> None:
     model = small(nn.BatchNorm1d(16), nn.Dropout(0.3))
     optimizer = adamw(model)

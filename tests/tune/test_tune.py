@@ -45,6 +45,39 @@ def batch(samples: int = 24) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(samples, 32), "y": torch.randint(0, 4, (samples,))}
 
 
+def test_grouped_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every window has what the objects say; a budget in `wb.Memory` is the budget."""
+    given: list[dict[str, Any]] = []
+    build = wb.WholeBatch.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        given.append(options)
+        build(self, *args, **options)
+
+    monkeypatch.setattr(wb.WholeBatch, "__init__", init)
+    found = tune(
+        make,
+        loss=loss,
+        batch={**batch(), "w": torch.ones(24)},
+        micro_batches=[12],
+        limits=QUICK,
+        memory=wb.Memory("1GiB", gradients="host"),
+        close=wb.Close(clip_value=0.5, sync="hold"),
+        micro_batch=wb.samples(static="w"),
+    )
+    assert found.budget == 2**30
+    assert given
+    for options in given:
+        assert options["memory"] == wb.Memory(gradients="host")
+        assert options["close"] == wb.Close(clip_value=0.5, nonfinite="skip", sync="hold")
+        assert options["micro_batch"] == wb.samples(12, static="w")
+
+
+def test_a_micro_batch_is_not_an_option_of_tune() -> None:
+    with pytest.raises(OptionError, match=r"micro_batches= gives the sizes"):
+        tune(make, loss=loss, batch=batch(), micro_batch=8)
+
+
 def test_what_is_found() -> None:
     found = tune(
         make,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from wholebatch.core.loss import Loss, as_loss
-from wholebatch.core.options import grouped
+from wholebatch.core.options import flattened, grouped
 from wholebatch.core.splitting import split, to_device
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.tune.window_timing import Make, PeakMeter
@@ -45,11 +45,12 @@ class Job:
     precision: str = "full"
     clip_norm: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Other options of `WholeBatch`, such as `units`, `batchnorm` and `static`."""
+    """Other options of `WholeBatch`, such as `units`, `batchnorm` and `close`."""
     is_compiled: bool = field(default=False, init=False)
     """True if the current loop allocates tensors where no meter sees them."""
 
     def __post_init__(self) -> None:
+        self.options = flattened(self.options)
         self.meter = PeakMeter(self.device)
         self.first = self.batches()
         self.steps = len(split(self.first, self.micro_batch, static=self._static))
