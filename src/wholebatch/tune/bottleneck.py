@@ -93,14 +93,8 @@ def name_bottleneck(
     """
     split, window = trial.split, sum(trial.split.values()) or 1.0
     shares = {name: seconds / window for name, seconds in split.items()}
-    evidence = [*_evidence(trial, shares, fixed)]
-    launching = shares.get("idle", 0.0)
-    if fixed is not None and trial.seconds:
-        launching = max(launching, fixed.launching * trial.steps / trial.seconds)
-    if used is not None:
-        evidence.append(
-            f"forward and backward reach {used:.0%} of the speed of a large matrix product here"
-        )
+    evidence = [*_evidence(trial, shares, fixed, used)]
+    launching = max(shares.get("idle", 0.0), _launching(trial, fixed))
     closing, moving = shares.get("optimizer", 0.0), 1.0
     if bandwidth and trial.update_bytes and closing > MUCH:
         moving = trial.update_bytes / bandwidth / split["optimizer"]
@@ -109,30 +103,36 @@ def name_bottleneck(
             f"and optimizer state; once, at a copy's {bandwidth / 1e9:.3g} GB/s, that is "
             f"{min(1.0, moving):.0%} of its time"
         )
-    arithmetic = (used or 0.0) * _computing(trial) / window
     data = shares.get("data", 0.0)
+    arithmetic = (used or 0.0) * _computing(trial) / window
     if data > MUCH and data >= launching:
-        kind = "data"
-    elif shares.get("communication", 0.0) > MUCH:
-        kind = "network"
-    elif launching > max(MUCH, arithmetic):
-        kind = "launch"
-    elif closing > max(MUCH, arithmetic):
-        kind = "memory" if moving > SMALL else "launch"
-        if kind == "launch":
-            evidence.append("the update is many small operations: not the bytes that they move")
-    elif used is None or used >= USED:
-        kind = "compute"
-    else:
-        kind = "memory"
-        evidence.append(
-            "not the arithmetic, not launches: reading and writing tensors is what is left"
-        )
-    return Bottleneck(kind, tuple(evidence))
+        return Bottleneck("data", tuple(evidence))
+    if shares.get("communication", 0.0) > MUCH:
+        return Bottleneck("network", tuple(evidence))
+    if launching > max(MUCH, arithmetic):
+        return Bottleneck("launch", tuple(evidence))
+    if closing > max(MUCH, arithmetic):
+        if moving > SMALL:
+            return Bottleneck("memory", tuple(evidence))
+        small = "the update is many small operations: not the bytes that they move"
+        return Bottleneck("launch", (*evidence, small))
+    if used is None or used >= USED:
+        return Bottleneck("compute", tuple(evidence))
+    left = "not the arithmetic, not launches: reading and writing tensors is what is left"
+    return Bottleneck("memory", (*evidence, left))
 
 
-def _evidence(trial: Trial, shares: Mapping[str, float], fixed: Fixed | None) -> Iterator[str]:
-    """Yield the largest parts of a window, and the cost of a micro-step of any size."""
+def _launching(trial: Trial, fixed: Fixed | None) -> float:
+    """Return the share of a window that goes into starting its micro-steps; 0 if unknown."""
+    if fixed is None or not trial.seconds:
+        return 0.0
+    return fixed.launching * trial.steps / trial.seconds
+
+
+def _evidence(
+    trial: Trial, shares: Mapping[str, float], fixed: Fixed | None, used: float | None
+) -> Iterator[str]:
+    """Yield the largest parts of a window, the fixed cost of a micro-step, and the arithmetic."""
     if shares:
         largest = sorted(shares, key=lambda name: -shares[name])[:3]
         parts = (f"{shares[name]:.0%} is {name}" for name in largest if shares[name] >= 0.005)
@@ -147,6 +147,8 @@ def _evidence(trial: Trial, shares: Mapping[str, float], fixed: Fixed | None) ->
             f"{fixed.per_step * trial.steps / trial.seconds:.0%} of the window at {trial.steps} "
             f"step{'' if trial.steps == 1 else 's'} (a line through {fixed.points} sizes{moved})"
         )
+    if used is not None:
+        yield f"forward and backward reach {used:.0%} of the speed of a large matrix product here"
 
 
 def accumulation(trial: Trial, *, fixed: Fixed | None, smaller: Trial | None) -> tuple[str, ...]:

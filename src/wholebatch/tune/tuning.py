@@ -22,7 +22,7 @@ from wholebatch.tune.machine_speed import copy_bandwidth, reduce_bandwidth, shar
 from wholebatch.tune.ranks_model import RanksModel
 from wholebatch.tune.search import Limits, Search, SearchObserver
 from wholebatch.tune.setting_measurements import OverRanks, memory_of, rate_of
-from wholebatch.tune.settings import Predicted, Trial, modes_of, sizes_of
+from wholebatch.tune.settings import Predicted, RunMode, Trial, modes_of, sizes_of
 from wholebatch.tune.window_timing import Make, Workload
 
 __all__ = ["Tuned", "tune"]
@@ -92,24 +92,13 @@ def tune(
         syncs = (options.pop("sync"),)
     model, optimizer = make()
     facts = _ModelFacts.of(model)
-    if executes is None:
-        executes = ("eager", "graph") if facts.device.type == "cuda" else ("eager",)
-    _check("precisions", precisions, _PRECISIONS)
-    _check("executes", executes, _EXECUTES)
-    _check("syncs", syncs, _SYNCS)
+    inner = getattr(model, "module", model)
+    modes = _modes(inner, facts.device, precisions, executes, syncs, checkpointing)
     first = fetch()
     layout = {name: options[name] for name in ("batch_size", "static") if name in options}
     samples = batch_size_of(first, **layout)
     sizes = _sizes(micro_batches, samples)
-    inner = getattr(model, "module", model)
     budget = facts.budget(memory)
-    modes = modes_of(
-        inner,
-        precisions=tuple(precisions),
-        executes=tuple(executes),
-        syncs=tuple(syncs),
-        checkpointing=tuple(checkpointing),
-    )
     static = layout.get("static", ())
     predicted = Predicted(inner, optimizer, loss, first, samples, budget, static=static)
     if batchnorms(inner) and options.get("batchnorm", "exact") == "exact":
@@ -122,6 +111,29 @@ def tune(
     search = Search(workload, samples, sizes, modes, predicted, budget, limits or Limits(), watch)
     search.run_all() if exhaustive else search.run()
     return _result(search, facts, first, unit=unit, bandwidth=bandwidth, ranks=ranks, began=began)
+
+
+def _modes(
+    model: nn.Module,
+    device: torch.device,
+    precisions: Sequence[str],
+    executes: Sequence[str] | None,
+    syncs: Sequence[str],
+    checkpointing: Sequence[bool],
+) -> list[RunMode]:
+    """Return the modes to try, or refuse names that are unknown."""
+    if executes is None:
+        executes = ("eager", "graph") if device.type == "cuda" else ("eager",)
+    _check("precisions", precisions, _PRECISIONS)
+    _check("executes", executes, _EXECUTES)
+    _check("syncs", syncs, _SYNCS)
+    return modes_of(
+        model,
+        precisions=tuple(precisions),
+        executes=tuple(executes),
+        syncs=tuple(syncs),
+        checkpointing=tuple(checkpointing),
+    )
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns
 from wholebatch.verification.observed_window import WindowRun
-from wholebatch.verification.run_comparison import Comparison, Vectors, distance, percent
+from wholebatch.verification.run_comparison import Comparison, Vectors, distance, listed, percent
 from wholebatch.verification.undivided_batch import objective
-from wholebatch.verification.verdicts import Cause, listed
+from wholebatch.verification.verdicts import Cause
 
 __all__ = ["Evidence", "diagnose", "moved_buffers"]
 

@@ -27,6 +27,7 @@ __all__ = [
     "compare_gradients",
     "compare_updates",
     "distance",
+    "listed",
     "norm_of",
     "percent",
 ]
@@ -146,10 +147,10 @@ def compare_updates(
     notes = []
     left_out = [line.name for i, line in enumerate(lines) if i not in kept]
     if left_out and distance(ours.update, whole.update, runs.devices) > found.tolerance:
-        shown = ", ".join(left_out[:4]) + (f" and {len(left_out) - 4} more" if left_out[4:] else "")
         notes.append(
-            f"the gradient of {shown} is zero but for rounding, so what the optimizer makes of it "
-            "is arbitrary for the undivided batch too: left out of the update's distance"
+            f"the gradient of {listed(left_out)} is zero but for rounding, so what the optimizer "
+            "makes of it is arbitrary for the undivided batch too: left out of the update's "
+            "distance"
         )
     if found.same or not gradient.same:
         return found, notes
@@ -275,3 +276,9 @@ def percent(value: float) -> str:
     if value >= 0.095:
         return f"{float(f'{value:.2g}'):.0%}"
     return f"{value:.1e}" if value < 0.001 else f"{value:.2%}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first four names, and how many more there are."""
+    shown = ", ".join(name or "(the model itself)" for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

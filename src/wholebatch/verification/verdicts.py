@@ -9,9 +9,9 @@ from typing import Any
 
 from wholebatch.core.json_files import finite
 from wholebatch.verification.mistakes import MISTAKES, RIGHT, Mistake, MistakeFit
-from wholebatch.verification.run_comparison import Comparison, percent
+from wholebatch.verification.run_comparison import Comparison, listed, percent
 
-__all__ = ["Cause", "LoopTrial", "LoopVerdict", "Verdict", "listed"]
+__all__ = ["Cause", "LoopTrial", "LoopVerdict", "Verdict"]
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in [head, *rows]
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first four names, and how many more there are."""
-    shown = ", ".join(name or "(the model itself)" for name in names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ from wholebatch.verification.run_comparison import (
     compare_gradients,
     compare_updates,
     distance,
+    listed,
     percent,
 )
 from wholebatch.verification.undivided_batch import Numbers, ranks
-from wholebatch.verification.verdicts import Cause, Verdict, listed
+from wholebatch.verification.verdicts import Cause, Verdict
 
 __all__ = ["verify"]
 
@@ -143,10 +144,7 @@ class _Proof:
         others = [] if chance else runs.in_other_orders(self.batch)
         ours = self._accumulated(runs)
         buffers = {name: buffer.detach().clone() for name, buffer in runs.model.named_buffers()}
-        float64, reference = None, None
-        if self.wants_float64 and not chance:
-            float64, reference, note = _in_float64(runs, self.batch)
-            self.notes += [note] if note else []
+        float64, reference = self._in_float64(chance)
         right = [again, *others]
         more = [] if reference is None else [reference]
         gradient = compare_gradients("gradient", runs, ours, whole, right, more=more)
@@ -177,6 +175,13 @@ class _Proof:
             causes=tuple(causes),
             **self._about(),
         )
+
+    def _in_float64(self, chance: list[Cause]) -> tuple[Comparison | None, Vectors | None]:
+        if chance or not self.wants_float64:
+            return None, None
+        comparison, reference, note = _in_float64(self.runs, self.batch)
+        self.notes += [note] if note else []
+        return comparison, reference
 
     def _approximate(self, chance: list[Cause]) -> Verdict:
         """Return how far the approximation that was asked for is from the undivided batch."""
