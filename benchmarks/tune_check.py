@@ -63,13 +63,7 @@ def subject_of(recipe: Recipe) -> tuple[Workload, int]:
 
 def every_setting(workload: Workload, samples: int) -> list[Setting]:
     """All there are, whatever a search would think of them."""
-    modes = modes_of(
-        workload.make()[0],
-        precisions=PRECISIONS,
-        executes=("eager",),
-        syncs=("auto",),
-        checkpointing=(False, True),
-    )
+    modes = modes_of(workload.make()[0], PRECISIONS, ("eager",), ("auto",), (False, True))
     return [Setting(size, mode) for mode in modes for size in sizes_of(samples)]
 
 

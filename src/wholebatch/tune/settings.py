@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -125,11 +125,10 @@ def sizes_of(samples: int) -> list[int]:
 
 def modes_of(
     model: nn.Module,
-    *,
-    precisions: tuple[str, ...],
-    executes: tuple[str, ...],
-    syncs: tuple[str, ...],
-    checkpointing: tuple[bool, ...],
+    precisions: Sequence[str],
+    executes: Sequence[str],
+    syncs: Sequence[str],
+    checkpointing: Sequence[bool],
 ) -> list[RunMode]:
     """Return every mode in which this model can run, the first choice of every option first."""
     can = bool(repeated_blocks(model)) and not any(is_checkpointed(m) for m in model.modules())

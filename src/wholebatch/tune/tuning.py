@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +127,7 @@ def _modes(
     _check("precisions", precisions, _PRECISIONS)
     _check("executes", executes, _EXECUTES)
     _check("syncs", syncs, _SYNCS)
-    return modes_of(
-        model,
-        precisions=tuple(precisions),
-        executes=tuple(executes),
-        syncs=tuple(syncs),
-        checkpointing=tuple(checkpointing),
-    )
+    return modes_of(model, precisions, executes, syncs, checkpointing)
 
 
 @dataclass(frozen=True)
@@ -304,27 +298,18 @@ class Tuned:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `tune.json`, which `train --from` and `wholebatch report` read."""
-        data: dict[str, Any] = {
-            "kind": "wholebatch tune",
-            **self.about,
-            "settings": dict(self.settings),
-            "advice": list(self.advice),
-            "bottleneck": {
-                "kind": self.bottleneck.kind,
-                "evidence": list(self.bottleneck.evidence),
-            },
-            "accumulation": list(self.accumulation),
-            "batch_size": self.batch_size,
-            "unit": self.unit,
-            "device": self.device,
-            "budget": self.budget,
-            "seconds": self.seconds,
-            "trials": [trial.to_dict() for trial in self.trials],
-            "memory": dict(self.memory),
-            "ranks": None if self.ranks is None else dict(self.ranks),
-        }
-        result: dict[str, Any] = finite(data)
-        return result
+        names = ("settings", "advice", "accumulation", "batch_size", "unit", "device", "budget")
+        names += ("seconds", "memory", "ranks")
+        data: dict[str, Any] = finite(
+            {
+                "kind": "wholebatch tune",
+                **self.about,
+                **{name: getattr(self, name) for name in names},
+                "bottleneck": asdict(self.bottleneck),
+                "trials": [trial.to_dict() for trial in self.trials],
+            }
+        )
+        return data
 
     def write(self, path: Path) -> None:
         """Write `to_dict` as JSON."""
