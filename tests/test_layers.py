@@ -42,7 +42,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compile", "compile.kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
-            "core.device_store",
             "core.gradient_store",
             "core.lookahead_loader",
             "core.model_and_optimizer",
@@ -67,7 +66,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.loss",
             "core.optimizer_step",
             "core.optional_packages",
-            "core.random_state",
             "core.safe_loading",
             "distributed.deadline",
             "memory.budget",
@@ -79,7 +77,6 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),
     }

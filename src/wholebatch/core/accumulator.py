@@ -14,11 +14,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
 from wholebatch.core.model_and_optimizer import Scheduler
@@ -525,7 +524,7 @@ def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Fee
     for accumulator in accumulators:
         accumulator._resume = None
     if saved is not None:
-        random_state.restore(saved["random"])  # whatever was drawn since it was loaded
+        restore_random(saved["random"])  # whatever was drawn since it was loaded
         return Feed(loader, saved["feed"])
     before = accumulators[0]._feed
     # An iterator goes on where the last loop left it; the item looked ahead at is still there.
