@@ -446,7 +446,8 @@ class DeviceStore(Store):
             or target.sixteen_bit.parameters
         ):
             return None
-        if not can_close_ahead(target.optimizers, self.options, target.device):
+        device = next(parameter.device for group in groups for parameter in group)
+        if not can_close_ahead(target.optimizers, self.options, device):
             return None
         before = self.before_step()
         try:
