@@ -44,12 +44,12 @@ from wholebatch.coupled.batchnorm.moments import (
     update_running,
 )
 from wholebatch.coupled.normalisation_layers import (
+    ReplacedForwards,
     batchnorms,
     running_buffers,
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 __all__ = [
