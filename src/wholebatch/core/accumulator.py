@@ -21,18 +21,16 @@ from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
-from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import Close, Memory
-from wholebatch.core.window import Step, Turn, Window
+from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.core.window_size import Steps
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
 from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.batchnorm.running_statistics import Statistics
 from wholebatch.coupled.stream_look import StreamLook
-from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
-from wholebatch.offload import choose as choose_store
 
 __all__ = ["Accumulator", "over"]
 
@@ -88,29 +86,17 @@ class Accumulator:
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
-        close, memory = Close.of(close), _without_budget(memory)
-        options = close.with_clip_norm(clip_norm)
-        engine = choose_sync(model, sync=close.sync)
-        target = build_target(
+        self._window = make_window(
             model,
             optimizer,
-            options=options,
+            clip_norm=clip_norm,
             scheduler=scheduler,
-            ema=close.ema,
-            scaler=close.scaler,
-            sync=engine,
+            memory=_without_budget(memory),
+            close=Close.of(close),
         )
-        store = choose_store(
-            memory.gradients,
-            optimizer_on=memory.optimizer,
-            target=target,
-            options=options,
-            sync=engine,
-            on_gradient=close.on_gradient is not None,
-        )
-        self._window = Window(target, options, engine, store, close.on_gradient)
+        target, sync = self._window.target, self._window.sync
         self._untouched = Untouched(self._window)
-        reduce = engine.sum_tensor if engine.ranks > 1 else None
+        reduce = sync.sum_tensor if sync.ranks > 1 else None
         self._batchnorms = [
             choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
         ]
@@ -126,6 +112,7 @@ class Accumulator:
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
+        self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
@@ -293,7 +280,7 @@ class Accumulator:
         if self._driver is not None:
             self._driver.closed.append(self)
         try:
-            self.last_step = self._window.close()
+            self.last_step = self._window.close(has_more=self._has_more)
             for policy in self._batchnorms:
                 policy.end_window()
         finally:
@@ -327,10 +314,18 @@ class Accumulator:
             if isinstance(policy, Refuse):
                 policy.begin_window()
 
+    def _enter_own_place(self, feed: Feed, *, shared: bool) -> None:
+        """Enter the place of the current item, at the pace of this rank."""
+        if self._places == 0:
+            self._open_place()
+        full = self._places + 1 >= self._size
+        more = shared and full and feed.has_next()
+        self._enter_place(is_last=full or not feed.has_next(), has_more=more)
+
     def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
         self._is_last = is_last
         self._place_done = False
-        self._window.has_more = has_more
+        self._has_more = has_more
 
     def _stand_in(self, weightless: bool) -> None:
         """Set whether the next micro-batch only takes part in the others' collectives.
@@ -370,12 +365,10 @@ class Accumulator:
 
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing to add."""
-        more = self._window.has_more
         self._places = 0
         self.last_step = self._window.join()
         for policy in self._batchnorms:
             policy.end_window()  # a meeting of the ranks
-        self._window.has_more = more
 
     # ----------------------------------------------------------------- state
 
@@ -479,12 +472,7 @@ def _own_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any
             window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
     while feed.take():
         for accumulator in accumulators:
-            if accumulator._places == 0:
-                accumulator._open_place()
-            full = accumulator._places + 1 >= accumulator._size
-            accumulator._enter_place(
-                is_last=full or not feed.has_next(), has_more=shared and full and feed.has_next()
-            )
+            accumulator._enter_own_place(feed, shared=shared)
         yield feed.current
         for accumulator in accumulators:
             accumulator._leave_place()

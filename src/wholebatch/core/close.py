@@ -173,19 +173,30 @@ def close_gradients(
         1.0 if limit is None else min(1.0, limit / (norm_of_group + 1e-6))
         for limit, norm_of_group in zip(_limits(options.clip_norm), norms, strict=True)
     ]
+    in_kernel = not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers)
+    return _scaled(gradients, normalise, clips, options.clip_value, norm, in_kernel)
+
+
+def _scaled(
+    gradients: Sequence[Sequence[Tensor]],
+    normalise: float,
+    clips: Sequence[float],
+    clip_value: float | None,
+    norm: float,
+    in_kernel: bool,
+) -> Closed:
+    """Multiply the gradients by their factor, or leave that to the optimizer's kernel."""
     if len(clips) > 1:
         for group, clip in zip(gradients, clips, strict=True):
             _multiply(group, normalise * clip)
         return Closed(norm=norm, clip=min(clips), finite=True)
-
-    factor = normalise * clips[0]
-    flat = _flat(gradients)
-    if options.clip_value is not None:
+    factor, flat = normalise * clips[0], _flat(gradients)
+    if clip_value is not None:
         _multiply(flat, factor)
-        torch._foreach_clamp_max_(flat, options.clip_value)
-        torch._foreach_clamp_min_(flat, -options.clip_value)
+        torch._foreach_clamp_max_(flat, clip_value)
+        torch._foreach_clamp_min_(flat, -clip_value)
         return Closed(norm=norm, clip=1.0, finite=True)
-    if not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers):
+    if in_kernel:
         return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
     _multiply(flat, factor)
     return Closed(norm=norm, clip=clips[0], finite=True)

@@ -134,7 +134,7 @@ class Loss:
 
     @staticmethod
     def terms(terms: Mapping[str, tuple[Any, ...]]) -> Terms:
-        """Return terms with their own units: `{"lm": (total, units), "aux": (total, units, weight)}`.
+        """Return terms with units: `{"lm": (total, units), "aux": (total, units, weight)}`.
 
         Each is normalised by its own total over the window and over all ranks, so those totals
         must be countable before the first backward: give `WholeBatch` a `units=` function.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from wholebatch.core import precision as precisions
 from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
-from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
 from wholebatch.core.options import BatchNorm, Close, Memory, Samples
 from wholebatch.core.runner import (
@@ -26,20 +26,20 @@ from wholebatch.core.runner import (
 )
 from wholebatch.core.splitting import Tokens
 from wholebatch.core.units import UnitsCount, UnitsFunction
-from wholebatch.core.window import Step, Turn, Window
+from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.offload import choose as choose_store
 
 if TYPE_CHECKING:
-    from wholebatch.core.window import Window
+    pass
 
 __all__ = ["WholeBatch"]
 
+
+_NOTHING = object()
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
@@ -103,42 +103,31 @@ class WholeBatch:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
         given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
-        close = Close.of(close)
-        options = close.with_clip_norm(clip_norm)
         root, models = modules_of(model)
-        engine = choose_sync(models, sync=close.sync)
-        target = build_target(
+        window = make_window(
             models,
             optimizer,
-            options=options,
+            clip_norm=clip_norm,
             scheduler=scheduler,
-            ema=close.ema,
+            memory=memory,
+            close=Close.of(close),
             precision=precision,
-            scaler=close.scaler,
-            sync=engine,
+            counts_units=units is not None or isinstance(loss, Coupled),
         )
+        target, sync = window.target, window.sync
         self.model, self._root = model, root
         self.micro_batch = given.micro_batch
         self.last_step: Step | None = None
-        self._count = None if units is None else UnitsCount(units, engine)
+        self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
-        keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
+        keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
-        store = choose_store(
-            memory.gradients,
-            optimizer_on=memory.optimizer,
-            target=target,
-            options=options,
-            sync=engine,
-            counts_units=units is not None or isinstance(loss, Coupled),
-            on_gradient=close.on_gradient is not None,
-        )
-        self._window = Window(target, options, engine, store, close.on_gradient)
+        self._window = window
         self._runner = choose_runner(
             model,
             loss,
             root=root,
-            window=self._window,
+            window=window,
             precision=self._precision,
             execute=execute,
             batchnorm=norms.policy,
@@ -155,7 +144,7 @@ class WholeBatch:
             precision=precision,
             layout=self._layout,
             scale=target.scale,
-            sync=engine,
+            sync=sync,
             is_coupled=self._runner.needs_lock_step,
             hold=self._runner.hold,
             gradients=memory.gradients,
@@ -163,8 +152,10 @@ class WholeBatch:
         if self._runner.whole_loss is not None:
             keeping = self._runner.whole_loss.keeping
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
-            self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
+            self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
+        self._has_more = False  # whether this rank has data for another window
+        self._while_waiting: Callable[[], None] | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
@@ -327,20 +318,45 @@ class WholeBatch:
         """
         window = self._window
         if window.sync.ranks == 1:
-            yield from _read_ahead(window, loader) if ahead else loader
+            yield from self._read_ahead(loader) if ahead else loader
             return
         iterator = iter(loader)
         batch = last = next(iterator, _NOTHING)
         window.ranks_with_more = int(window.sync.sum([float(batch is not _NOTHING)])[0])
         while batch is not _NOTHING:
             following = next(iterator, _NOTHING)
-            window.has_more = following is not _NOTHING
+            self._has_more = following is not _NOTHING
             self._check_that_all_have_data()
             yield batch
             last, batch = batch, following
         while window.ranks_with_more:
             self._check_that_all_have_data()
             self.join(last)
+
+    def _read_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, each read while the device makes the update of the one before."""
+        iterator = iter(loader)
+        read: list[tuple[Any, BaseException | None]] = []
+
+        def read_one() -> None:
+            if not read:
+                try:
+                    read.append((next(iterator, _NOTHING), None))
+                except Exception as problem:  # belongs to the batch that will be asked for
+                    read.append((_NOTHING, problem))
+
+        self._while_waiting = read_one
+        try:
+            while True:
+                read_one()
+                batch, problem = read.pop()
+                if problem is not None:
+                    raise problem
+                if batch is _NOTHING:
+                    return
+                yield batch
+        finally:
+            self._while_waiting = None
 
     def _check_that_all_have_data(self) -> None:
         """Refuse to go on where a rank has run out and every rank is needed."""
@@ -369,8 +385,7 @@ class WholeBatch:
         return self.last_step
 
     def _joined(self, like: Any) -> Step:
-        window = self._window
-        window.has_more = False
+        window, self._has_more = self._window, False
         why = self._needs_every_rank()
         if why is not None:
             raise RankError(
@@ -401,7 +416,9 @@ class WholeBatch:
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         try:
             seen = None if self._probe is None else self._probe.look()
-            step = self._window.close(steps=steps)
+            step = self._window.close(
+                steps=steps, has_more=self._has_more, while_waiting=self._while_waiting
+            )
             if self._probe is not None:
                 self._probe.closed(seen, step)
             self._runner.end_window()
@@ -453,32 +470,3 @@ class WholeBatch:
                 "resume with the same batch and the same micro_batch="
             )
         return self._done
-
-
-_NOTHING = object()
-
-
-def _read_ahead(window: Window, loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the loader's batches, each read while the device makes the update of the one before."""
-    iterator = iter(loader)
-    read: list[tuple[Any, BaseException | None]] = []
-
-    def read_one() -> None:
-        if not read:
-            try:
-                read.append((next(iterator, _NOTHING), None))
-            except Exception as problem:  # belongs to the batch that will be asked for
-                read.append((_NOTHING, problem))
-
-    window.while_waiting = read_one
-    try:
-        while True:
-            read_one()
-            batch, problem = read.pop()
-            if problem is not None:
-                raise problem
-            if batch is _NOTHING:
-                return
-            yield batch
-    finally:
-        window.while_waiting = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.close import (
+    ClipNorm,
     Closed,
     CloseOptions,
     DeferredHooks,
@@ -39,9 +40,11 @@ from wholebatch.core.close import (
 from wholebatch.core.device_store import DeviceStore
 from wholebatch.core.gradient_store import Store, WindowSums, refuse_stray
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
-from wholebatch.core.model_and_optimizer import Target, step_scheduler
+from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
+from wholebatch.core.options import Close, Memory
 from wholebatch.core.units import SINGLE
 from wholebatch.distributed import Sync
+from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -49,8 +52,9 @@ from wholebatch.errors import (
     UnsupportedError,
     WindowError,
 )
+from wholebatch.offload import choose as choose_store
 
-__all__ = ["Step", "Turn", "Window"]
+__all__ = ["Step", "Turn", "Window", "make_window"]
 
 
 class Turn:
@@ -140,9 +144,7 @@ class Window:
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
-        self.has_more = False  # whether this rank knows of another window after this one
         self.ranks_with_more = 0  # how many ranks did, at the last close
-        self.while_waiting: Callable[[], None] | None = None  # the host has time in a close ahead
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
@@ -302,48 +304,49 @@ class Window:
 
     # ------------------------------------------------------------------ close
 
-    def close(self, *, steps: bool = True) -> Step:
+    def close(
+        self,
+        *,
+        steps: bool = True,
+        has_more: bool = False,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> Step:
         """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case.
 
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
+        `has_more`: this rank has data for another window; the ranks count those that have.
+        `while_waiting()` is called where the host waits for the device.
         """
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            return self._close(not self.leaves_gradients)
+            return self._close(not self.leaves_gradients, has_more, while_waiting)
         finally:
             self.discard()
 
-    def _close(self, steps: bool) -> Step:
+    def _close(self, steps: bool, has_more: bool, while_waiting: Callable[[], None] | None) -> Step:
         if self.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not self.reduced:
             self.store.reduce_now()
-        ahead = self._close_ahead() if steps else None
+        ahead = self._close_ahead(while_waiting) if steps else None
         weights = self.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
-        sum_of, units_of = self._sums(totals)
+        sum_of, units_of = self._sums(totals, has_more)
         units = max(units_of.values())
         if units == 0.0:
             return self._empty()
         means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
         loss = math.fsum(weights[name] * means[name] for name in names)
 
-        if self.known is None:
-            normalise = 1.0 / (units * read_scalars([self.seed])[0])
-        else:
-            check_counts(self.known, units_of)
-            normalise = 1.0
         losses_finite = all(map(math.isfinite, sum_of.values()))
-        closed = ahead or self._closed(normalise, losses_finite)
+        closed = ahead or self._closed(self._normalise(units, units_of), losses_finite)
         if closed.norm == 0.0:
             self.store.refuse_nothing()
         finite = closed.finite and losses_finite
         skipped = None if finite else self._nonfinite(totals, losses_finite)
-        if finite and steps:
-            self._update(closed, loss)
-        elif finite:
-            self.store.hand_over(closed.remaining)
+        if finite:
+            self._update(closed, loss, steps)
         if self.target.scale is not None:
             self.target.scale.update(finite=finite)
         self.skipped += skipped is not None
@@ -363,8 +366,15 @@ class Window:
             skipped=skipped,
         )
 
+    def _normalise(self, units: float, units_of: Mapping[str, float]) -> float:
+        """Return the factor from the gradients as they are to those of the mean loss."""
+        if self.known is None:
+            return 1.0 / (units * read_scalars([self.seed])[0])
+        check_counts(self.known, units_of)
+        return 1.0
+
     def _sums(
-        self, totals: Mapping[str, Sequence[float]]
+        self, totals: Mapping[str, Sequence[float]], has_more: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return totals and units of each term over the window and all ranks (one collective).
 
@@ -375,12 +385,12 @@ class Window:
         values = [math.fsum(totals[name]) for name in names]
         values += [read_units(self.units.get(name, ())) for name in names]
         if self.sync.ranks == 1:
-            self.ranks_with_more = int(self.has_more)
+            self.ranks_with_more = int(has_more)
         else:
             absent = self.store.absent()
             shared = self.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
-            values = self.sync.sum([*values, float(self.has_more), *present])
+            values = self.sync.sum([*values, float(has_more), *present])
             more, *counts = values[2 * len(names) :]
             self.ranks_with_more = int(more)
             for parameter, count in zip(shared, counts, strict=True):
@@ -391,18 +401,17 @@ class Window:
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks, without a micro-batch."""
-        self.has_more = False
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
         self.begin(0, known=known)
         return self.close()
 
-    def _close_ahead(self) -> Closed | None:
+    def _close_ahead(self, while_waiting: Callable[[], None] | None) -> Closed | None:
         """Let the device close the window while the host waits for its numbers."""
         if not self.totals:
             return None
         sums = WindowSums(self.totals, self.units, self.known, self.seed, self.loss_scale)
-        ahead = self.store.close_ahead(self.groups, sums, self._hooks, self.while_waiting)
+        ahead = self.store.close_ahead(self.groups, sums, self._hooks, while_waiting)
         if ahead is None:
             return None
         self.totals = {name: [*values] for name, values in ahead.totals.items()}
@@ -419,7 +428,11 @@ class Window:
             check_same_norm(closed.norm, self.sync.largest, self.target.device)
         return closed
 
-    def _update(self, closed: Closed, loss: float) -> None:
+    def _update(self, closed: Closed, loss: float, steps: bool) -> None:
+        """Step the optimizers, schedulers and EMA, or leave the gradients to the user."""
+        if not steps:
+            self.store.hand_over(closed.remaining)
+            return
         if not closed.stepped:
             self.store.update(closed.remaining)
         self.updates += 1
@@ -472,3 +485,39 @@ class Window:
         self.sync.discard()
         self._hooks.give_back()
         self._clear()
+
+
+def make_window(
+    models: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    *,
+    clip_norm: ClipNorm,
+    scheduler: Scheduler | Sequence[Scheduler] | None,
+    memory: Memory,
+    close: Close,
+    precision: str = "full",
+    counts_units: bool = False,
+) -> Window:
+    """Return the window of these models and optimizers; refuse what does not go together."""
+    options = close.with_clip_norm(clip_norm)
+    sync = choose_sync(models, sync=close.sync)
+    target = build_target(
+        models,
+        optimizer,
+        options=options,
+        scheduler=scheduler,
+        ema=close.ema,
+        precision=precision,
+        scaler=close.scaler,
+        sync=sync,
+    )
+    store = choose_store(
+        memory.gradients,
+        optimizer_on=memory.optimizer,
+        target=target,
+        options=options,
+        sync=sync,
+        counts_units=counts_units,
+        on_gradient=close.on_gradient is not None,
+    )
+    return Window(target, options, sync, store, close.on_gradient)
