@@ -43,7 +43,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compile", "compile.kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
-            "core.device_store",
             "core.gradient_store",
             "core.lookahead_loader",
             "core.model_and_optimizer",
@@ -80,7 +79,6 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),
     }
