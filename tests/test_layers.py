@@ -29,7 +29,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "cli.checkpoints",
-            "cli.sharded_checkpoints",
             "core.runner",
             "core.state_dict",
             "distributed.pipeline",
@@ -322,7 +321,7 @@ PLANTED = {
         "an integration imports no other integration",
     ),
     "framework": (
-        "cli/report/page.py",
+        "cli/report/html_page.py",
         "try:\n    import wandb\nexcept ImportError:\n    pass\n",
         "wandb",
     ),

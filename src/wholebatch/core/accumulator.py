@@ -27,8 +27,7 @@ from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.core.window_size import Steps
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
-from wholebatch.coupled.batchnorm.policies import Refuse
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 

@@ -38,7 +38,7 @@ class Replicated(Sync):
         self._process_group = models[0].process_group
         device = next(models[0].parameters()).device
         self._group = Group([self._process_group], device, rank=dist.get_rank(self._process_group))
-        self.ranks = self._group.size
+        self.ranks = self._group.ranks
         self.rank = self._group.rank
         self.counts_must_agree = any(
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()

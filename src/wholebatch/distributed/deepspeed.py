@@ -90,7 +90,7 @@ class DeepSpeed(Sync):
         self._choose(sync)
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
-        self.ranks = self._group.size
+        self.ranks = self._group.ranks
         self.rank = self._group.rank
         averages = engine.gradient_average or self._stage == 3
         self.averaged_by = float(self.ranks) if averages else 1.0

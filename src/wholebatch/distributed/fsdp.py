@@ -49,7 +49,7 @@ class Sharded(Sync):
         mesh = _mesh(self._modules, parameters[0])
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self._group = Group(groups, torch.device(mesh.device_type), rank=dist.get_rank())
-        self.ranks = self._group.size
+        self.ranks = self._group.ranks
         self.rank = self._group.rank
         self.averaged_by = _divisor(self._modules, self.ranks)
         self._is_hybrid = mesh.ndim == 2

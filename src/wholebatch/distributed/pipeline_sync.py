@@ -44,7 +44,7 @@ class Pipelined(Sync):
             self._replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
             groups.append(data_parallel)
         self._group = Group(groups, device, rank=self.rank)
-        self.ranks = self._group.size
+        self.ranks = self._group.ranks
         self.policy = "hold: replicas of a stage add up their gradients once per window"
         if self._replicas is not None:
             with torch.no_grad():

@@ -24,10 +24,10 @@ class Group:
         self._device = device
         self.rank = rank
         self.waiting = Waiting(device)
-        self.size = 1
+        self.ranks = 1
         for group in self._groups:
-            self.size *= dist.get_world_size(group)
-        if self.size > 1:
+            self.ranks *= dist.get_world_size(group)
+        if self.ranks > 1:
             alarm()  # from now on: a rank may fail before its first collective
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from wholebatch.core import precision as precisions
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.noise_scale.gradient_norms import Incoming
-from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.gradient_buckets import Buckets
 from wholebatch.errors import OptionError
@@ -58,8 +57,7 @@ class PlainWindow:
         self._sharding = sharding
         self._lock_step: LockStep | None = None
         if lock_step is not None:
-            norms = [*batchnorms(model), *tracked_instance_norms(model)]
-            self._lock_step = LockStep(norms, model=model, hold=lock_step)
+            self._lock_step = LockStep(model, hold=lock_step)
         self._reduction = reduction
         self._incoming = Incoming() if noise else None
         self._sent = sent
