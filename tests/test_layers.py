@@ -66,7 +66,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.loss",
             "core.optimizer_step",
             "core.optional_packages",
-            "core.random_state",
             "core.safe_loading",
             "distributed.deadline",
             "memory.budget",
