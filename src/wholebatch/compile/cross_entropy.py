@@ -65,7 +65,7 @@ def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -
 @cache
 def can_fuse_entropy(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "entropy", _operation, _agrees)
+    return computes_rightly(device, "cross_entropy_rows", _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:

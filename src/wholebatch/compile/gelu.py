@@ -67,7 +67,7 @@ def _by_operations(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: s
 @cache
 def can_fuse_gelu(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "gelu", _operation, _agrees)
+    return computes_rightly(device, "gelu_backward", _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:

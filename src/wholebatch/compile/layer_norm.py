@@ -133,7 +133,7 @@ def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[boo
 @cache
 def can_fuse_norms(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "norms", _operation, _agrees)
+    return computes_rightly(device, "layer_norm_backward", _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
