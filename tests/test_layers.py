@@ -42,7 +42,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"coupled"}),
-    frozenset({"compile", "compile.kernels", "core.foreign_writes", "core.window"}),
+    frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
             "core.device_store",
@@ -101,7 +101,7 @@ EAGER: dict[str, frozenset[str]] = {
     "lint": frozenset({"libcst"}),
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
-    "compile.kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
+    "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {

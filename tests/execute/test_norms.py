@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ import wholebatch as wb
 from tests.execute.nets import Blocks, loss, run_rewritten
 from tests.support import distance
 from wholebatch.compile import cross_entropy as entropy
-from wholebatch.compile import gelu, kernels
+from wholebatch.compile import fusion, gelu
 from wholebatch.compile import layer_norm as norms
 from wholebatch.compile.gelu import can_fuse_gelu, simplify_gelu
 from wholebatch.compile.graph_rewrite import Options, Rewritten
@@ -203,13 +204,16 @@ def test_a_kernel_that_is_not_there_or_cannot_run_is_not_used(
         return bool(run(1) == 1)
 
     cuda = torch.device("cuda")
-    monkeypatch.setitem(sys.modules, "wholebatch.compile.kernels.here", ModuleType("here"))
-    assert kernels.computes_rightly(cuda, "here", lambda: lambda one: one, agrees)
-    assert not kernels.computes_rightly(cuda, "here", lambda: broken, agrees)
-    assert not kernels.computes_rightly(cuda, "elsewhere", lambda: lambda one: one, agrees)
-    assert not kernels.computes_rightly(torch.device("cpu"), "here", lambda: broken, agrees)
+    home = "wholebatch.compile.triton_kernels"
+    assert find_spec(home) is not None  # else no kernel would ever be used
+    monkeypatch.setitem(sys.modules, home, ModuleType("here"))
+    assert fusion.computes_rightly(cuda, lambda: lambda one: one, agrees)
+    assert not fusion.computes_rightly(cuda, lambda: broken, agrees)
+    assert not fusion.computes_rightly(torch.device("cpu"), lambda: broken, agrees)
     with pytest.raises(ZeroDivisionError):  # the comparison's own mistakes are not hidden
-        kernels.computes_rightly(cuda, "here", lambda: lambda one: one, lambda *_: bool(1 / 0))
+        fusion.computes_rightly(cuda, lambda: lambda one: one, lambda *_: bool(1 / 0))
+    monkeypatch.setitem(sys.modules, home, None)
+    assert not fusion.computes_rightly(cuda, lambda: lambda one: one, agrees)
 
 
 def test_no_cpu_has_the_kernel() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from wholebatch.compile.when_to_compile import Plan
+from wholebatch.compile.execute_mode import Plan
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -27,7 +27,7 @@ from tests.execute.nets import (
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import joint_graph as joint_module
 from wholebatch.compile import micro_step as executor_module
-from wholebatch.compile.when_to_compile import Plan
+from wholebatch.compile.execute_mode import Plan
 from wholebatch.core.options import grouped
 
 

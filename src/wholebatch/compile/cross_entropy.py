@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fx_nodes import PRODUCTS, VIEWS
-from wholebatch.compile.kernels import computes_rightly
-from wholebatch.compile.symbolic_sizes import same_shape
+from wholebatch.compile.fusion import PRODUCTS, VIEWS, computes_rightly, same_shape
 
 __all__ = ["can_fuse_entropy", "fuse_entropy"]
 
@@ -38,9 +36,9 @@ def _operation() -> Any:
     def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
         if not logits.is_cuda:
             return _by_operations(logits, labels, seed, ignored)
-        from wholebatch.compile.kernels.cross_entropy_rows import launch
+        from wholebatch.compile.triton_kernels import cross_entropy
 
-        return launch(logits, labels, seed, ignored)
+        return cross_entropy(logits, labels, seed, ignored)
 
     @operation.register_fake
     def _(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
@@ -65,7 +63,7 @@ def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -
 @cache
 def can_fuse_entropy(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "cross_entropy_rows", _operation, _agrees)
+    return computes_rightly(device, _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.messages import CannotTrace
 from wholebatch.compile.trace import Form, totals_of
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import as_loss

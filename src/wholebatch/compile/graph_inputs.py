@@ -1,4 +1,4 @@
-"""Micro-batches as inputs of a graph: their tensors, and the key that a graph is made for.
+"""Micro-batches as inputs of a graph: copied to the device, taken apart, and recognised by a key.
 
 A traced graph is valid for one shape, dtype and stride of every tensor, and for the exact values of
 everything else in the micro-batch. Together these are its `Key`.
@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from wholebatch.compile.messages import CannotTrace
+from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import Structure, flatten
 
-__all__ = ["Inputs", "Key", "take_apart"]
+__all__ = ["Copies", "Inputs", "Key", "take_apart"]
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -82,3 +83,28 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _by_stride(dimension: tuple[int, int]) -> tuple[int, int]:
     return dimension[1], dimension[0]
+
+
+class Copies:
+    """Copies micro-batches to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, micro: Any) -> Any:
+        """Return the micro-batch on the device, ready for later work on the current stream."""
+        if self._device.type != "cuda":
+            return to_device(micro, self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = to_device(micro, self._device)
+        if moved is micro:
+            return micro
+        current.wait_stream(self._stream)
+        for leaf in flatten(moved)[0]:
+            if isinstance(leaf.value, Tensor) and leaf.value.is_cuda:
+                leaf.value.record_stream(current)
+        return moved

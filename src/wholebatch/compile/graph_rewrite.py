@@ -21,10 +21,9 @@ from torch import fx
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.cross_entropy import fuse_entropy
-from wholebatch.compile.fx_nodes import cast_to
+from wholebatch.compile.fusion import cast_to, same_shape
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.layer_norm import fuse_norms
-from wholebatch.compile.symbolic_sizes import same_shape
 from wholebatch.compile.trace import Traced
 from wholebatch.core.precision import SIXTEEN_BIT
 

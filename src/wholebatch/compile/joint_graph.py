@@ -8,7 +8,7 @@ seeds. Its outputs are the totals and units, which stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = ["JointStep", "Prepared", "Results", "Runnable"]
+if TYPE_CHECKING:
+    from wholebatch.core.window import Window
+
+__all__ = ["JointStep", "Ledger", "Prepared", "Results", "Runnable"]
 
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
 Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
@@ -142,3 +145,36 @@ class Prepared:
     def mode(self) -> str:
         how = "compile" if self.joint.compiled else "operations"
         return f"graph of {how}" if self.captured else how
+
+
+class Ledger:
+    """Provides the seeds of micro-steps and records their sums, all on the device."""
+
+    def __init__(self, window: Window, device: torch.device) -> None:
+        self._window = window
+        self._device = device
+        self._likes: dict[torch.dtype, Tensor] = {}
+
+    def seeds(self, form: Form) -> list[Tensor]:
+        """Return the seed for the backward of each total."""
+        return [
+            self._window.seed_of(name, self._like(dtype), weight)
+            for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
+        ]
+
+    def record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
+        """Record a micro-step whose gradients have been added."""
+        counted = iter(units)
+        self._window.record(
+            dict(zip(form.names, totals, strict=True)),
+            {
+                name: next(counted) if number is None else number
+                for name, number in zip(form.names, form.units, strict=True)
+            },
+            dict(zip(form.names, form.weights, strict=True)),
+        )
+
+    def _like(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._likes:
+            self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
+        return self._likes[dtype]

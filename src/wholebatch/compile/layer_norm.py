@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fx_nodes import (
+from wholebatch.compile.fusion import (
     PRODUCTS,
     VIEWS,
     Added,
     added_into_buffer,
     cast_to,
     column_sum_into_buffer,
+    computes_rightly,
+    same_shape,
 )
-from wholebatch.compile.kernels import computes_rightly
-from wholebatch.compile.symbolic_sizes import same_shape
 from wholebatch.core.precision import SIXTEEN_BIT
 
 __all__ = ["can_fuse_norms", "fuse_norms"]
@@ -74,7 +74,7 @@ def _operation() -> Any:
         given = gradient, x, addend, mean, rstd, weight, residual
         side_by_side: list[Any] = [None if one is None else one.contiguous() for one in given]
         if x.is_cuda and x.dtype is torch.float32:
-            from wholebatch.compile.kernels.layer_norm_backward import launch as run
+            from wholebatch.compile.triton_kernels import layer_norm_backward as run
         else:
             run = _by_operations
         return _made_by(run, Read(*side_by_side), low, sums)
@@ -133,7 +133,7 @@ def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[boo
 @cache
 def can_fuse_norms(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "layer_norm_backward", _operation, _agrees)
+    return computes_rightly(device, _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:

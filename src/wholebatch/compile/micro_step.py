@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.compile.captured_values import Fingerprint
-from wholebatch.compile.compiled_forward import CompiledForward
+from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.cuda_graph import Captured, rehearse
-from wholebatch.compile.eager_weight_grad import Adding
+from wholebatch.compile.execute_mode import CannotTrace, Execute, Notes, Plan, first_line
+from wholebatch.compile.fused_weight_grad import Adding
 from wholebatch.compile.gradient_buffers import (
     Casts,
     Gradients,
@@ -29,15 +29,10 @@ from wholebatch.compile.gradient_buffers import (
     take_workspace,
 )
 from wholebatch.compile.graph_check import Check, Eagerly
-from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
-from wholebatch.compile.graph_ledger import Ledger
-from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
-from wholebatch.compile.messages import CannotTrace, Notes, first_line
-from wholebatch.compile.prefetch import Copies
-from wholebatch.compile.shared_graphs import Shapes, Shared
-from wholebatch.compile.symbolic_sizes import Sizes
+from wholebatch.compile.graph_inputs import Copies, Inputs, Key, take_apart
+from wholebatch.compile.joint_graph import JointStep, Ledger, Prepared, Runnable
+from wholebatch.compile.symbolic_sizes import Shapes, Shared, Sizes
 from wholebatch.compile.trace import Form, State, Traced, totals_of, trace
-from wholebatch.compile.when_to_compile import Execute, Plan
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
@@ -45,7 +40,7 @@ from wholebatch.core.precision import SIXTEEN_BIT, Precision
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
 
-__all__ = ["Executor"]
+__all__ = ["CompiledForward", "Executor"]
 
 
 class Executor:
@@ -401,3 +396,38 @@ class Executor:
             self._forward = CompiledForward(self._model, self._loss, self._window, eager)
         how = "eagerly" if self._forward is None else "with a compiled forward only"
         self.notes.fell_back(self.execute, how, reason)
+
+
+class CompiledForward:
+    """Micro-steps with a compiled forward. Raises CannotTrace if the first call fails."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        window: Window,
+        eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
+    ) -> None:
+        self._model = model
+        self._window = window
+        self._eager = eager
+        self._loss: Callable[[Any, Any], Any] = torch.compile(loss)
+        self._proven = False
+
+    def __call__(self, micro: Any) -> None:
+        if self._proven:
+            self._eager(micro, self._loss)
+            return
+        before = ForwardState(self._model)
+        entered = len(self._window.owners)
+        try:
+            self._eager(micro, self._loss)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # A compiler may raise anything.
+            if self._window.broken or len(self._window.owners) != entered:
+                # It failed after the backward began: some of its gradients are already added.
+                raise
+            before.restore()
+            raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
+        self._proven = True

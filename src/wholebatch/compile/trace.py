@@ -9,22 +9,30 @@ value) and what must not be (a side effect in Python, random numbers drawn again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import builtins
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from wholebatch.compile.captured_values import only_reads, refuse_hooks
+from wholebatch.compile.captured_state import only_reads, refuse_hooks
+from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.messages import CannotTrace, first_line
-from wholebatch.compile.symbolic_sizes import Sizes, lens_stay_open
 from wholebatch.core.loss import Loss, Term, Terms, as_loss
 from wholebatch.core.precision import Precision
 
+if TYPE_CHECKING:
+    from wholebatch.compile.symbolic_sizes import Sizes
+
 __all__ = ["Form", "State", "Traced", "totals_of", "trace"]
+
+_LEN = builtins.len
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,7 @@ def trace(
     else:
         own = [*sizes.tensors, *map(sizes.fake, flat[ends[2] :])]
         sizes.flat = [*map(sizes.fake, flat[: ends[1]]), *own]
-        with lens_stay_open():
+        with _symbolic_lengths():
             graph = _written_down(step, sizes.flat, model, loss)
         if not sizes.any_open:
             raise CannotTrace("its code asks for the sizes themselves")
@@ -229,6 +237,23 @@ def _written_down(
         if isinstance(constant, Tensor) and constant.requires_grad:
             raise CannotTrace("its loss uses a parameter that is not in the model")
     return graph
+
+
+@contextmanager
+def _symbolic_lengths() -> Iterator[None]:
+    """Let `len(tensor)` return a symbol within this context; Python's own would specialise it."""
+
+    def length(of: Any, /) -> Any:
+        if isinstance(of, Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
+            return of.shape[0]
+        return _LEN(of)
+
+    with _ONE_AT_A_TIME:
+        builtins.len = length
+        try:
+            yield
+        finally:
+            builtins.len = _LEN
 
 
 def totals_of(loss: Loss | Terms) -> list[Tensor]:

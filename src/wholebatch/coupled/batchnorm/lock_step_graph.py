@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile.captured_values import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.captured_state import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
 from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
-from wholebatch.compile.messages import CannotTrace, Notes, first_line
 from wholebatch.compile.trace import Form
 from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.forward_state import ForwardState

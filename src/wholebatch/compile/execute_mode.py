@@ -1,4 +1,4 @@
-"""The decision when to trace, compile and capture: as asked for, or once it pays.
+"""The mode in which micro-steps execute: the option, when to compile, and the messages.
 
 Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
 already taken. It traces and captures after a few seconds, which makes launches free. It traces
@@ -10,16 +10,70 @@ micro-batch, and does not wait.
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from wholebatch.compile.messages import CannotTrace
 from wholebatch.errors import OptionError
 
-__all__ = ["Execute", "Plan", "check_execute"]
+__all__ = [
+    "CannotTrace",
+    "Execute",
+    "ExecuteWarning",
+    "Notes",
+    "Plan",
+    "check_execute",
+    "first_line",
+]
+
+_LOG = logging.getLogger("wholebatch.compile")
+
+
+class ExecuteWarning(UserWarning):
+    """The requested `execute` mode is not possible here; a slower one makes the same update."""
+
+
+class CannotTrace(Exception):
+    """A micro-step cannot be made into one graph. The message is the reason."""
+
+
+class Notes:
+    """Gives each message once: fallbacks from a requested mode as warnings, the rest in the log."""
+
+    def __init__(self, *, asked: bool) -> None:
+        self._asked = asked
+        self._said: set[str] = set()
+        self.history: list[str] = []
+
+    def fell_back(self, from_: str, to: str, reason: str) -> None:
+        """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
+        text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
+        if text in self._said:
+            return
+        self._said.add(text)
+        self.history.append(text)
+        if self._asked:
+            warnings.warn(text, ExecuteWarning, stacklevel=2)
+        else:
+            _LOG.info(text)
+
+    def tell(self, text: str) -> None:
+        """Log a message."""
+        if text not in self._said:
+            self._said.add(text)
+            self.history.append(text)
+            _LOG.info(text)
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an exception's message, short enough to quote in another."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return lines[0][:200] if lines else "no message"
+
 
 Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
 
