@@ -73,7 +73,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.optional_packages",
             "core.random_state",
             "core.safe_loading",
-            "distributed.deadline",
+            "distributed.rank_progress",
             "memory.budget",
         }
     ),

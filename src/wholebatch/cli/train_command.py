@@ -35,7 +35,7 @@ from wholebatch.cli.train_flags import (
     Warmup,
     Zero,
 )
-from wholebatch.distributed.deadline import DEADLINE, parse_deadline
+from wholebatch.distributed.rank_progress import DEADLINE, parse_deadline
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:

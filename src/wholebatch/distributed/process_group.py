@@ -1,17 +1,57 @@
-"""Sums and maxima over process groups, waiting only for ranks that are alive."""
+"""Collectives over process groups, waiting only for ranks that are alive."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wholebatch.distributed import Sync
 from wholebatch.distributed.rank_failure import alarm
-from wholebatch.distributed.wait_time import Waiting
 
-__all__ = ["Group"]
+__all__ = ["Gathered", "Group", "Waiting"]
+
+
+class Waiting:
+    """Adds up the time of waits, on a CPU by the clock, on CUDA by events on the stream.
+
+    A host does not stop at a CUDA collective, the stream does: the time between an event before
+    the wait and one after it is what the device stood still. Events are read when they are over,
+    so nothing is waited for here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around one wait."""
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._open.append((before, after))
+
+    @property
+    def seconds(self) -> float:
+        """All waits that are over, so far."""
+        while self._open and self._open[0][1].query():
+            before, after = self._open.pop(0)
+            self._seconds += before.elapsed_time(after) / 1e3
+        return self._seconds
 
 
 class Group:
@@ -42,6 +82,16 @@ class Group:
     def largest(self, value: Tensor) -> Tensor:
         return self._reduced(value.detach().clone(), dist.ReduceOp.MAX)
 
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm over the gradients of all ranks, each of which holds different ones.
+
+        Ranks may hold different numbers of gradients, so each sums its squares first, in float64.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for gradient in gradients:
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        return self.sum_tensor(square).sqrt()
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """The tensors of the first rank, to all."""
         for group in self._groups:
@@ -60,3 +110,47 @@ class Group:
         for group in self._groups:
             self.wait(dist.all_reduce(tensor, op=operation, group=group, async_op=True))
         return tensor
+
+
+class Gathered:
+    """A differentiable gather along the first dimension (the samples), in the order of the ranks.
+
+    Ranks may have different numbers of samples. The backward sums the gradients of all ranks for
+    each row, so a loss that every rank computes must be divided by the number of ranks.
+    """
+
+    def __init__(self, sync: Sync) -> None:
+        self._sync = sync
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        sync = self._sync
+        counts = [0.0] * sync.ranks
+        counts[sync.rank] = float(len(tensor))
+        sizes = [int(size) for size in sync.sum(counts)]
+        start = sum(sizes[: sync.rank])
+        if not tensor.is_floating_point():
+            wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
+            return _spread(wide, start, sum(sizes), sync.sum_tensor).to(tensor.dtype)
+        gathered: Tensor = _Gather.apply(tensor, start, sum(sizes), sync.sum_tensor)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the rows of all ranks: place own rows among zeros and sum over ranks, exactly."""
+    whole = tensor.new_zeros((rows, *tensor.shape[1:]))
+    whole[start : start + len(tensor)] = tensor
+    return summed(whole)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.start, ctx.count, ctx.summed = start, len(tensor), summed
+        return _spread(tensor, start, rows, summed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        summed = ctx.summed(gradient.contiguous())
+        return summed[ctx.start : ctx.start + ctx.count], None, None, None

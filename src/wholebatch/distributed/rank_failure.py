@@ -29,8 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wholebatch.distributed.deadline import DEADLINE
-from wholebatch.distributed.rank_progress import Progress, said_of
+from wholebatch.distributed.rank_progress import DEADLINE, Progress, said_of
 from wholebatch.errors import RankError, WholebatchError
 
 __all__ = ["Alarm", "alarm", "is_of_a_collective"]

@@ -1,4 +1,4 @@
-"""How far a rank is: since when it stands still in a window, for how long it may, and where.
+"""The progress of a rank: since when it stands still in a window, for how long it may, and where.
 
 A rank counts while it is inside a window or waits in a collective. Between windows it may do what
 it likes (evaluate, save) for as long as it likes: there it stands still only for those who wait.
@@ -6,6 +6,7 @@ it likes (evaluate, save) for as long as it likes: there it stands still only fo
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import sysconfig
@@ -17,14 +18,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from wholebatch.errors import OptionError
 
-from wholebatch.distributed.deadline import DEADLINE, parse_deadline
+__all__ = ["DEADLINE", "Progress", "parse_deadline", "place_of", "said_of"]
 
-__all__ = ["Progress", "place_of", "said_of"]
-
+DEADLINE = "WHOLEBATCH_DEADLINE"
+"""The environment variable of the deadline: seconds, "off", or "auto"."""
 _TIMES_SLOWEST = 10.0
 _SETTLED = 2  # windows after which the slowest says something
+
+
+def parse_deadline(text: str, label: str = DEADLINE) -> float | None:
+    """Return the seconds that a user wrote: None for "auto", infinity for "off".
+
+    >>> parse_deadline("90"), parse_deadline("auto"), parse_deadline("off")
+    (90.0, None, inf)
+    """
+    if text in ("auto", "off"):
+        return None if text == "auto" else math.inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise OptionError(f'{label} {text}: must be seconds above 0, "auto" or "off"')
+    return seconds
 
 
 class Progress:
@@ -129,28 +147,27 @@ def said_of(error: BaseException) -> str:
 def place_of(thread: threading.Thread) -> tuple[str, bool]:
     """Return the line at which a thread stands, and True if that is in torch's collectives.
 
-    The innermost line of the user's own code, where there is one.
+    It is the innermost line of the user's own code, if there is one.
     """
+    import torch  # not at the top: the command line parses a deadline without torch
+
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "nowhere: its main thread has ended", False
     stack = traceback.extract_stack(frame)
-    own = [one for one in stack if not _is_library(one.filename)]
-    line = own[-1] if own else stack[-1]
-    inner = stack[-1]
+    homes = {
+        Path(torch.__file__).parent,
+        Path(__file__).parents[1],
+        Path(sysconfig.get_path("stdlib")),
+        Path(sysconfig.get_path("purelib")),
+    }
+    own = [
+        one
+        for one in stack
+        if not one.filename.startswith("<") and homes.isdisjoint(Path(one.filename).parents)
+    ]
+    line, inner = own[-1] if own else stack[-1], stack[-1]
     place = f"{line.filename}:{line.lineno}, in {line.name}"
     if inner is not line:
         place += f" (inside {Path(inner.filename).name}:{inner.lineno}, in {inner.name})"
     return place, Path(torch.distributed.__file__).parent in Path(inner.filename).parents
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith("<") or any(
-        home in Path(filename).parents
-        for home in (
-            Path(torch.__file__).parent,
-            Path(__file__).parents[1],
-            Path(sysconfig.get_path("stdlib")),
-            Path(sysconfig.get_path("purelib")),
-        )
-    )

@@ -13,7 +13,7 @@ from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.noise_scale.gradient_norms import Incoming
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.distributed.gradient_buckets import Buckets
+from wholebatch.distributed.ddp import Buckets
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
 from wholebatch.memory.offload_memory import Elsewhere
 

@@ -32,7 +32,7 @@ from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.shared_capture import CudaTape, Tape
 from wholebatch.coupled.random_streams import RecordedStreams, draw
-from wholebatch.distributed.single_process import Single
+from wholebatch.distributed.sync_strategy import Single
 
 __all__ = ["MOST_MICRO_BATCHES", "Recorder"]
 

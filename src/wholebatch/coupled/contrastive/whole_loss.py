@@ -18,7 +18,7 @@ from wholebatch.core.window import Window
 from wholebatch.coupled.contrastive.kept_graphs import Keeping
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.coupled.contrastive.two_pass import Each, run_two_pass
-from wholebatch.distributed.gather_rows import Gathered
+from wholebatch.distributed.process_group import Gathered
 from wholebatch.errors import LossError, UnsupportedError
 
 __all__ = ["WholeLoss"]
