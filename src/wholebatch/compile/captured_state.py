@@ -19,7 +19,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ Later changes to such a tensor would be missed. Larger ones are read from memory
 _KEPT = 2**16
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
+
+_Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
 
 
 class Reach:
@@ -112,38 +114,39 @@ class Reach:
         if depth > _DEPTH or len(self._things) >= _THINGS:
             return
         self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            self._things.append(_Thing(name, value, _tensor))
-            return
+        look, inner = self._inside(value, name, mentioned=mentioned)
+        if look is not None:
+            self._things.append(_Thing(name, value, look))
         if isinstance(value, nn.Module):
-            self._things.append(_Thing(name, value, _numbers))
-            inner = [(f"{name}.{key}", child) for key, child in value.named_children()]
             depth -= 1  # Modules are nested deeply.
-        elif isinstance(value, (*_CONTAINERS, tuple)):
-            if not isinstance(value, tuple):  # A different tuple has a different identity.
-                self._things.append(_Thing(name, value, _items))
-            inner = [(f"{name}[{key!r}]", item) for key, item in _children(value)]
-        elif isinstance(value, _FUNCTIONS):
-            if _is_foreign(_bare(value)):
-                return
-            self._things.append(_Thing(name, value, _bindings))
-            inner = list(_reached(value))
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-            if _is_foreign(type(value)):
-                return
-            # If the code names none of its attributes, the object may use `__getattr__`: record
-            # them all.
-            wanted = self._names if mentioned and self._names & vars(value).keys() else None
-            self._things.append(_Thing(name, value, functools.partial(_attributes, wanted)))
-            inner = [
-                (f"{name}.{key}", item)
-                for key, item in vars(value).items()
-                if wanted is None or key in wanted
-            ]
-        else:
-            return
         for key, item in inner[:_ITEMS]:
             self._visit(item, key, depth + 1, mentioned=mentioned)
+
+    def _inside(self, value: Any, name: str, *, mentioned: bool) -> _Inside:
+        """Return how to look at this value (None: it is not compared), and the values inside it."""
+        if isinstance(value, Tensor):
+            return _tensor, []
+        if isinstance(value, nn.Module):
+            return _numbers, [(f"{name}.{key}", child) for key, child in value.named_children()]
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            # A different tuple has a different identity.
+            look = None if isinstance(value, tuple) else _items
+            return look, [(f"{name}[{key!r}]", item) for key, item in _children(value)]
+        if isinstance(value, _FUNCTIONS):
+            if _is_foreign(_bare(value)):
+                return None, []
+            return _bindings, list(_reached(value))
+        if not hasattr(value, "__dict__") or isinstance(value, (type, types.ModuleType)):
+            return None, []
+        if _is_foreign(type(value)):
+            return None, []
+        # If the code names none of its attributes, the object may use `__getattr__`: record all.
+        wanted = self._names if mentioned and self._names & vars(value).keys() else None
+        return functools.partial(_attributes, wanted), [
+            (f"{name}.{key}", item)
+            for key, item in vars(value).items()
+            if wanted is None or key in wanted
+        ]
 
 
 class _Thing:

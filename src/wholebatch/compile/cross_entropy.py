@@ -129,6 +129,7 @@ def _bring_forward(graph: fx.Graph, seed: fx.Node, loss: fx.Node) -> bool:
 
 
 def _matched(loss: fx.Node) -> _Loss | None:
+    """Return the parts of this cross-entropy, or None if the fused op cannot replace it."""
     shares, labels, weight, reduction, ignored = loss.args
     assert isinstance(shares, fx.Node)
     assert isinstance(labels, fx.Node)
@@ -140,26 +141,30 @@ def _matched(loss: fx.Node) -> _Loss | None:
     of_shares = _only(shares.users, aten._log_softmax_backward_data.default)
     if of_loss is None or of_shares is None or set(shares.users) != {loss, of_loss, of_shares}:
         return None
-    seed, read, *rest = of_loss.args
-    weights = [user for user in loss.users if user.args[1:] == (1,)]
-    if not (
-        isinstance(seed, fx.Node)
-        and read is shares
-        and rest[:4] == [labels, None, reduction, ignored]
-        and list(of_loss.users) == [of_shares]
-        and of_shares.args[:3] == (of_loss, shares, 1)
-        and all(list(weight.users) == [of_loss] for weight in weights)
-    ):
+    seed = of_loss.args[0]
+    if not isinstance(seed, fx.Node) or not _is_its_backward(loss, of_loss, of_shares):
         return None
     logits = _source(shares)
-    if logits is None:
-        return None
-    gradient = _end(of_shares, logits.meta["val"])
-    if gradient is None:
+    gradient = None if logits is None else _end(of_shares, logits.meta["val"])
+    if logits is None or gradient is None:
         return None
     assert isinstance(reduction, int)
     assert isinstance(ignored, int)
     return _Loss(loss, logits, labels, seed, gradient, reduction, ignored)
+
+
+def _is_its_backward(loss: fx.Node, of_loss: fx.Node, of_shares: fx.Node) -> bool:
+    """True if these two nodes are the backward of this loss, and nothing else reads between."""
+    shares, labels, _, reduction, ignored = loss.args
+    _, read, *rest = of_loss.args
+    weights = [user for user in loss.users if user.args[1:] == (1,)]
+    return (
+        read is shares
+        and rest[:4] == [labels, None, reduction, ignored]
+        and list(of_loss.users) == [of_shares]
+        and of_shares.args[:3] == (of_loss, shares, 1)
+        and all(list(weight.users) == [of_loss] for weight in weights)
+    )
 
 
 def _only(users: Any, target: Any) -> fx.Node | None:

@@ -23,11 +23,12 @@ from wholebatch.errors import OptionError
 __all__ = [
     "CannotTrace",
     "Execute",
+    "ExecutePlan",
     "ExecuteWarning",
     "Notes",
-    "Plan",
     "check_execute",
     "first_line",
+    "reason_of",
 ]
 
 _LOG = logging.getLogger("wholebatch.compile")
@@ -46,27 +47,29 @@ class Notes:
 
     def __init__(self, *, asked: bool) -> None:
         self._asked = asked
-        self._said: set[str] = set()
         self.history: list[str] = []
 
     def fell_back(self, from_: str, to: str, reason: str) -> None:
         """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
         text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
-        if text in self._said:
-            return
-        self._said.add(text)
-        self.history.append(text)
-        if self._asked:
+        if not self._asked:
+            self.tell(text)
+        elif text not in self.history:
+            self.history.append(text)
             warnings.warn(text, ExecuteWarning, stacklevel=2)
-        else:
-            _LOG.info(text)
 
     def tell(self, text: str) -> None:
         """Log a message."""
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self.history:
             self.history.append(text)
             _LOG.info(text)
+
+
+def reason_of(problem: BaseException) -> str:
+    """Return an exception as a reason to quote: a CannotTrace's message, else class and line."""
+    if isinstance(problem, CannotTrace):
+        return str(problem)
+    return f"{type(problem).__name__}: {first_line(problem)}"
 
 
 def first_line(problem: BaseException) -> str:
@@ -108,7 +111,7 @@ def check_execute(execute: object, device: torch.device) -> Execute:
 
 
 @dataclass
-class Plan:
+class ExecutePlan:
     """The modes that are possible, and the decision which of them pay."""
 
     eager: bool
@@ -124,12 +127,12 @@ class Plan:
     """A decaying count of changes that made graphs invalid."""
 
     @staticmethod
-    def of(execute: str, device: torch.device) -> Plan:
+    def of(execute: str, device: torch.device) -> ExecutePlan:
         """Return the plan for this option; on a CPU, compile only on request."""
         on_cuda = device.type == "cuda"
         if execute == "auto":
-            return Plan(eager=not on_cuda, compiles=on_cuda, captures=on_cuda, auto=True)
-        return Plan(
+            return ExecutePlan(eager=not on_cuda, compiles=on_cuda, captures=on_cuda, auto=True)
+        return ExecutePlan(
             eager=execute == "eager",
             compiles=execute in ("compile", "graph"),
             captures=execute == "graph",

@@ -48,18 +48,6 @@ class Eagerly:
             return None  # A 16-bit sum is too coarse to recover the last addend.
         return [after if before is None else after - before for after, before in pairs]
 
-    def gradients_in_full(
-        self,
-        model: nn.Module,
-        loss: Callable[[Any, Any], Any],
-        parameters: Sequence[nn.Parameter],
-        seeds: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """Return the gradients of this micro-batch without autocast, from the state before it."""
-        self.before.restore()
-        micro = self.inputs.around(self.inputs.tensors)
-        return gradients_in_full(model, loss, micro, parameters, seeds)
-
 
 class Check:
     """Compares the result of a graph with that of eager code, in this precision."""

@@ -17,7 +17,7 @@ from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import Structure, flatten
 
-__all__ = ["Copies", "Inputs", "Key", "take_apart"]
+__all__ = ["Copies", "Inputs", "Key", "dense_strides", "is_dense", "memory_order", "take_apart"]
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -55,7 +55,7 @@ def take_apart(micro: Any) -> Inputs:
                     f"{value.layout}, and a graph takes dense tensors"
                 )
             # A slice of a wider tensor: its strides are not part of the kind.
-            if not _is_dense(value):
+            if not is_dense(value, memory_order(value)):
                 value = value.contiguous()
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
         elif isinstance(value, _VALUES):
@@ -70,19 +70,30 @@ def take_apart(micro: Any) -> Inputs:
     return Inputs(tensors, tuple(parts), tuple(values), structure)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill one block of memory, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=_by_stride):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def memory_order(tensor: Tensor) -> list[int]:
+    """Return the dimensions in memory order, the innermost first."""
+    return sorted(
+        range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim], -dim)
+    )
 
 
-def _by_stride(dimension: tuple[int, int]) -> tuple[int, int]:
-    return dimension[1], dimension[0]
+def dense_strides(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """Return the strides without gaps for dimensions in this memory order."""
+    strides, expected = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = expected
+        expected *= shape[dim]
+    return strides
+
+
+def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
+    """True if the elements fill one block of memory, with the dimensions in this order."""
+    return all(
+        size <= 1 or stride == wanted
+        for size, stride, wanted in zip(
+            tensor.shape, tensor.stride(), dense_strides(tensor.shape, order), strict=True
+        )
+    )
 
 
 class Copies:

@@ -10,7 +10,7 @@ everything is read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import getitem
@@ -193,25 +193,17 @@ def fuse_norms(graph: fx.Graph) -> int:
 
 
 def _matched(node: fx.Node) -> _Norm | None:
+    """Return the parts of this layer norm's backward, or None if the fused op cannot replace it."""
     gradient, x, shape, *_ = node.args
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
     assert isinstance(shape, (list, tuple))
     value = x.meta["val"]
-    [columns, *more] = shape
+    columns = shape[0]
     outs = {user.args[1]: user for user in node.users if user.target is getitem}
-    if (
-        more
-        or not isinstance(columns, int)
-        or columns > _LONGEST
-        or value.dtype not in (torch.float32, torch.float64)
-        or not value.is_contiguous()
-        # The compiler reads it in 16 bit; fused, it would have to be written in 32.
-        or cast_to(x) is not None
-        or 0 not in outs
-        or len(outs) != len(node.users)
-    ):
+    if not _takes(x, shape) or 0 not in outs or len(outs) != len(node.users):
         return None
+    assert isinstance(columns, int)
     if cast_to(gradient) is value.dtype:
         source = gradient.all_input_nodes[0]
         if source.meta["val"].dtype in SIXTEEN_BIT:
@@ -226,6 +218,21 @@ def _matched(node: fx.Node) -> _Norm | None:
     _take_residual(norm, value)
     _take_low(norm, columns)
     return norm
+
+
+def _takes(x: fx.Node, shape: Sequence[Any]) -> bool:
+    """True if the kernel takes a norm over the last dimension of this input."""
+    value = x.meta["val"]
+    [columns, *more] = shape
+    return (
+        not more
+        and isinstance(columns, int)
+        and columns <= _LONGEST
+        and value.dtype in (torch.float32, torch.float64)
+        and value.is_contiguous()
+        # The compiler reads a cast in 16 bit; fused, it would have to be written in 32.
+        and cast_to(x) is None
+    )
 
 
 def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
@@ -249,6 +256,7 @@ def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _take_residual(norm: _Norm, value: Tensor) -> None:
+    """Include the addition of the residual's gradient, if nothing else reads the norm's."""
     if len(norm.total.users) != 1:
         return
     [user] = norm.total.users
@@ -261,6 +269,7 @@ def _take_residual(norm: _Norm, value: Tensor) -> None:
 
 
 def _take_low(norm: _Norm, columns: int) -> None:
+    """Include the 16-bit copy of the gradient, and the sum of its rows."""
     lows = [user for user in norm.total.users if cast_to(user) in SIXTEEN_BIT]
     if len(lows) != 1:
         return

@@ -18,7 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.cuda_graph import Captured, rehearse
-from wholebatch.compile.execute_mode import CannotTrace, Execute, Notes, Plan, first_line
+from wholebatch.compile.execute_mode import (
+    CannotTrace,
+    Execute,
+    ExecutePlan,
+    Notes,
+    first_line,
+    reason_of,
+)
 from wholebatch.compile.fused_weight_grad import Adding
 from wholebatch.compile.gradient_buffers import (
     Casts,
@@ -28,9 +35,9 @@ from wholebatch.compile.gradient_buffers import (
     may_lend,
     take_workspace,
 )
-from wholebatch.compile.graph_check import Check, Eagerly
+from wholebatch.compile.graph_check import Check, Eagerly, gradients_in_full
 from wholebatch.compile.graph_inputs import Copies, Inputs, Key, take_apart
-from wholebatch.compile.joint_graph import JointStep, Ledger, Prepared, Runnable
+from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
 from wholebatch.compile.symbolic_sizes import Shapes, Shared, Sizes
 from wholebatch.compile.trace import Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
@@ -79,8 +86,8 @@ class Executor:
         self._eager = Adding(self._model, window, precision, device, eager)
         self._single = single
         self._copies = Copies(device)
-        self._ledger = Ledger(window, device)
-        self._plan = Plan.of(execute, device)
+        self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
+        self._plan = ExecutePlan.of(execute, device)
         self._next_place = 0
         self._pool: Any = None
         self._forward: CompiledForward | None = None
@@ -194,9 +201,31 @@ class Executor:
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
         joint.runs += 1
-        totals, units = prepared.run(inputs.tensors, self._ledger.seeds(prepared.form))
-        self._ledger.record(prepared.form, totals, units)
+        totals, units = prepared.run(inputs.tensors, self._seeds(prepared.form))
+        self._record(prepared.form, totals, units)
         return True
+
+    def _seeds(self, form: Form) -> list[Tensor]:
+        """Return the seed for the backward of each total; it stays on the device."""
+        for dtype in form.dtypes:
+            if dtype not in self._likes:
+                self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
+        return [
+            self._window.seed_of(name, self._likes[dtype], weight)
+            for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
+        ]
+
+    def _record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
+        """Record a micro-step whose gradients have been added."""
+        counted = iter(units)
+        self._window.record(
+            dict(zip(form.names, totals, strict=True)),
+            {
+                name: next(counted) if number is None else number
+                for name, number in zip(form.names, form.units, strict=True)
+            },
+            dict(zip(form.names, form.weights, strict=True)),
+        )
 
     def _prepares(self, inputs: Inputs, shared: Shared | None) -> bool:
         own = sum(step.joint.sizes is None for step in self._steps.values())
@@ -290,6 +319,7 @@ class Executor:
         )
 
     def _made(self, done: Eagerly, *, compiled: bool) -> Prepared:
+        """Make the graph for this kind, shared with other sizes if possible, and check it."""
         inputs, form = done.inputs, done.form
         if self._window.known is not None and any(d in SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
@@ -325,12 +355,13 @@ class Executor:
         return self._proven(joint, replace(done, earlier=None))
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
+        """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
         try:
             return make(traced, compiled=compiled)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # A compiler may raise anything; the traced graph still runs.
-            reason = f"{type(problem).__name__}: {first_line(problem)}"
+            reason = reason_of(problem)
             if not compiled:
                 raise CannotTrace(reason) from problem
             if not self._plan.captures:
@@ -345,7 +376,7 @@ class Executor:
         buffers, inputs = self._gradients.of(joint.used), done.inputs
         held = self._gradients.set_aside(joint.used)
         self._casts.refresh()
-        seeds = self._ledger.seeds(done.form)
+        seeds = self._seeds(done.form)
 
         def run() -> list[Tensor]:
             done.before.restore()
@@ -354,7 +385,9 @@ class Executor:
 
         def in_full() -> list[Tensor]:
             used = [self._gradients.parameters[index] for index in joint.used]
-            return done.gradients_in_full(self._model, self._loss, used, seeds)
+            done.before.restore()
+            micro = inputs.around(inputs.tensors)
+            return gradients_in_full(self._model, self._loss, micro, used, seeds)
 
         try:
             found = rehearse(run, self._device, captures=self._plan.captures)
@@ -367,9 +400,10 @@ class Executor:
             step = self._captured(joint, inputs, seeds) if self._plan.captures else joint
         finally:
             self._gradients.put_back(joint.used, held)
-        return Prepared(joint, step, done.form)
+        return Prepared(joint, step, done.form, joint.addresses())
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
+        """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
@@ -399,7 +433,13 @@ class Executor:
 
 
 class CompiledForward:
-    """Micro-steps with a compiled forward. Raises CannotTrace if the first call fails."""
+    """Micro-steps by torch.compile over ordinary autograd, where one joint graph is impossible.
+
+    torch.compile inspects the model's Python at every call and compiles the parts between graph
+    breaks. So it supports hooks, side effects and checkpointing with dropout, and still fuses most
+    of the work. Autograd adds the gradients, and every micro-batch casts the weights again.
+    A call raises CannotTrace if the first one fails.
+    """
 
     def __init__(
         self,
@@ -429,5 +469,5 @@ class CompiledForward:
                 # It failed after the backward began: some of its gradients are already added.
                 raise
             before.restore()
-            raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
+            raise CannotTrace(reason_of(problem)) from problem
         self._proven = True

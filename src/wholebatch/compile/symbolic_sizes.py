@@ -17,9 +17,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
+from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
 from wholebatch.compile.fusion import expression_of
-from wholebatch.compile.graph_inputs import Inputs, Key
+from wholebatch.compile.graph_inputs import (
+    Inputs,
+    Key,
+    dense_strides,
+    is_dense,
+    memory_order,
+)
 from wholebatch.compile.joint_graph import JointStep
 from wholebatch.compile.trace import Form, State, Traced
 
@@ -109,9 +115,9 @@ class Sizes:
         at = {place: symbols[i] for i, group in enumerate(places) for place in group}
         tensors, orders = [], []
         for which, tensor in enumerate(inputs.tensors):
-            orders.append(_order(tensor))
+            orders.append(memory_order(tensor))
             shape = [at.get((which, dim), size) for dim, size in enumerate(tensor.shape)]
-            strides = _dense(shape, orders[-1])
+            strides = dense_strides(shape, orders[-1])
             with mode:
                 tensors.append(
                     torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -166,11 +172,7 @@ class Sizes:
                 wanted = at.get((which, dim), size)
                 if tensor.shape[dim] != wanted:
                     return False
-            ordered = _dense(tensor.shape, self._orders[which])
-            if any(
-                size > 1 and stride != wanted
-                for size, stride, wanted in zip(tensor.shape, tensor.stride(), ordered, strict=True)
-            ):
+            if not is_dense(tensor, self._orders[which]):
                 return False
         binding = self._binding(numbers)
         ranges = self._environment.var_to_range
@@ -209,21 +211,6 @@ class Sizes:
 
 def _numbers(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(tensors[group[0][0]].shape[group[0][1]] for group in places)
-
-
-def _order(tensor: Tensor) -> list[int]:
-    """Return the dimensions in memory order, the innermost first."""
-    return sorted(
-        range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim], -dim)
-    )
-
-
-def _dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    strides, expected = [0] * len(shape), 1
-    for dim in order:
-        strides[dim] = expected
-        expected *= shape[dim]
-    return strides
 
 
 def _is_open(symbol: Any) -> bool:
@@ -380,7 +367,5 @@ class Shapes:
         self._told(problem)
 
     def _told(self, problem: Exception) -> None:
-        reason = str(problem)
-        if not isinstance(problem, CannotTrace):
-            reason = f"{type(problem).__name__}: {first_line(problem)}"
+        reason = reason_of(problem)
         self._notes.tell(f"each size of a micro-batch has a graph of its own: {reason}")
