@@ -142,7 +142,7 @@ class Pipeline:
                 )
 
     def _drop_strangers(self) -> None:
-        """Clear the gradients of parameters that no optimizer steps: backward reaches them too."""
+        """Clear the gradients of parameters that no optimizer steps; backward computes them too."""
         own = {id(parameter) for parameter in self._window.inputs}
         for module in self._window.target.models:
             for parameter in module.parameters():

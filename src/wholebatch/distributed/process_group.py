@@ -18,11 +18,11 @@ __all__ = ["Gathered", "Group", "Waiting"]
 
 
 class Waiting:
-    """Adds up the time of waits, on a CPU by the clock, on CUDA by events on the stream.
+    """The time that a rank waited for the others: on a CPU by the clock, on CUDA by events.
 
-    A host does not stop at a CUDA collective, the stream does: the time between an event before
-    the wait and one after it is what the device stood still. Events are read when they are over,
-    so nothing is waited for here.
+    It is the part of communication that no computation hid. The host does not stop at a CUDA
+    collective, the stream does: the device stood still between an event before the wait and one
+    after it. Events are read when they are over, so reading them waits for nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class Waiting:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around one wait."""
+        """Measure one wait within this context."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             yield
@@ -47,7 +47,7 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """All waits that are over, so far."""
+        """The seconds of all waits that are over."""
         while self._open and self._open[0][1].query():
             before, after = self._open.pop(0)
             self._seconds += before.elapsed_time(after) / 1e3
@@ -93,7 +93,7 @@ class Group:
         return self.sum_tensor(square).sqrt()
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """The tensors of the first rank, to all."""
+        """Copy the tensors of the first rank to all."""
         for group in self._groups:
             source = dist.get_global_rank(group, 0) if group is not None else 0
             for tensor in tensors:

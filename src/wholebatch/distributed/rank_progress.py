@@ -1,7 +1,7 @@
-"""The progress of a rank: since when it stands still in a window, for how long it may, and where.
+"""The progress of a rank: its last step forward, the deadline for the next one, and its position.
 
-A rank counts while it is inside a window or waits in a collective. Between windows it may do what
-it likes (evaluate, save) for as long as it likes: there it stands still only for those who wait.
+The deadline runs while a rank is inside a window or waits in a collective. Between windows a rank
+may evaluate or save for as long as it likes; only the ranks that wait for it count the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from wholebatch.errors import OptionError
 
-__all__ = ["DEADLINE", "Progress", "parse_deadline", "place_of", "said_of"]
+__all__ = ["DEADLINE", "Progress", "error_line", "parse_deadline", "place_of"]
 
 DEADLINE = "WHOLEBATCH_DEADLINE"
 """The environment variable of the deadline: seconds, "off", or "auto"."""
@@ -57,13 +57,13 @@ class Progress:
         self.windows = 0
         self.slowest = 0.0
         self.waits = 0  # in a collective of ours
-        self.error: str | None = None  # what the last window was left by
+        self.error: str | None = None  # that the last window ended with
         self.is_open = False
         self._handled: BaseException | None = None  # when the window was opened
         self._since: float | None = None
 
     def mark(self) -> None:
-        """Note a step forward: from now on the next one is waited for."""
+        """Note a step forward; the deadline for the next one begins."""
         now = time.monotonic()
         if self._since is not None:
             self.slowest = max(self.slowest, now - self._since)
@@ -81,7 +81,7 @@ class Progress:
         error = sys.exc_info()[1]
         if error is self._handled:  # the whole step is made in an except block
             error = None
-        self.error = None if error is None else said_of(error)
+        self.error = None if error is None else error_line(error)
         self.windows += self.is_open and error is None
         self.is_open = False
         self._handled = None
@@ -97,7 +97,7 @@ class Progress:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a collective: a mark before and after; outside a window it leaves none open."""
+        """Mark the begin and end of a collective; outside a window, stop counting afterwards."""
         inside = self._since is not None
         self.mark()
         self.waits += 1
@@ -110,26 +110,26 @@ class Progress:
                 self._since = None
 
     def begin_again(self) -> None:
-        """Count from now: this process itself was stopped, and is not to blame the others."""
+        """Count from now: this process itself was stopped, so the others are not to blame."""
         if self._since is not None:
             self._since = time.monotonic()
 
     @property
     def idle(self) -> float:
-        """Seconds since the last mark of an open window; 0 between windows."""
+        """The seconds since the last mark of an open window; 0 between windows."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     @property
     def deadline(self) -> float:
-        """Seconds that may pass between two marks."""
+        """The seconds that may pass between two marks."""
         if self.fixed is not None:
             return self.fixed
         if self.windows < _SETTLED:
             return max(self.patience, self.least)
         return max(self.least, _TIMES_SLOWEST * self.slowest)
 
-    def stand(self) -> dict[str, Any]:
-        """Return how far this rank is, as others are told."""
+    def position(self) -> dict[str, Any]:
+        """Return how far this rank is and where, for the other ranks."""
         place, in_collective = place_of(threading.main_thread())
         return {
             "count": self.count,
@@ -139,7 +139,7 @@ class Progress:
         }
 
 
-def said_of(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error as Python prints it last: its class and message."""
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
