@@ -251,9 +251,9 @@ def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None], *, exact:
         runner = train._runner
         assert isinstance(runner, LockStepRunner)
         rows[f"{name}, recorded"]["mode"] = runner.recorder.mode
-        paged = runner._lock_step.paged
-        if paged is not None:
-            rows[f"{name}, recorded"].update(out=paged.bytes_out, back=paged.bytes_in)
+        traffic = runner._lock_step.traffic
+        if traffic is not None:
+            rows[f"{name}, recorded"].update(out=traffic.bytes_out, back=traffic.bytes_in)
         del train, step
         train = lab.exact(hold, "eager")
         row(f"{name}, by threads", partial(train.step, pair), warm=1, rounds=1)

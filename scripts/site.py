@@ -13,6 +13,7 @@ from typing import Any
 ORDER: dict[str, tuple[str, ...]] = {
     "Start": ("index.md", "train.md", "laws.md", "verify.md", "report.md"),
     "How to": (
+        "options.md",
         "memory.md",
         "tune.md",
         "bench.md",

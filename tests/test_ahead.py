@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.core import device_store as ahead
 from wholebatch.core.options import grouped
-from wholebatch.offload import close_on_device as ahead
 
 
 @pytest.fixture

@@ -30,12 +30,10 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "cli.checkpoints",
             "cli.sharded_checkpoints",
-            "core.loader_loop",
             "core.runner",
             "core.state_dict",
             "distributed.pipeline",
             "distributed.pipeline_stages",
-            "distributed.uneven_ranks",
             "integrations.host_window",
             "memory",
             "core.noise_scale",
@@ -60,7 +58,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.precision",
             "core.splitting",
             "distributed",
-            "memory.live_bytes",
             "memory.meter",
             "tune.batch_scaling",
         }
@@ -83,9 +80,6 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("core.device_store", "offload"),
-        ("core.gradient_store", "offload"),
-        ("distributed.uneven_ranks", "core.runner"),
         ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),
@@ -315,9 +309,9 @@ PLANTED = {
     ),
     "root": ("core/window.py", "import wholebatch as wb\n", "upwards from core.whole_batch"),
     "part of a package": (
-        "memory/live_bytes.py",
+        "memory/budget.py",
         "from . import choose\n",
-        "memory.live_bytes imports upwards from memory",
+        "memory.budget imports upwards from memory",
     ),
     "sideways": (
         "memory/choose.py",
@@ -380,7 +374,7 @@ def tree(tmp_path: Path) -> Path:
     plant(tmp_path, "memory/choose.py", "from . import meter\nfrom . import other\n")
     plant(tmp_path, "memory/meter.py", "")
     plant(tmp_path, "memory/other.py", "")
-    plant(tmp_path, "memory/live_bytes.py", "")
+    plant(tmp_path, "memory/budget.py", "")
     plant(tmp_path, "integrations/__init__.py", "")
     plant(tmp_path, "integrations/keras.py", "def f():\n    import keras\n")
     plant(tmp_path, "tune.py", "")

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch import errors as errors
-    from wholebatch.core.accumulator import Accumulator
-    from wholebatch.core.loader_loop import over
+    from wholebatch.core.accumulator import Accumulator, over
     from wholebatch.core.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.core.options import BatchNorm, Close, Memory, samples
     from wholebatch.core.splitting import split, tokens, unpadded
@@ -89,7 +88,7 @@ _HOMES = {
     "errors": "errors",
     "info_nce": "coupled",
     "mean_loss": "core.loss",
-    "over": "core.loader_loop",
+    "over": "core.accumulator",
     "samples": "core.options",
     "siglip_loss": "coupled",
     "split": "core.splitting",

@@ -15,7 +15,7 @@ from wholebatch.memory.make_it_fit import ladder
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
-from wholebatch.offload.device_to_host import ring_bytes
+from wholebatch.offload.transfer_to_host import ring_bytes
 
 WIDTH = 256
 
@@ -43,7 +43,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wholebatch.offload.release_store._BUCKET_BYTES", size)
     monkeypatch.setattr("wholebatch.offload.adam_accumulation._BUCKET_BYTES", size)
     sizes = dict.fromkeys(("host", "swap", "release", "moments"), size)
-    monkeypatch.setattr("wholebatch.memory.offload_memory._BUCKET_BYTES", sizes)
+    monkeypatch.setattr("wholebatch.memory.plain_window._BUCKET_BYTES", sizes)
 
 
 @pytest.mark.parametrize("gradients", ["release", "moments"])

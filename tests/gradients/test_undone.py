@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 import wholebatch as wb
 from tests.support import samples, summed
+from wholebatch.core import device_store as ahead
 from wholebatch.core.options import grouped
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.offload import close_on_device as ahead
 
 Make = Callable[..., torch.optim.Optimizer]
 Makes = Callable[[nn.Module], list[torch.optim.Optimizer]]

@@ -95,7 +95,6 @@ def training(
         loss=options["loss"],
         window=train._window,
         forward=feeding.forward,
-        single="loss",
         execute="graph" if asked else "auto",
         sixteen_bit=False,
         tape=lambda: tape(model),

@@ -12,8 +12,8 @@ from wholebatch.cli.run_settings import Config
 from wholebatch.errors import OptionError, UnsupportedError, WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import bytes_said, parse_memory, sharing_processes
+from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.memory.make_it_fit import Rung, ladder, refusal
-from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.memory.trial_step import held_bytes
 
 __all__ = ["apply_checkpointing", "fit_in"]

@@ -40,7 +40,7 @@ def from_recipe(name: str | None) -> Subject:
 
     from wholebatch.cli.recipes import EMBEDDED, Batches, load_recipe
     from wholebatch.core.splitting import batch_size_of
-    from wholebatch.memory.resized_batches import resize_batch
+    from wholebatch.memory.choose_micro_batch import resize_batch
 
     recipe = load_recipe(name or next(iter(EMBEDDED)))
     try:

@@ -1,35 +1,38 @@
-"""Accumulator: exact windows in a loop of the user's own."""
+"""Accumulator: exact windows in a loop of the user's own, and `over`, the loop over a loader.
+
+The loop says which micro-batch is the last of its window, and lets ranks that have run out of data
+take part in the updates of the others.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loader_loop import over
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
-from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.options import Close, Memory
-from wholebatch.core.window import Step, Turn, Window
+from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.core.window_size import Steps
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
-from wholebatch.coupled.batchnorm.policies import Refuse
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
-from wholebatch.distributed import choose as choose_sync
-from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
-from wholebatch.offload import choose as choose_store
+from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
-__all__ = ["Accumulator"]
+__all__ = ["Accumulator", "over"]
+
 
 _log = logging.getLogger("wholebatch")
 
@@ -82,29 +85,17 @@ class Accumulator:
                 "and Accumulator owns no forward: use WholeBatch, or name another policy"
             )
         self._steps = Steps.of(steps)
-        close, memory = Close.of(close), _without_budget(memory)
-        options = close.with_clip_norm(clip_norm)
-        engine = choose_sync(model, sync=close.sync)
-        target = build_target(
+        self._window = make_window(
             model,
             optimizer,
-            options=options,
+            clip_norm=clip_norm,
             scheduler=scheduler,
-            ema=close.ema,
-            scaler=close.scaler,
-            sync=engine,
+            memory=_without_budget(memory),
+            close=Close.of(close),
         )
-        store = choose_store(
-            memory.gradients,
-            optimizer_on=memory.optimizer,
-            target=target,
-            options=options,
-            sync=engine,
-            on_gradient=close.on_gradient is not None,
-        )
-        self._window = Window(target, options, engine, store, close.on_gradient)
+        target, sync = self._window.target, self._window.sync
         self._untouched = Untouched(self._window)
-        reduce = engine.sum_tensor if engine.ranks > 1 else None
+        reduce = sync.sum_tensor if sync.ranks > 1 else None
         self._batchnorms = [
             choose_batchnorm(batchnorm, model, reduce=reduce) for model in target.models
         ]
@@ -120,6 +111,7 @@ class Accumulator:
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
+        self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
@@ -150,7 +142,7 @@ class Accumulator:
 
     @steps.setter
     def steps(self, steps: int | dict[int, int] | Steps) -> None:
-        """Takes effect with the next window."""
+        """Set the micro-batches of the next window."""
         self._steps = Steps.of(steps)
 
     def _next_size(self) -> int:
@@ -287,7 +279,7 @@ class Accumulator:
         if self._driver is not None:
             self._driver.closed.append(self)
         try:
-            self.last_step = self._window.close()
+            self.last_step = self._window.close(has_more=self._has_more)
             for policy in self._batchnorms:
                 policy.end_window()
         finally:
@@ -299,7 +291,7 @@ class Accumulator:
     # --------------------------------------------------------------- the loop
 
     def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
-        """The loader's micro-batches, in windows of `steps`; the tail makes a window of its own.
+        """Yield the loader's micro-batches, in windows of `steps`; the tail makes a short window.
 
         `continue_window=True` goes on with a window that an earlier loop was left in.
         """
@@ -314,20 +306,28 @@ class Accumulator:
             )
 
     def _open_place(self) -> None:
-        """The first place of a window: its size, and that no BatchNorm has come to life."""
+        """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
         self._watch(self._size)
         for policy in self._batchnorms:
             if isinstance(policy, Refuse):
                 policy.begin_window()
 
+    def _enter_own_place(self, feed: Feed, *, shared: bool) -> None:
+        """Enter the place of the current item, at the pace of this rank."""
+        if self._places == 0:
+            self._open_place()
+        full = self._places + 1 >= self._size
+        more = shared and full and feed.has_next()
+        self._enter_place(is_last=full or not feed.has_next(), has_more=more)
+
     def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
         self._is_last = is_last
         self._place_done = False
-        self._window.has_more = has_more
+        self._has_more = has_more
 
     def _stand_in(self, weightless: bool) -> None:
-        """Say whether the micro-batch that comes only takes part in the others' collectives.
+        """Set whether the next micro-batch only takes part in the others' collectives.
 
         Its forward leaves no trace: what it changes is put back before the window closes.
         """
@@ -345,7 +345,7 @@ class Accumulator:
         self._before = []
 
     def _leave_place(self) -> None:
-        """The loop's body is over. A body without a backward has used its place all the same."""
+        """End the loop's body. One without a backward has used its place all the same."""
         if self._place_done:
             return
         self._places += 1
@@ -364,17 +364,15 @@ class Accumulator:
 
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing to add."""
-        more = self._window.has_more
         self._places = 0
         self.last_step = self._window.join()
         for policy in self._batchnorms:
             policy.end_window()  # a meeting of the ranks
-        self._window.has_more = more
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
         saved = state.progress("Accumulator", self._window)
         feed = self._feed
         saved.update(
@@ -416,3 +414,121 @@ def _without_budget(memory: Memory | None) -> Memory:
             "wb.Memory(gradients=..., optimizer=...), or use WholeBatch"
         )
     return memory
+
+
+_driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting two is refused
+
+
+def over(
+    loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
+) -> Iterator[Any]:
+    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own."""
+    if not accumulators:
+        raise OptionError("wb.over(loader): give at least one Accumulator")
+    for accumulator in accumulators:
+        if any(model in _driven for model in accumulator._window.target.models):
+            raise WindowError(
+                "over() inside over() on the same model: both would feed its gradients; use one "
+                "loop, or wb.over(loader, first, second) for several accumulators"
+            )
+        accumulator._may_start(continue_window)
+    models = [m for accumulator in accumulators for m in accumulator._window.target.models]
+    if len({id(model) for model in models}) != len(models):
+        raise OptionError(
+            "two accumulators over the same model in one wb.over: give one Accumulator a list of "
+            "optimizers instead"
+        )
+    return _drive(loader, accumulators)
+
+
+def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    feed = _feed_for(loader, accumulators)
+    for accumulator in accumulators:
+        accumulator._driver = accumulator._feed = feed
+        _driven.update(accumulator._window.target.models)
+    try:
+        if any(accumulator._window.sync.counts_must_agree for accumulator in accumulators):
+            yield from _agreed_places(feed, accumulators)
+        else:
+            yield from _own_places(feed, accumulators)
+        for accumulator in accumulators:
+            accumulator.epoch += 1
+    finally:
+        for accumulator in accumulators:
+            accumulator._driver = None
+            accumulator._stand_in(False)
+            accumulator._window.sync.restore()
+            for model in accumulator._window.target.models:
+                _driven.discard(model)
+
+
+def _own_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    """Yield micro-batches at the pace of this rank; all ranks meet where windows close."""
+    shared = any(accumulator._window.sync.ranks > 1 for accumulator in accumulators)
+    if shared:
+        for accumulator in accumulators:
+            window = accumulator._window
+            window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
+    while feed.take():
+        for accumulator in accumulators:
+            accumulator._enter_own_place(feed, shared=shared)
+        yield feed.current
+        for accumulator in accumulators:
+            accumulator._leave_place()
+    order = list(feed.closed) or list(accumulators)  # as the bodies of the other ranks close them
+    while shared and any(accumulator._window.ranks_with_more for accumulator in accumulators):
+        for accumulator in order:
+            accumulator._join()
+
+
+def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    """Yield micro-batches where every rank must run equally many forwards.
+
+    A rank with fewer runs its last item again, with weight zero and its buffers put back.
+    """
+    if len(accumulators) > 1:
+        raise OptionError(
+            "wb.over with several accumulators on a sharded model: their forwards would have to "
+            "agree with each other too; give one Accumulator a list of optimizers (DeepSpeed's "
+            "engines: a loop for each)"
+        )
+    [accumulator] = accumulators
+    window = accumulator._window
+    device = window.target.device
+    stand_in: Any = None
+    has_stand_in = False
+    while True:
+        accumulator._open_place()
+        items: list[Any] = []
+        while len(items) < accumulator._size and feed.take():
+            items.append(feed.current)
+        count = int(window.sync.largest(torch.tensor(float(len(items)), device=device)))
+        if count == 0:
+            return
+        if items:
+            stand_in, has_stand_in = items[-1], True
+        elif not has_stand_in:
+            raise RankError(
+                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+                "in every forward: give it at least one micro-batch"
+            )
+        for index in range(count):
+            accumulator._enter_place(is_last=index == count - 1)
+            accumulator._stand_in(index >= len(items))
+            yield stand_in if window.weightless else items[index]
+            accumulator._leave_place()
+            accumulator._stand_in(False)
+
+
+def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Feed:
+    saved = next((a._resume for a in accumulators if a._resume is not None), None)
+    for accumulator in accumulators:
+        accumulator._resume = None
+    if saved is not None:
+        random_state.restore(saved["random"])  # whatever was drawn since it was loaded
+        return Feed(loader, saved["feed"])
+    before = accumulators[0]._feed
+    # An iterator goes on where the last loop left it; the item looked ahead at is still there.
+    if before is not None and before.loader is loader and iter(loader) is loader:
+        return before
+    return Feed(loader)

@@ -30,13 +30,13 @@ class Backward:
 
     run: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
     overlaps: bool = True
-    """Whether each gradient is complete when it is added (not so with reentrant checkpoints)."""
+    """True if each gradient is complete when it is added (not so with reentrant checkpoints)."""
 
 
 def backward_into(
     parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
 ) -> Backward:
-    """A backward for graphs like those of `totals` that adds into `parameters` alone."""
+    """Return a backward for graphs like those of `totals` that adds into `parameters` alone."""
     if not is_reentrant(totals):
         leaves = tuple(parameters)
 
@@ -66,7 +66,7 @@ def backward_into(
 
 
 def is_reentrant(totals: Iterable[Tensor]) -> bool:
-    """Whether a node of torch.utils.checkpoint(use_reentrant=True) is in the graph."""
+    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
     stack: list[Any] = [total.grad_fn for total in totals]
     seen: set[Any] = set()
     while stack:

@@ -59,7 +59,7 @@ Policy: TypeAlias = Literal["raise", "skip"]
 
 
 class Holder(Protocol):
-    """What holds a gradient: a parameter, or an engine's slice of some."""
+    """A holder of a gradient: a parameter, or an engine's slice of some."""
 
     grad: Tensor | None
 
@@ -72,7 +72,7 @@ class _Ranks(Protocol):
 
 @dataclass(frozen=True)
 class CloseOptions:
-    """How a window is closed; impossible values are refused here, at construction."""
+    """Options of the close; impossible values are refused at construction."""
 
     clip_norm: ClipNorm = None
     clip_value: float | None = None
@@ -109,7 +109,7 @@ class CloseOptions:
 
 
 def _plain(value: Any) -> Any:
-    """A number of Python's: one of NumPy's would make what it is divided by as coarse as itself."""
+    """Return a Python number: one of NumPy's would round what it is divided by."""
     odd = isinstance(value, Real) and not isinstance(value, int | float)
     return float(value) if odd else value
 
@@ -123,14 +123,14 @@ def _check_positive(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Closed:
-    """What the gradients were, and the factor that is still to be applied by the optimizer."""
+    """The norm of the gradients, and the factor that the optimizer still has to apply."""
 
     norm: float
     clip: float
     finite: bool
     remaining: float = 1.0
     stepped: bool = False
-    """Whether the optimizers have stepped already (`ahead`)."""
+    """True if the optimizers have stepped already."""
 
 
 def close_gradients(
@@ -173,26 +173,37 @@ def close_gradients(
         1.0 if limit is None else min(1.0, limit / (norm_of_group + 1e-6))
         for limit, norm_of_group in zip(_limits(options.clip_norm), norms, strict=True)
     ]
+    in_kernel = not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers)
+    return _scaled(gradients, normalise, clips, options.clip_value, norm, in_kernel)
+
+
+def _scaled(
+    gradients: Sequence[Sequence[Tensor]],
+    normalise: float,
+    clips: Sequence[float],
+    clip_value: float | None,
+    norm: float,
+    in_kernel: bool,
+) -> Closed:
+    """Multiply the gradients by their factor, or leave that to the optimizer's kernel."""
     if len(clips) > 1:
         for group, clip in zip(gradients, clips, strict=True):
             _multiply(group, normalise * clip)
         return Closed(norm=norm, clip=min(clips), finite=True)
-
-    factor = normalise * clips[0]
-    flat = _flat(gradients)
-    if options.clip_value is not None:
+    factor, flat = normalise * clips[0], _flat(gradients)
+    if clip_value is not None:
         _multiply(flat, factor)
-        torch._foreach_clamp_max_(flat, options.clip_value)
-        torch._foreach_clamp_min_(flat, -options.clip_value)
+        torch._foreach_clamp_max_(flat, clip_value)
+        torch._foreach_clamp_min_(flat, -clip_value)
         return Closed(norm=norm, clip=1.0, finite=True)
-    if not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers):
+    if in_kernel:
         return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
     _multiply(flat, factor)
     return Closed(norm=norm, clip=clips[0], finite=True)
 
 
 def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
-    """Numbers and 0-dim tensors of any dtype and device as floats: one transfer for a device."""
+    """Return numbers and 0-dim tensors as floats, with one transfer for each device."""
     result: list[float] = []
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
@@ -209,19 +220,19 @@ def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def scalar_on(device: torch.device, value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor there. It is filled in: a copy from the host waits for the device."""
+    """Return a number as a tensor there. It is filled in: a copy would wait for the device."""
     if isinstance(value, Tensor):
         return value.to(device, dtype)
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def power_of_two_near(value: float) -> float:
-    """A number that a gradient can be multiplied by without rounding."""
+    """Return the nearest power of two: a product with it is never rounded."""
     return float(2.0 ** round(math.log2(value)))
 
 
 def first_seed(units: Tensor | float, sync: _Ranks, device: torch.device) -> float | Tensor:
-    """A power of two near 1/units of the first micro-batch of all, the same on every rank."""
+    """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
     if isinstance(units, Tensor):  # stays on the device: no synchronisation
         largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
         return torch.exp2(-torch.log2(largest).round())
@@ -231,7 +242,7 @@ def first_seed(units: Tensor | float, sync: _Ranks, device: torch.device) -> flo
 
 
 def first_nonfinite(totals: Mapping[str, Sequence[float]], owners: Sequence[int]) -> int | None:
-    """The first micro-batch with a total that is not finite; `owners` says whose each total is."""
+    """Return the first micro-batch with a total that is not finite, or None."""
     bad = [
         owner
         for values in totals.values()
@@ -255,7 +266,7 @@ def where_nonfinite(
 
 
 def read_units(units: Sequence[Tensor | float]) -> float:
-    """The sum of a window's units; those that were on a device could not be checked before."""
+    """Return the sum of a window's units, now that those on a device can be checked."""
     counts = read_scalars(units)
     for index, count in enumerate(counts):
         if not 0 <= count < math.inf:
@@ -267,7 +278,7 @@ def read_units(units: Sequence[Tensor | float]) -> float:
 
 
 def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> None:
-    """The units counted before the first backward are those that the losses returned."""
+    """Refuse losses that returned other units than were counted before the first backward."""
     for name, counted in known.items():
         if not math.isclose(counted, returned[name], rel_tol=1e-6):
             what = f" of term {name!r}" if len(known) > 1 else ""
@@ -278,7 +289,7 @@ def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> N
 
 
 def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) -> None:
-    """The terms of a loss are those whose units were counted before the first backward."""
+    """Refuse terms whose units were not counted before the first backward."""
     if known is None:
         raise LossError(
             f"a loss of several terms ({', '.join(terms)}) in a stream: each term is divided by "
@@ -294,7 +305,7 @@ def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) 
 
 
 def dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
-    """The gradients as dense real tensors that share memory with `.grad`."""
+    """Return the gradients as dense real tensors that share memory with `.grad`."""
     dense = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -327,7 +338,7 @@ def _norms(
     clip_norm: ClipNorm,
     norm_of: Callable[[Sequence[Tensor]], Tensor],
 ) -> list[float]:
-    """One norm over all, or one per group where groups are clipped on their own."""
+    """Return one norm over all, or one per group where groups are clipped separately."""
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
     raw = [norm_of(group) for group in sets]
     return [
@@ -337,7 +348,7 @@ def _norms(
 
 
 def _wide_norm(gradients: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> float:
-    """The norm again in float64: finite fp32 gradients above 1e19 overflow when squared."""
+    """Return the norm in float64: finite fp32 gradients above 1e19 overflow when squared."""
     return math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in gradients]))
 
 
@@ -393,7 +404,7 @@ class DeferredHooks:
     def run(
         self, lent: Callable[[nn.Parameter], AbstractContextManager[None]] | None = None
     ) -> None:
-        """Each hook in its order, on the complete normalised gradient, as autograd would.
+        """Call each hook in its order on the whole, normalised gradient, as autograd would.
 
         Within `lent(parameter)` a gradient that is kept elsewhere is in the parameter's `.grad`.
         """

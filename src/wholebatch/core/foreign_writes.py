@@ -1,4 +1,4 @@
-"""That nobody else touches an open window.
+"""Detect writes to an open window that are not its own.
 
 A loop that is changed by one line keeps its other lines: an `optimizer.zero_grad()` at its top
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.device_store import DeviceStore
 from wholebatch.errors import WindowError
-from wholebatch.offload import DeviceStore
 
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
@@ -33,7 +33,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Watch:
-    """One small parameter, as the last backward of a window left it, and the learning rates."""
+    """One small parameter as the last backward left it, and the learning rates."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._optimizers = optimizers
@@ -41,7 +41,7 @@ class Watch:
         self.forget()
 
     def forget(self) -> None:
-        """The window is over, or another one has been loaded."""
+        """Forget the window: it is over, or another one has been loaded."""
         self._parameter: nn.Parameter | None = None
         self._gradient: Tensor | None = None
         self._norm: Tensor | None = None
@@ -49,7 +49,7 @@ class Watch:
         self._rates: list[float] = []
 
     def remember(self, inputs: Sequence[nn.Parameter]) -> None:
-        """A backward of the window is made: how it leaves the parameter and its gradient."""
+        """Remember the parameter and its gradient after a backward of the window."""
         if self._parameter is None:
             if not inputs:
                 return
@@ -141,7 +141,7 @@ _WHY = {
 
 
 class Untouched:
-    """That a loop of the user's own, or a loss function (`by`), leaves an open window alone."""
+    """Refuses writes to an open window by the user's loop, or by a loss function (`by`)."""
 
     def __init__(self, window: Window, by: str = "the loop") -> None:
         self._window = window
@@ -155,13 +155,13 @@ class Untouched:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Within it the window makes a backward: nobody has touched it before."""
+        """Check before a backward of the window that nobody has touched it; remember it after."""
         self.check()
         yield
         self.remember()
 
     def remember(self) -> None:
-        """A backward of the window is made: how it leaves the parameter and its gradient."""
+        """Remember the parameter and its gradient after a backward of the window."""
         if self._looks:
             self._watch.remember(self._window.inputs)
 

@@ -15,7 +15,7 @@ __all__ = ["finite", "read_json", "write_json"]
 
 
 def finite(value: Any) -> Any:
-    """The same value, with None for every number that is not finite: JSON has no inf and nan.
+    """Return the value with None for every number that is not finite: JSON has no inf.
 
     >>> finite({"loss": float("nan"), "norms": (1.5, float("inf"))})
     {'loss': None, 'norms': [1.5, None]}

@@ -78,7 +78,7 @@ class Feed:
         random_state.restore(now)
 
     def take(self) -> bool:
-        """Make the next item `current`; False when there is none."""
+        """Make the next item `current`; return False if there is none."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -92,7 +92,7 @@ class Feed:
         return True
 
     def has_next(self) -> bool:
-        """Whether another item follows the current one. Looks one ahead."""
+        """Return True if another item follows the current one. Looks one ahead."""
         if self._held or self._error is not None:
             return True
         try:
@@ -112,7 +112,7 @@ class Feed:
         return item
 
     def state_dict(self, *, current_is_done: bool) -> dict[str, Any]:
-        """The position; an item whose backward was not made yet is trained on after resuming."""
+        """Return the position; an item without a backward yet is trained on after resuming."""
         held = [] if current_is_done or self.current is _MISSING else [self.current]
         return {
             "fetched": self.fetched,
@@ -132,7 +132,7 @@ def _keeps_position(loader: object) -> bool:
 
 
 def _generators(loader: object) -> list[torch.Generator]:
-    """The random generators that a DataLoader and its samplers draw from, each once."""
+    """Return the random generators that a DataLoader and its samplers draw from."""
     found: list[torch.Generator] = []
     places = [loader]
     for name in ("sampler", "batch_sampler"):

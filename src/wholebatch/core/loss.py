@@ -53,7 +53,7 @@ _SUM_OR_MEAN = (
 
 
 def check_total(total: object) -> Tensor:
-    """The total itself, or a LossError that says what is wrong with it."""
+    """Return the total, or raise a LossError that says what is wrong with it."""
     if not isinstance(total, Tensor):
         raise LossError(f"total={total!r}: must be a 0-dim tensor, the sum of the losses")
     if total.dim() != 0:
@@ -72,7 +72,7 @@ def check_total(total: object) -> Tensor:
 
 
 def check_units(units: object) -> Units:
-    """The units themselves, or a LossError that says what is wrong with them."""
+    """Return the units, or raise a LossError that says what is wrong with them."""
     if isinstance(units, Tensor):
         if units.dim() != 0:
             raise LossError(
@@ -134,7 +134,7 @@ class Loss:
 
     @staticmethod
     def terms(terms: Mapping[str, tuple[Any, ...]]) -> Terms:
-        """Terms with units of their own: `{"lm": (total, units), "aux": (total, units, weight)}`.
+        """Return terms with units: `{"lm": (total, units), "aux": (total, units, weight)}`.
 
         Each is normalised by its own total over the window and over all ranks, so those totals
         must be countable before the first backward: give `WholeBatch` a `units=` function.
@@ -155,7 +155,7 @@ class Loss:
 
 
 def as_loss(result: object) -> Loss | Terms:
-    """What a loss function returned, as the contract: per-unit losses become sum over number."""
+    """Return the result of a loss function as a Loss: per-unit losses become their sum."""
     if isinstance(result, Loss | Terms):
         return result
     if isinstance(result, Tensor):
@@ -169,7 +169,7 @@ def as_loss(result: object) -> Loss | Terms:
 
 
 def mean_loss(mean: Tensor, units: Units) -> Loss:
-    """A loss that was computed as a mean over `units`, as the contract wants it.
+    """Return the Loss of a mean over `units`.
 
     A micro-batch without any unit (all its tokens masked) has the mean 0/0; it contributes
     nothing here instead of a nan. Units on a GPU are not waited for: a mean of your own that may
@@ -189,7 +189,7 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
 
 
 def _is_known_to_be_zero(units: Units) -> bool:
-    """Whether there is no unit, as far as that can be read without waiting for a device."""
+    """Return True if there is no unit, as far as that can be read without waiting."""
     if not isinstance(units, Tensor):
         return units == 0
     if units.device.type != "cpu" or torch.compiler.is_compiling():
@@ -201,7 +201,7 @@ def _is_known_to_be_zero(units: Units) -> bool:
 
 
 def _nothing(mean: Tensor) -> Tensor:
-    """Zero, with gradients of zero.
+    """Return zero, with gradients of zero.
 
     A mean over nothing was divided by zero, and so would a gradient of zero be on its way back.
     The division is among the last operations: what those give back is zero here, whatever they
@@ -227,7 +227,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """Cross-entropy as a sum over the labels that count, with their number (or weight) as units.
+    """Return the cross-entropy summed over the labels that count, with their number as units.
 
     Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
     second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, the last is taken.
@@ -266,7 +266,7 @@ def cross_entropy(
 
 
 def causal_lm(model: Any, micro: Any) -> Loss:
-    """Next-token loss of a language model on a micro-batch, over the tokens that count.
+    """Return the next-token loss of a language model, over the tokens that count.
 
     `micro` is a mapping with `input_ids` and optionally `labels` (not shifted, -100 is ignored)
     and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
@@ -307,7 +307,7 @@ def _next_token(
     labels: Tensor,
     shift: int,
 ) -> Loss:
-    """Cross-entropy of `call(model)` with the labels `shift` places on; in slices if large."""
+    """Return the cross-entropy of `call(model)` with shifted labels; in slices if large."""
     head = (
         sliced_cross_entropy.output_layer(model, tiny, _logits) if labels.numel() > 1024 else None
     )

@@ -1,4 +1,4 @@
-"""What a window updates, checked before the first step: supported, or refused with the reason."""
+"""The models and optimizers that a window updates, checked before the first step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from wholebatch.core.precision import LossScale, SixteenBit
 from wholebatch.distributed import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["Ema", "Scheduler", "Target", "build_target", "check_device", "step_scheduler"]
+__all__ = [
+    "Ema",
+    "Scheduler",
+    "Target",
+    "build_target",
+    "check_device",
+    "name_of",
+    "step_scheduler",
+]
 
 UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
 """The environment variable that allows devices on which no test of ours has run."""
@@ -24,7 +32,7 @@ _TESTED_DEVICES = ("cpu", "cuda")
 
 
 class Scheduler(Protocol):
-    """What is stepped once per update; torch's schedulers, or anything like them."""
+    """A scheduler that is stepped once per update: torch's, or anything like them."""
 
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -57,7 +65,7 @@ class Target:
         return device
 
     def groups(self) -> list[list[nn.Parameter]]:
-        """The trainable parameters, by parameter group, as they are now."""
+        """Return the trainable parameters, by parameter group, as they are now."""
         return [
             [parameter for parameter in group["params"] if parameter.requires_grad]
             for optimizer in self.optimizers
@@ -65,7 +73,7 @@ class Target:
         ]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The trainable parameters with their names; of several models, by place: "0.weight"."""
+        """Return the trainable parameters by name; of several models, by place: "0.weight"."""
         names = {
             id(parameter): name if len(self.models) == 1 else f"{place}.{name}"
             for place, model in enumerate(self.models)
@@ -75,8 +83,8 @@ class Target:
         return [(names.get(id(p), f"parameter {n}"), p) for n, p in enumerate(parameters)]
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """The parameter's name in its model, for messages."""
-        return _name_of(parameter, self.models)
+        """Return the parameter's name in its model, for messages."""
+        return name_of(parameter, self.models)
 
 
 def build_target(
@@ -90,7 +98,7 @@ def build_target(
     scaler: torch.amp.GradScaler | None = None,
     sync: Sync | None = None,
 ) -> Target:
-    """Everything that a window updates, or the error that says why it cannot."""
+    """Return everything that a window updates, or raise the error that says why it cannot."""
     sync = Single() if sync is None else sync
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
     given = sync.optimizer(optimizer)
@@ -155,7 +163,7 @@ def _stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
 
 
 def step_scheduler(scheduler: Any, loss: float) -> None:
-    """One step per update; a plateau scheduler watches the window's exact mean loss."""
+    """Step once per update; a plateau scheduler watches the window's exact mean loss."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         scheduler.step(loss)
     else:
@@ -199,13 +207,13 @@ def _check_parameters(
             for parameter in group["params"]:
                 if id(parameter) in seen:
                     raise UnsupportedError(
-                        f"{_name_of(parameter, models)} is in two optimizers: each would update "
+                        f"{name_of(parameter, models)} is in two optimizers: each would update "
                         "it; leave it in one"
                     )
                 seen[id(parameter)] = parameter
                 if parameter._post_accumulate_grad_hooks and not hooks_allowed:
                     raise UnsupportedError(
-                        f"{_name_of(parameter, models)} has a post-accumulate-grad hook: it fires "
+                        f"{name_of(parameter, models)} has a post-accumulate-grad hook: it fires "
                         "at every micro-batch, before the window's gradient is complete "
                         "(optimizer-in-backward would step on each slice); remove it"
                     )
@@ -273,7 +281,8 @@ def _loss_scale(
     return None if scaler is None or not scaler.is_enabled() else LossScale(scaler, device)
 
 
-def _name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
+def name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
+    """Return the parameter's name in the first of these models that has it."""
     for model in models:
         for name, candidate in model.named_parameters():
             if candidate is parameter:

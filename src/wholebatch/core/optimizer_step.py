@@ -20,7 +20,7 @@ __all__ = ["foreign_code", "is_torchs", "stepping", "takes_grad_scale"]
 
 @contextmanager
 def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:
-    """Within it, `optimizer.step()` multiplies the gradients by `remaining` in its own kernel."""
+    """Let `optimizer.step()` multiply the gradients by `remaining` in its own kernel."""
     if remaining == 1.0:
         yield
         return
@@ -38,7 +38,7 @@ class _TakesGradScale:
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer multiplies by a float32 factor in its kernel, exactly enough.
+    """Return True if the optimizer multiplies by a float32 factor in its kernel.
 
     Code of the user's in the step would read `.grad` without the factor: then it goes in first.
     """
@@ -59,7 +59,7 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """True for a class of torch.optim whose step is torch's own; a subclass may read `.grad`."""
+    """Return True for a class of torch.optim whose step is torch's own."""
     kind: Any = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and all(
         map(_is_torchs_code, _layers(kind.step))
@@ -89,7 +89,7 @@ def foreign_code(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """The function and all that it wraps, from the outside in."""
+    """Yield the function and all that it wraps, from the outside in."""
     while function is not None:
         function = getattr(function, "__func__", function)
         yield function

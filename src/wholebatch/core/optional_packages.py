@@ -11,7 +11,7 @@ __all__ = ["require"]
 
 
 def require(package: str, *, at_least: str, extra: str, purpose: str) -> str:
-    """The installed version of `package`, which is `at_least` that; else a MissingExtraError.
+    """Return the installed version of `package`; raise MissingExtraError if it is too old.
 
     >>> require("torch", at_least="2.0", extra="cli", purpose="this example")[0]
     '2'
@@ -31,6 +31,6 @@ def require(package: str, *, at_least: str, extra: str, purpose: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
+    """Return the leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found.group().split("."))) if found else ()

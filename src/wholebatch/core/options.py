@@ -24,7 +24,7 @@ __all__ = ["BatchNorm", "Close", "Memory", "Samples", "flattened", "grouped", "s
 
 @dataclass(frozen=True)
 class Close:
-    """How a window is closed: reduced over ranks, clipped, checked and stepped.
+    """Options of the close of a window: reduce over ranks, clip, check, step.
 
     - `clip_value` clamps every number of the gradient; `clip_norm=` is an option of its own.
     - `on_gradient(named)` is called with (name, parameter) pairs whose `.grad` is the whole
@@ -70,7 +70,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Memory:
-    """What may be used of the device's memory, and what is kept outside of it.
+    """Options of memory: the budget on the device, and what is kept outside of it.
 
     - `budget`: bytes ("20GiB", a number), a fraction of the device, or "free".
     - `gradients`: "device"; "host" sums them in host memory; "swap" lets Adam's moments wait there
@@ -91,7 +91,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class BatchNorm:
-    """What BatchNorm layers do in a window of several micro-batches.
+    """Options of BatchNorm in a window of several micro-batches.
 
     - `policy`: "exact" (the statistics of the whole batch, by lock-step), "statistics", "freeze",
       "group", "layer", "sync" or "refuse".

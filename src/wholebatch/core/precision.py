@@ -21,7 +21,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.errors import OptionError
 
-__all__ = ["SIXTEEN_BIT", "Autocast", "Full", "LossScale", "Precision", "SixteenBit", "choose"]
+__all__ = [
+    "SIXTEEN_BIT",
+    "Autocast",
+    "Full",
+    "LossScale",
+    "Precision",
+    "SixteenBit",
+    "choose",
+    "round_gradient",
+]
 
 
 class Precision(ABC):
@@ -229,16 +238,21 @@ class SixteenBit:
     def round_once(self) -> None:
         """Round the gradients for optimizers that need the parameter's dtype, before the step."""
         for parameter in self._rounded:
-            gradient = parameter.grad
-            if gradient is not None:
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-                parameter.grad = gradient.to(parameter.dtype)
+            round_gradient(parameter)
 
     def end(self) -> None:
         """Restore the parameters' `grad_dtype`, after the gradients are cleared."""
         for parameter in self._parameters:
             parameter.grad_dtype = parameter.dtype
+
+
+def round_gradient(parameter: torch.nn.Parameter) -> None:
+    """Round the gradient of a parameter to the parameter's dtype."""
+    gradient = parameter.grad
+    if gradient is not None:
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
+        parameter.grad = gradient.to(parameter.dtype)
 
 
 def _takes_fp32_gradients(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:

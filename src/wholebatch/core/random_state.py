@@ -56,7 +56,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """True if two captured states are equal: nothing was drawn between them."""
+    """Return True if two captured states are equal: nothing was drawn between them."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if hasattr(a, "tobytes"):  # NumPy's keys

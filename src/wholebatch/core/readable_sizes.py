@@ -34,7 +34,7 @@ they run as one: in a recorded graph, or in lock-step."""
 
 
 def bytes_said(number: float) -> str:
-    """Bytes as a person reads them.
+    """Return bytes as a person reads them.
 
     >>> bytes_said(900), bytes_said(3 * 2**29)
     ('900 bytes', '1.50 GiB')

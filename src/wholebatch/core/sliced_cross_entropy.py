@@ -24,12 +24,12 @@ _OUTPUT_LAYERS: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictiona
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Tokens whose logits are made at once: enough to fill a matrix product, 256 MiB at most."""
+    """Return the tokens whose logits are made at once: 256 MiB of them at most."""
     return max(1024, _AT_ONCE // vocabulary // 128 * 128)
 
 
 def output_layer(model: Any, tiny: Tiny, logits_of: Callable[[Any], Tensor]) -> nn.Linear | None:
-    """The linear layer from `base_model`'s hidden states to the logits, if that is all there is.
+    """Return the linear layer from `base_model`'s hidden states to the logits, or None.
 
     Some models scale or bend their logits afterwards. So it is looked at, once for each model and
     on a few tokens: the layer's input must be what `base_model` gave, its output the logits.
@@ -71,7 +71,7 @@ def _find_output_layer(
 
 
 def sliced_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
-    """The sum of the cross-entropies of `head(hidden)` with `labels`; -100 is ignored."""
+    """Return the sum of the cross-entropies of `head(hidden)` with `labels`; -100 is ignored."""
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
     kind = hidden.device.type

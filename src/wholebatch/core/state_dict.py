@@ -23,7 +23,7 @@ _FORMAT = 1
 
 
 def progress(kind: str, window: Window) -> dict[str, Any]:
-    """Everything that Accumulator and WholeBatch both keep."""
+    """Return the state that Accumulator and WholeBatch both keep."""
     target = window.target
     return {
         "format": _FORMAT,
@@ -40,7 +40,7 @@ def progress(kind: str, window: Window) -> dict[str, Any]:
 
 
 def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
-    """Put `progress` back; a StateError and nothing changed when it does not belong here."""
+    """Load `progress`; raise a StateError, with nothing changed, if it does not belong here."""
     if not isinstance(state, dict) or "format" not in state:
         raise StateError("this is not a state dict of wholebatch (it has no 'format')")
     if state["format"] != _FORMAT:

@@ -39,7 +39,7 @@ class UnitsCount:
 
 
 def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]:
-    """The units of all micro-batches, by term; a plain number counts the one unnamed term."""
+    """Return the units of all micro-batches, by term; a number counts the unnamed term."""
     counts: dict[str, list[Units]] = {}
     for micro in micros:
         counted = units(micro)
@@ -55,7 +55,7 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
 
 
 def _sum(counts: Sequence[float]) -> float:
-    """The sum; counts that were on a device could not be checked before."""
+    """Return the sum; counts that were on a device could not be checked before."""
     for count in counts:
         if not 0 <= count < math.inf:
             raise LossError(f"units= counted {count:g}: must be finite and not negative")

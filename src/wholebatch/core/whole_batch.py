@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from wholebatch.core import precision as precisions
 from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
-from wholebatch.core.model_and_optimizer import Scheduler, build_target
+from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
 from wholebatch.core.options import BatchNorm, Close, Memory, Samples
 from wholebatch.core.runner import (
@@ -26,17 +26,20 @@ from wholebatch.core.runner import (
 )
 from wholebatch.core.splitting import Tokens
 from wholebatch.core.units import UnitsCount, UnitsFunction
-from wholebatch.core.window import Step, Turn, Window
+from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.distributed import choose as choose_sync
-from wholebatch.distributed.uneven_ranks import batches_of, join
-from wholebatch.errors import NonFiniteError, StateError, WindowError
+from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.offload import choose as choose_store
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["WholeBatch"]
+
+
+_NOTHING = object()
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
@@ -100,42 +103,31 @@ class WholeBatch:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
         given, memory, norms = Samples.of(micro_batch), Memory.of(memory), BatchNorm.of(batchnorm)
-        close = Close.of(close)
-        options = close.with_clip_norm(clip_norm)
         root, models = modules_of(model)
-        engine = choose_sync(models, sync=close.sync)
-        target = build_target(
+        window = make_window(
             models,
             optimizer,
-            options=options,
+            clip_norm=clip_norm,
             scheduler=scheduler,
-            ema=close.ema,
+            memory=memory,
+            close=Close.of(close),
             precision=precision,
-            scaler=close.scaler,
-            sync=engine,
+            counts_units=units is not None or isinstance(loss, Coupled),
         )
+        target, sync = window.target, window.sync
         self.model, self._root = model, root
         self.micro_batch = given.micro_batch
         self.last_step: Step | None = None
-        self._count = None if units is None else UnitsCount(units, engine)
+        self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
-        keeps = not engine.grows_own_graph  # else weights come and go with each micro-batch
+        keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
-        store = choose_store(
-            memory.gradients,
-            optimizer_on=memory.optimizer,
-            target=target,
-            options=options,
-            sync=engine,
-            counts_units=units is not None or isinstance(loss, Coupled),
-            on_gradient=close.on_gradient is not None,
-        )
-        self._window = Window(target, options, engine, store, close.on_gradient)
+        self._window = window
         self._runner = choose_runner(
             model,
             loss,
             root=root,
-            window=self._window,
+            window=window,
             precision=self._precision,
             execute=execute,
             batchnorm=norms.policy,
@@ -152,7 +144,7 @@ class WholeBatch:
             precision=precision,
             layout=self._layout,
             scale=target.scale,
-            sync=engine,
+            sync=sync,
             is_coupled=self._runner.needs_lock_step,
             hold=self._runner.hold,
             gradients=memory.gradients,
@@ -160,8 +152,10 @@ class WholeBatch:
         if self._runner.whole_loss is not None:
             keeping = self._runner.whole_loss.keeping
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
-            self._fitting.recovers &= engine.ranks == 1  # beginning again, one would gather alone
+            self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
+        self._has_more = False  # whether this rank has data for another window
+        self._while_waiting: Callable[[], None] | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
@@ -177,7 +171,7 @@ class WholeBatch:
 
     @property
     def recoveries(self) -> int:
-        """How often a window ran out of memory and was begun again with smaller micro-batches."""
+        """Windows that ran out of memory and were begun again with smaller micro-batches."""
         return len(self._fitting.recovered)
 
     @property
@@ -206,7 +200,7 @@ class WholeBatch:
         return None if self._probe is None else self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
-        """One update from the whole batch. After an error nothing of the batch is left behind.
+        """Make one update from the whole batch. After an error nothing of it is left behind.
 
         `after_micro(done, of)` is called after every micro-batch; `state_dict()` may be called in
         it, and the step with the same batch after `load_state_dict()` goes on from there.
@@ -229,7 +223,7 @@ class WholeBatch:
         return self.last_step
 
     def choose(self, batch: Any) -> str | None:
-        """Let "auto" choose for batches like this one now, not at the first step; what, and why.
+        """Let "auto" choose for batches like this one now; return what it chose, and why.
 
         Two lines, or None where nothing was predicted. On several ranks, all of them call it.
         """
@@ -316,28 +310,115 @@ class WholeBatch:
     # --------------------------------------------------------------- the loop
 
     def over(self, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
-        """The loader's batches, for `step`; ranks may have different numbers of them.
+        """Yield the loader's batches, for `step`; ranks may have different numbers of them.
 
         A rank that has run out takes part in the updates of the others, with nothing to add.
         `ahead=True` reads the next batch while the device still computes; what the loader draws
         from the global random generator is then drawn before the step ends.
         """
-        return batches_of(self, loader, ahead=ahead)
+        window = self._window
+        if window.sync.ranks == 1:
+            yield from self._read_ahead(loader) if ahead else loader
+            return
+        iterator = iter(loader)
+        batch = last = next(iterator, _NOTHING)
+        window.ranks_with_more = int(window.sync.sum([float(batch is not _NOTHING)])[0])
+        while batch is not _NOTHING:
+            following = next(iterator, _NOTHING)
+            self._has_more = following is not _NOTHING
+            self._check_that_all_have_data()
+            yield batch
+            last, batch = batch, following
+        while window.ranks_with_more:
+            self._check_that_all_have_data()
+            self.join(last)
+
+    def _read_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, each read while the device makes the update of the one before."""
+        iterator = iter(loader)
+        read: list[tuple[Any, BaseException | None]] = []
+
+        def read_one() -> None:
+            if not read:
+                try:
+                    read.append((next(iterator, _NOTHING), None))
+                except Exception as problem:  # belongs to the batch that will be asked for
+                    read.append((_NOTHING, problem))
+
+        self._while_waiting = read_one
+        try:
+            while True:
+                read_one()
+                batch, problem = read.pop()
+                if problem is not None:
+                    raise problem
+                if batch is _NOTHING:
+                    return
+                yield batch
+        finally:
+            self._while_waiting = None
+
+    def _check_that_all_have_data(self) -> None:
+        """Refuse to go on where a rank has run out and every rank is needed."""
+        window = self._window
+        why = self._needs_every_rank()
+        if why is not None and window.ranks_with_more != window.sync.ranks:
+            raise RankError(
+                f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
+                f"and {why}: give every rank equally many batches"
+            )
+
+    def _needs_every_rank(self) -> str | None:
+        """Return why no rank may be without data; None where one may."""
+        if self._window.leaves_gradients:
+            return "after gradient() the step is made by each rank's own loop"
+        return self._runner.needs_every_rank()
 
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data; `like`, a batch, is not counted."""
         with self._turn:
             if self._probe is not None:
                 self._probe.begin()
-            self.last_step = join(self, like)
+            self.last_step = self._joined(like)
             if self._probe is not None:
                 self._probe.closed(None, self.last_step)
         return self.last_step
 
+    def _joined(self, like: Any) -> Step:
+        window, self._has_more = self._window, False
+        why = self._needs_every_rank()
+        if why is not None:
+            raise RankError(
+                f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
+                "larger"
+            )
+        self._runner.join_look()
+        if self._count is not None and like is not _NOTHING:
+            self._count.learn(like)
+        known = None if self._count is None else self._count([])
+        self._runner.begin_window()
+        if not window.sync.counts_must_agree:
+            return window.join(known)
+        if like is _NOTHING:
+            raise RankError(
+                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+                "in every forward: give it at least one batch"
+            )
+        stand_in = self._fitting.split(like)[0]
+        window.begin(0, known=known)
+        try:
+            with self._precision.window():
+                self._runner.run((), stand_in=stand_in)
+            return window.close()
+        finally:
+            window.sync.restore()
+
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         try:
             seen = None if self._probe is None else self._probe.look()
-            step = self._window.close(steps=steps)
+            step = self._window.close(
+                steps=steps, has_more=self._has_more, while_waiting=self._while_waiting
+            )
             if self._probe is not None:
                 self._probe.closed(seen, step)
             self._runner.end_window()
@@ -354,7 +435,7 @@ class WholeBatch:
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to resume from, in the middle of a window too (not model and optimizer)."""
+        """Return what to resume from, in the middle of a window too (not model and optimizer)."""
         if self._turn.taken and self._runner.whole_loss is not None:
             raise StateError(
                 "state_dict() inside a step with wb.Coupled: the gradient of the whole loss is of "

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.close import (
+    ClipNorm,
     Closed,
     CloseOptions,
     DeferredHooks,
@@ -36,10 +37,14 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
+from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.gradient_store import Store, WindowSums, refuse_stray
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
-from wholebatch.core.model_and_optimizer import Target, step_scheduler
+from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
+from wholebatch.core.options import Close, Memory
 from wholebatch.core.units import SINGLE
 from wholebatch.distributed import Sync
+from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -47,10 +52,9 @@ from wholebatch.errors import (
     UnsupportedError,
     WindowError,
 )
-from wholebatch.offload import DeviceStore, Store, refuse_stray
-from wholebatch.offload.close_on_device import Sums
+from wholebatch.offload import choose as choose_store
 
-__all__ = ["Step", "Turn", "Window"]
+__all__ = ["Step", "Turn", "Window", "make_window"]
 
 
 class Turn:
@@ -140,9 +144,7 @@ class Window:
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
-        self.has_more = False  # whether this rank knows of another window after this one
         self.ranks_with_more = 0  # how many ranks did, at the last close
-        self.while_waiting: Callable[[], None] | None = None  # the host has time in a close ahead
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
@@ -194,7 +196,7 @@ class Window:
     # -------------------------------------------------------------------- add
 
     def add(self, total: Tensor, units: Units) -> None:
-        """Backward of one total, added into the gradients. Nothing is read from the device."""
+        """Run the backward of one total into the gradients. Nothing is read from the device."""
         check_total(total)
         self.store.check_total(total)
         units = check_units(units)
@@ -212,7 +214,7 @@ class Window:
         self.backward([total], [self.seed_of(SINGLE, total, 1.0)])
 
     def add_loss(self, loss: Loss | Terms) -> None:
-        """Backward of one micro-batch's loss, plain or in terms."""
+        """Run the backward of one micro-batch's loss, plain or in terms."""
         if isinstance(loss, Loss):
             self.add(loss.total, loss.units)
             return
@@ -267,7 +269,7 @@ class Window:
         units: Mapping[str, Units],
         weights: Mapping[str, float],
     ) -> None:
-        """Enter a micro-batch whose gradient, times the seed, is in: its sums and their units."""
+        """Record the totals and units of a micro-batch whose gradient is in."""
         for name, total in totals.items():
             self.totals.setdefault(name, []).append(0.0 if self.weightless else total)
             self.units.setdefault(name, []).append(0 if self.weightless else units[name])
@@ -275,7 +277,7 @@ class Window:
         self.owners.append(self.micro_batches)
 
     def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
-        """What the backward of this total starts from (its dtype and device are what counts)."""
+        """Return the number that the backward of this total starts from."""
         last = self._last_seed  # nearly always it is the same again
         if last is not None and last[:2] == (name, weight) and not self.weightless:
             value = last[2]
@@ -297,53 +299,54 @@ class Window:
         return value
 
     def micro_batch_done(self) -> None:
-        """The backwards of one micro-batch are all made."""
+        """Count a micro-batch whose backwards are all made."""
         self.micro_batches += 1
 
     # ------------------------------------------------------------------ close
 
-    def close(self, *, steps: bool = True) -> Step:
+    def close(
+        self,
+        *,
+        steps: bool = True,
+        has_more: bool = False,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> Step:
         """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case.
 
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
+        `has_more`: this rank has data for another window; the ranks count those that have.
+        `while_waiting()` is called where the host waits for the device.
         """
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            return self._close(not self.leaves_gradients)
+            return self._close(not self.leaves_gradients, has_more, while_waiting)
         finally:
             self.discard()
 
-    def _close(self, steps: bool) -> Step:
+    def _close(self, steps: bool, has_more: bool, while_waiting: Callable[[], None] | None) -> Step:
         if self.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not self.reduced:
             self.store.reduce_now()
-        ahead = self._close_ahead() if steps else None
+        ahead = self._close_ahead(while_waiting) if steps else None
         weights = self.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
-        sum_of, units_of = self._sums(totals)
+        sum_of, units_of = self._sums(totals, has_more)
         units = max(units_of.values())
         if units == 0.0:
             return self._empty()
         means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
         loss = math.fsum(weights[name] * means[name] for name in names)
 
-        if self.known is None:
-            normalise = 1.0 / (units * read_scalars([self.seed])[0])
-        else:
-            check_counts(self.known, units_of)
-            normalise = 1.0
         losses_finite = all(map(math.isfinite, sum_of.values()))
-        closed = ahead or self._closed(normalise, losses_finite)
+        closed = ahead or self._closed(self._normalise(units, units_of), losses_finite)
         if closed.norm == 0.0:
             self.store.refuse_nothing()
         finite = closed.finite and losses_finite
         skipped = None if finite else self._nonfinite(totals, losses_finite)
-        if finite and steps:
-            self._update(closed, loss)
-        elif finite:
-            self.store.hand_over(closed.remaining)
+        if finite:
+            self._update(closed, loss, steps)
         if self.target.scale is not None:
             self.target.scale.update(finite=finite)
         self.skipped += skipped is not None
@@ -363,10 +366,17 @@ class Window:
             skipped=skipped,
         )
 
+    def _normalise(self, units: float, units_of: Mapping[str, float]) -> float:
+        """Return the factor from the gradients as they are to those of the mean loss."""
+        if self.known is None:
+            return 1.0 / (units * read_scalars([self.seed])[0])
+        check_counts(self.known, units_of)
+        return 1.0
+
     def _sums(
-        self, totals: Mapping[str, Sequence[float]]
+        self, totals: Mapping[str, Sequence[float]], has_more: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Totals and units of each term over the window and all ranks: one small collective.
+        """Return totals and units of each term over the window and all ranks (one collective).
 
         With them go whether this rank has more data, and which parameters have a gradient here:
         one that has none on any rank keeps none, as for the undivided batch.
@@ -375,12 +385,12 @@ class Window:
         values = [math.fsum(totals[name]) for name in names]
         values += [read_units(self.units.get(name, ())) for name in names]
         if self.sync.ranks == 1:
-            self.ranks_with_more = int(self.has_more)
+            self.ranks_with_more = int(has_more)
         else:
             absent = self.store.absent()
             shared = self.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
-            values = self.sync.sum([*values, float(self.has_more), *present])
+            values = self.sync.sum([*values, float(has_more), *present])
             more, *counts = values[2 * len(names) :]
             self.ranks_with_more = int(more)
             for parameter, count in zip(shared, counts, strict=True):
@@ -390,19 +400,18 @@ class Window:
         return dict(zip(names, sums, strict=True)), dict(zip(names, units, strict=True))
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
-        """Take part in a window of the other ranks without a micro-batch of one's own."""
-        self.has_more = False
+        """Take part in a window of the other ranks, without a micro-batch."""
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
         self.begin(0, known=known)
         return self.close()
 
-    def _close_ahead(self) -> Closed | None:
-        """Let the device close the window while the host waits; the numbers are read either way."""
+    def _close_ahead(self, while_waiting: Callable[[], None] | None) -> Closed | None:
+        """Let the device close the window while the host waits for its numbers."""
         if not self.totals:
             return None
-        sums = Sums(self.totals, self.units, self.known, self.seed, self.loss_scale)
-        ahead = self.store.close_ahead(self.groups, sums, self._hooks, self.while_waiting)
+        sums = WindowSums(self.totals, self.units, self.known, self.seed, self.loss_scale)
+        ahead = self.store.close_ahead(self.groups, sums, self._hooks, while_waiting)
         if ahead is None:
             return None
         self.totals = {name: [*values] for name, values in ahead.totals.items()}
@@ -419,7 +428,11 @@ class Window:
             check_same_norm(closed.norm, self.sync.largest, self.target.device)
         return closed
 
-    def _update(self, closed: Closed, loss: float) -> None:
+    def _update(self, closed: Closed, loss: float, steps: bool) -> None:
+        """Step the optimizers, schedulers and EMA, or leave the gradients to the user."""
+        if not steps:
+            self.store.hand_over(closed.remaining)
+            return
         if not closed.stepped:
             self.store.update(closed.remaining)
         self.updates += 1
@@ -448,7 +461,7 @@ class Window:
         )
 
     def _nonfinite(self, totals: Mapping[str, Sequence[float]], losses_finite: bool) -> str:
-        """The reason for skipping, or the error; the same on all ranks."""
+        """Return the reason for skipping, or raise the error; the same on all ranks."""
         culprit = first_nonfinite(totals, self.owners)
         scaled = self.target.scale is not None and self.target.scale.enabled
         if scaled and losses_finite:
@@ -472,3 +485,39 @@ class Window:
         self.sync.discard()
         self._hooks.give_back()
         self._clear()
+
+
+def make_window(
+    models: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    *,
+    clip_norm: ClipNorm,
+    scheduler: Scheduler | Sequence[Scheduler] | None,
+    memory: Memory,
+    close: Close,
+    precision: str = "full",
+    counts_units: bool = False,
+) -> Window:
+    """Return the window of these models and optimizers; refuse what does not go together."""
+    options = close.with_clip_norm(clip_norm)
+    sync = choose_sync(models, sync=close.sync)
+    target = build_target(
+        models,
+        optimizer,
+        options=options,
+        scheduler=scheduler,
+        ema=close.ema,
+        precision=precision,
+        scaler=close.scaler,
+        sync=sync,
+    )
+    store = choose_store(
+        memory.gradients,
+        optimizer_on=memory.optimizer,
+        target=target,
+        options=options,
+        sync=sync,
+        counts_units=counts_units,
+        on_gradient=close.on_gradient is not None,
+    )
+    return Window(target, options, sync, store, close.on_gradient)

@@ -1,4 +1,4 @@
-"""How many micro-batches make a window: a number, or a schedule by update or by epoch."""
+"""The number of micro-batches in a window: fixed, or a schedule by update or by epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Steps:
 
     @staticmethod
     def of(steps: object) -> Steps:
-        """From what a user passes: a number, a mapping by update, or `by_epoch(...)`."""
+        """Read what a user passes: a number, a mapping by update, or `by_epoch(...)`."""
         if isinstance(steps, Steps):
             return steps
         if isinstance(steps, Mapping):
@@ -39,13 +39,13 @@ class Steps:
         return Steps(((0, int(steps)),))
 
     def at(self, *, update: int, epoch: int) -> int:
-        """The steps of the window that begins after `update` updates, in `epoch`."""
+        """Return the steps of the window that begins after `update` updates, in `epoch`."""
         now = epoch if self.per_epoch else update
         return next(steps for start, steps in reversed(self.changes) if start <= now)
 
 
 def by_epoch(schedule: Mapping[int, int]) -> Steps:
-    """A schedule of `steps=` by epoch: one pass of `over` over its loader is an epoch."""
+    """Return a schedule of `steps=` by epoch: one pass of `over` over its loader is one."""
     return _schedule(schedule, per_epoch=True)
 
 

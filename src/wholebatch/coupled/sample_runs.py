@@ -20,7 +20,7 @@ from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.core.splitting.samples import Layout, flatten
-from wholebatch.coupled.batchnorm.fixed_norms import FixedNorms
+from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.gradient_digests import gradient_digests
 from wholebatch.coupled.held_draws import HeldDraws

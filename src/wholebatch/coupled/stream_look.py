@@ -19,8 +19,7 @@ from wholebatch.core.loss import Loss, Units, check_units
 from wholebatch.core.loss_reduction import check_mean, check_sum, divisors
 from wholebatch.coupled.adds_up import Look
 from wholebatch.coupled.batchnorm.moments import recomputing
-from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.call_look import look_at_call, tensors_of
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.finding import Finding

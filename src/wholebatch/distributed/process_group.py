@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wholebatch.distributed import Sync
 from wholebatch.distributed.rank_failure import alarm
 
-__all__ = ["Gathered", "Group", "Waiting"]
+__all__ = ["Group", "Waiting"]
 
 
 class Waiting:
@@ -64,10 +62,10 @@ class Group:
         self._device = device
         self.rank = rank
         self.waiting = Waiting(device)
-        self.size = 1
+        self.ranks = 1
         for group in self._groups:
-            self.size *= dist.get_world_size(group)
-        if self.size > 1:
+            self.ranks *= dist.get_world_size(group)
+        if self.ranks > 1:
             alarm()  # from now on: a rank may fail before its first collective
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -110,47 +108,3 @@ class Group:
         for group in self._groups:
             self.wait(dist.all_reduce(tensor, op=operation, group=group, async_op=True))
         return tensor
-
-
-class Gathered:
-    """A differentiable gather along the first dimension (the samples), in the order of the ranks.
-
-    Ranks may have different numbers of samples. The backward sums the gradients of all ranks for
-    each row, so a loss that every rank computes must be divided by the number of ranks.
-    """
-
-    def __init__(self, sync: Sync) -> None:
-        self._sync = sync
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        sync = self._sync
-        counts = [0.0] * sync.ranks
-        counts[sync.rank] = float(len(tensor))
-        sizes = [int(size) for size in sync.sum(counts)]
-        start = sum(sizes[: sync.rank])
-        if not tensor.is_floating_point():
-            wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
-            return _spread(wide, start, sum(sizes), sync.sum_tensor).to(tensor.dtype)
-        gathered: Tensor = _Gather.apply(tensor, start, sum(sizes), sync.sum_tensor)  # type: ignore[no-untyped-call]
-        return gathered
-
-
-def _spread(tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the rows of all ranks: place own rows among zeros and sum over ranks, exactly."""
-    whole = tensor.new_zeros((rows, *tensor.shape[1:]))
-    whole[start : start + len(tensor)] = tensor
-    return summed(whole)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, start: int, rows: int, summed: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.start, ctx.count, ctx.summed = start, len(tensor), summed
-        return _spread(tensor, start, rows, summed)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        summed = ctx.summed(gradient.contiguous())
-        return summed[ctx.start : ctx.start + ctx.count], None, None, None

@@ -64,7 +64,7 @@ class Sync(ABC):
 
     def use_group(self, group: Group) -> None:
         """Sum over these data-parallel ranks."""
-        self.group, self.ranks, self.rank = group, group.size, group.rank
+        self.group, self.ranks, self.rank = group, group.ranks, group.rank
 
     def optimizer(self, optimizer: Any) -> Any:
         """Return the optimizer that steps the parameters, given the user's."""

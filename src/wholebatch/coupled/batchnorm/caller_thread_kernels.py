@@ -1,8 +1,13 @@
-"""Convolution and linear layers whose kernels run on the caller's thread.
+"""Convolutions and matrix products of all micro-batches, run on the caller's thread.
 
-This does the same as `onethread` without intercepting every operation. It covers the layers that
-launch nearly all kernels with per-thread state. Other layers run on their own thread with their own
-plans: slower, with the same result.
+PyTorch keeps cuDNN's execution plans, and the handles and workspaces of cuBLAS, per thread. Sixteen
+threads would allocate sixteen workspaces, and each would search a plan for every convolution again
+in every window. So the micro-batches' threads hand these kernels to the caller's thread. It is
+waiting for them anyway, and it already has the plans.
+
+`CallerThreadLayers` does so by convolution and linear layers, which launch nearly all of these
+kernels. Other code runs on its own thread with its own plans: slower, with the same result. Where
+every operation is intercepted anyway, `execute_on_caller` hands over single operations.
 
 Under autocast the 16-bit copy of a weight is made once for all micro-batches. Its gradients are
 summed in one buffer of the weight's own dtype, which the last micro-batch passes to autograd.
@@ -10,7 +15,8 @@ summed in one buffer of the weight's own dtype, which the last micro-batch passe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +24,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from wholebatch.coupled.batchnorm.activation_offload import ActivationPages
+from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
 from wholebatch.coupled.replaced_forwards import ReplacedForwards
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["Elsewhere", "ignored"]
+__all__ = ["CallerThreadLayers", "below_autograd", "execute_on_caller"]
 
-Call = Callable[[Callable[[], Any]], Any]
+_Call = Callable[[Callable[[], Any]], Any]
 
+_aten = torch.ops.aten
+_PER_THREAD = frozenset(
+    {
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_cudnn_attention_backward.default,
+    }
+)
 _CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 _TRANSPOSED = (
     nn.ConvTranspose1d.forward,
@@ -33,31 +54,46 @@ _TRANSPOSED = (
 )
 
 
-def ignored(tensor: Tensor) -> None:
-    """Do nothing: the default for `keep` and `keep_sum`."""
+def execute_on_caller(threads: TurnTakingThreads[Any]) -> Callable[[Any, Any, Any], Any]:
+    """Return a function that runs an operation, on the caller's thread if its state is there."""
+
+    def execute(func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _PER_THREAD:
+            return threads.call(lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    return execute
 
 
-class Elsewhere:
-    """A context in which the layers among `modules` run their kernels through `call`.
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Disable autograd and autocast, for operations that were dispatched below them."""
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
 
-    `party()` returns the index, out of `parties`, of this thread's micro-batch. `keep` is called
-    with tensors that all micro-batches share, `keep_sum` with their summed gradients.
+
+class CallerThreadLayers:
+    """A context in which the layers among `modules` run their kernels on the caller's thread.
+
+    With `pages`, all operations are watched, and handed over already. Then the layers only share
+    their casts, which are kept on the device.
     """
 
     def __init__(
         self,
         modules: Iterable[nn.Module],
-        call: Call,
-        *,
-        party: Callable[[], int | None],
-        parties: int,
-        keep: Callable[[Tensor], None] = ignored,
-        keep_sum: Callable[[Tensor], None] = ignored,
+        threads: TurnTakingThreads[Any],
+        pages: ActivationPages | None,
     ) -> None:
         self._modules = modules
-        self._call = call
-        self._keep = keep
-        self._sums = _Sums(party, parties, keep_sum)
+        self._call: _Call = threads.call if pages is None else lambda job: job()
+        self._pages = pages
+        self._sums = _CastGradients(threads, pages)
         self._casts: dict[tuple[int, torch.dtype, bool], Tensor] = {}
         self._replaced = ReplacedForwards()
 
@@ -88,7 +124,7 @@ class Elsewhere:
         def forward(x: Tensor) -> Tensor:
             if x.dim() != len(zeros) + 2:
                 return found(x)  # A single sample without a batch dimension.
-            x, weight, bias = self._cast(x, module.weight, module.bias)
+            x, weight, bias = self._cast(x, module)
             return _convolve(x, weight, bias, (*options, zeros, module.groups), self._call)
 
         return forward
@@ -105,7 +141,7 @@ class Elsewhere:
             extra = module._output_padding(
                 x, output_size, stride, padding, kernel, dimensions, list(module.dilation)
             )
-            x, weight, bias = self._cast(x, module.weight, module.bias)
+            x, weight, bias = self._cast(x, module)
             options = (module.stride, module.padding, module.dilation, True, extra, module.groups)
             return _convolve(x, weight, bias, options, self._call)
 
@@ -113,42 +149,37 @@ class Elsewhere:
 
     def _linear(self, module: nn.Linear) -> Callable[..., Tensor]:
         def forward(x: Tensor) -> Tensor:
-            return _apply_linear(*self._cast(x, module.weight, module.bias), self._call)
+            return _apply_linear(*self._cast(x, module), self._call)
 
         return forward
 
-    def _cast(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Cast the inputs of a layer as autocast would."""
+    def _cast(self, x: Tensor, module: nn.Module) -> tuple[Tensor, Any, Any]:
+        """Return the input, weight and bias of a layer, cast as autocast would."""
         kind = x.device.type
-        if not torch.is_autocast_enabled(kind) or not x.is_floating_point():
-            return x, weight, bias
+        casts = torch.is_autocast_enabled(kind) and x.is_floating_point()
+        if not casts or x.dtype == torch.float64:
+            return x, module.weight, module.bias
         dtype = torch.get_autocast_dtype(kind)
-        if x.dtype == torch.float64:
-            return x, weight, bias
-        return x.to(dtype), self._kept(weight, dtype), self._kept(bias, dtype)
+        return x.to(dtype), self._shared(module.weight, dtype), self._shared(module.bias, dtype)
 
-    def _kept(self, parameter: Any, dtype: torch.dtype) -> Any:
+    def _shared(self, parameter: Any, dtype: torch.dtype) -> Any:
         """Return one cast copy of a weight for all micro-batches, like autocast's cache."""
         if parameter is None or parameter.dtype in (dtype, torch.float64):
             return parameter
         key = (id(parameter), dtype, torch.is_grad_enabled())
         if key not in self._casts:
             self._casts[key] = _cast_once(parameter, dtype, self._sums)
-            self._keep(self._casts[key])
+            if self._pages is not None:
+                self._pages.keep(self._casts[key])
         return self._casts[key]
 
 
-class _Sums:
+class _CastGradients:
     """Summed gradients of weights that were cast for all micro-batches, in the weights' dtypes."""
 
-    def __init__(
-        self, party: Callable[[], int | None], parties: int, keep: Callable[[Tensor], None]
-    ) -> None:
-        self._party = party
-        self._last = parties - 1
-        self._keep = keep
+    def __init__(self, threads: TurnTakingThreads[Any], pages: ActivationPages | None) -> None:
+        self._threads = threads
+        self._pages = pages
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
@@ -157,8 +188,9 @@ class _Sums:
             buffer = self._held.pop(id(parameter))[1].add_(gradient)
         else:
             buffer = gradient.to(parameter.dtype)
-            self._keep(buffer)
-        if self._party() == self._last:
+            if self._pages is not None:
+                self._pages.keep_sum(buffer)
+        if self._threads.party == self._threads.parties - 1:
             return buffer
         self._held[id(parameter)] = parameter, buffer
         return None
@@ -173,7 +205,7 @@ class _Sums:
 
 class _CastOnce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype, sums: _Sums) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype, sums: _CastGradients) -> Tensor:
         ctx.parameter, ctx.sums = parameter, sums
         return parameter.to(dtype)
 
@@ -186,7 +218,7 @@ class _CastOnce(torch.autograd.Function):
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any, call: Call
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any, call: _Call
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.call = options, call
@@ -200,16 +232,16 @@ class _Convolve(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:3])
         dx, dweight, dbias = ctx.call(
-            lambda: torch.ops.aten.convolution_backward.default(
+            lambda: _aten.convolution_backward.default(
                 dy, x, weight, ctx.bias_sizes, *ctx.options, mask
             )
         )
         return dx, dweight, dbias, None, None
 
 
-class _Linear(torch.autograd.Function):
+class _CallerThreadLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
         out: Tensor = call(lambda: F.linear(x, weight, bias))
@@ -239,4 +271,4 @@ def _refuse_second_derivative() -> None:
 
 _cast_once: Callable[..., Tensor] = _CastOnce.apply
 _convolve: Callable[..., Tensor] = _Convolve.apply
-_apply_linear: Callable[..., Tensor] = _Linear.apply
+_apply_linear: Callable[..., Tensor] = _CallerThreadLinear.apply
