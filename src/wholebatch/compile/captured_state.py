@@ -136,9 +136,7 @@ class Reach:
             if _is_foreign(_bare(value)):
                 return None, []
             return _bindings, list(_reached(value))
-        if not hasattr(value, "__dict__") or isinstance(value, (type, types.ModuleType)):
-            return None, []
-        if _is_foreign(type(value)):
+        if not _is_own_object(value):
             return None, []
         # If the code names none of its attributes, the object may use `__getattr__`: record all.
         wanted = self._names if mentioned and self._names & vars(value).keys() else None
@@ -297,6 +295,13 @@ def _methods(kind: type[Any]) -> list[types.FunctionType]:
             found.append(function)
             stack += [getattr(kind, name, None) for name in function.__code__.co_names]
     return found
+
+
+def _is_own_object(value: Any) -> bool:
+    """True if it is an object of the user's, with attributes."""
+    if isinstance(value, (type, types.ModuleType)):
+        return False
+    return hasattr(value, "__dict__") and not _is_foreign(type(value))
 
 
 def _is_foreign(thing: Any) -> bool:

@@ -130,12 +130,10 @@ def _bring_forward(graph: fx.Graph, seed: fx.Node, loss: fx.Node) -> bool:
 
 def _matched(loss: fx.Node) -> _Loss | None:
     """Return the parts of this cross-entropy, or None if the fused op cannot replace it."""
-    shares, labels, weight, reduction, ignored = loss.args
+    shares, labels, _, reduction, ignored = loss.args
     assert isinstance(shares, fx.Node)
     assert isinstance(labels, fx.Node)
-    if weight is not None or reduction not in (_SUM, _MEAN) or loss.meta["val"][0].dim():
-        return None
-    if shares.target is not aten._log_softmax.default or shares.args[1:] != (1, False):
+    if not _is_plain(loss, shares):
         return None
     of_loss = _only(shares.users, aten.nll_loss_backward.default)
     of_shares = _only(shares.users, aten._log_softmax_backward_data.default)
@@ -151,6 +149,18 @@ def _matched(loss: fx.Node) -> _Loss | None:
     assert isinstance(reduction, int)
     assert isinstance(ignored, int)
     return _Loss(loss, logits, labels, seed, gradient, reduction, ignored)
+
+
+def _is_plain(loss: fx.Node, shares: fx.Node) -> bool:
+    """True if it is the sum or mean, without class weights, over log-softmax rows of a matrix."""
+    _, _, weight, reduction, _ = loss.args
+    return (
+        weight is None
+        and reduction in (_SUM, _MEAN)
+        and not loss.meta["val"][0].dim()
+        and shares.target is aten._log_softmax.default
+        and shares.args[1:] == (1, False)
+    )
 
 
 def _is_its_backward(loss: fx.Node, of_loss: fx.Node, of_shares: fx.Node) -> bool:

@@ -33,7 +33,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from wholebatch.core.loss import Loss, Terms
-from wholebatch.core.precision import Precision
+from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
@@ -97,7 +97,6 @@ def _adds(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int])
     return torch.equal(made, wanted) and torch.equal(buffer, wanted + before)
 
 
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _CAN_LOOK = (
     hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     and hasattr(torch._C, "_are_functorch_transforms_active")
@@ -252,11 +251,11 @@ class Adding:
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             given = (x.dtype, weight.dtype, dtype if bias is None else bias.dtype)
-            if any(one not in (torch.float32, *_SIXTEEN_BIT) for one in given):
+            if any(one not in (torch.float32, *SIXTEEN_BIT) for one in given):
                 return None  # Autocast does not cast this dtype.
         elif x.dtype is not dtype or (bias is not None and bias.dtype is not dtype):
             return None
-        if dtype not in _SIXTEEN_BIT and not self.anywhere:
+        if dtype not in SIXTEEN_BIT and not self.anywhere:
             return None
         result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             x.to(dtype),
@@ -330,7 +329,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if (
         dtype is torch.float32
-        and left.dtype in _SIXTEEN_BIT
+        and left.dtype in SIXTEEN_BIT
         and not torch.is_grad_enabled()
         and left.numel()
         and right.numel()
@@ -346,7 +345,7 @@ def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
     buffer = weight.grad
     if not left.numel() or not right.numel():  # For example an expert without tokens.
         return False
-    if left.dtype not in _SIXTEEN_BIT:
+    if left.dtype not in SIXTEEN_BIT:
         if buffer is None or buffer.dtype is not left.dtype:
             return False
         buffer.addmm_(left, right)

@@ -128,9 +128,13 @@ def check_dtypes(model: nn.Module) -> None:
             )
 
 
+def _param_group(module: FSDPModule) -> Any:
+    """Return torch's own record of the parameters that this module shards, or None."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
 def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:
-    for module in modules:
-        group = module._get_fsdp_state()._fsdp_param_group
+    for group in map(_param_group, modules):
         if group is not None:
             return group.mesh_info.mesh
     return parameter.device_mesh
@@ -138,8 +142,7 @@ def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:
 
 def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:
     """Return the number by which the engine divides: the ranks, unless the user set another."""
-    for module in modules:
-        group = module._get_fsdp_state()._fsdp_param_group
+    for group in map(_param_group, modules):
         factor = getattr(group, "gradient_divide_factor", None)
         if factor is not None:
             return float(factor)
@@ -147,7 +150,8 @@ def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:
 
 
 def _switches(module: FSDPModule) -> tuple[bool, bool]:
-    group = module._get_fsdp_state()._fsdp_param_group
+    """Return the module's present settings: gradient sync, and all-reduce between replicas."""
+    group = _param_group(module)
     if group is None:
         return True, True
     return bool(group.reduce_grads), bool(group.all_reduce_grads)

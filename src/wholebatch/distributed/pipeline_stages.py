@@ -96,7 +96,7 @@ class PipelineRunner:
             sizes.add(batch_size_of(target))
             self._targets = split(target, self._size)
         shapes = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
-        said = [
+        mine = [
             float(max(sizes, default=-math.inf)),
             -float(min(sizes, default=math.inf)),
             float(self.is_first and not args),
@@ -105,7 +105,7 @@ class PipelineRunner:
         ]
         # One small collective, so that all ranks raise: if only one did, the others would hang.
         most, least, no_input, no_target, changed = self._largest(
-            torch.tensor(said, dtype=torch.float64)
+            torch.tensor(mine, dtype=torch.float64)
         ).tolist()
         self._shapes = shapes
         if no_input or no_target:
