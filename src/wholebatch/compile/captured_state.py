@@ -45,6 +45,15 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
 
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
+_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
+"""Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
+_COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 class Reach:
@@ -308,17 +317,6 @@ def _is_foreign(thing: Any) -> bool:
     """True if it belongs to a library, whose state is not the user's."""
     module = getattr(thing, "__module__", None) or "builtins"
     return module.partition(".")[0] in _FOREIGN
-
-
-_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
-"""Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
-_COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 class Fingerprint:

@@ -32,6 +32,21 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("wholebatch.compile")
+_TRACE_AFTER = 3.0
+"""Seconds of training before "auto" makes its first graph; tracing takes about as long."""
+_COMPILE_PER_OPERATION = 0.012
+"""Seconds that Inductor takes per operation (33 s for 2,700 of them beside an H200)."""
+_KINDS = 16
+"""The most kinds of micro-batches that get a graph of their own and are captured."""
+_KINDS_IN_ALL = 32
+"""The most kinds that are captured, shared graphs included; each holds memory for its inputs."""
+_AT_ONCE = 3
+"""The most graphs that are compiled at once when compilation was asked for."""
+_COMPILED = 8
+"""The most graphs that are compiled; the later ones only once the run is old enough."""
+_CHANGES = 3.0
+_FORGETS = 0.05
+"""More than one change in 20 windows is too many: a new graph each time would not pay."""
 
 
 class ExecuteWarning(UserWarning):
@@ -79,22 +94,6 @@ def first_line(problem: BaseException) -> str:
 
 
 Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
-
-_TRACE_AFTER = 3.0
-"""Seconds of training before "auto" makes its first graph; tracing takes about as long."""
-_COMPILE_PER_OPERATION = 0.012
-"""Seconds that Inductor takes per operation (33 s for 2,700 of them beside an H200)."""
-_KINDS = 16
-"""The most kinds of micro-batches that get a graph of their own and are captured."""
-_KINDS_IN_ALL = 32
-"""The most kinds that are captured, shared graphs included; each holds memory for its inputs."""
-_AT_ONCE = 3
-"""The most graphs that are compiled at once when compilation was asked for."""
-_COMPILED = 8
-"""The most graphs that are compiled; the later ones only once the run is old enough."""
-_CHANGES = 3.0
-_FORGETS = 0.05
-"""More than one change in 20 windows is too many: a new graph each time would not pay."""
 
 
 def check_execute(execute: object, device: torch.device) -> Execute:

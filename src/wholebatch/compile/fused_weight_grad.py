@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from wholebatch.core.window import Window
 
 __all__ = ["Adding", "add_product", "can_add_any_product", "can_add_products"]
+_CAN_LOOK = (
+    hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    and hasattr(torch._C, "_are_functorch_transforms_active")
+    and hasattr(torch._C, "_len_torch_dispatch_stack")
+    and hasattr(torch._C, "_len_torch_function_stack")
+    and hasattr(forward_ad, "_current_level")
+)
+"""True if this torch has the private functions that report hooks, modes and transforms."""
+LossFunction = Callable[[Any, Any], Any]
 
 
 @cache
@@ -95,17 +104,6 @@ def _adds(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int])
     except (RuntimeError, TypeError):
         return False
     return torch.equal(made, wanted) and torch.equal(buffer, wanted + before)
-
-
-_CAN_LOOK = (
-    hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-    and hasattr(torch._C, "_are_functorch_transforms_active")
-    and hasattr(torch._C, "_len_torch_dispatch_stack")
-    and hasattr(torch._C, "_len_torch_function_stack")
-    and hasattr(forward_ad, "_current_level")
-)
-"""True if this torch has the private functions that report hooks, modes and transforms."""
-LossFunction = Callable[[Any, Any], Any]
 
 
 class Adding:

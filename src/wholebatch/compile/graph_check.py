@@ -17,11 +17,11 @@ from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["Check", "Eagerly", "differs", "gradients_in_full", "is_as_near"]
+__all__ = ["Check", "EagerResult", "differs", "gradients_in_full", "is_as_near"]
 
 
 @dataclass(frozen=True)
-class Eagerly:
+class EagerResult:
     """The eager result of one micro-batch, to compare a graph with."""
 
     inputs: Inputs

@@ -17,7 +17,15 @@ from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import Structure, flatten
 
-__all__ = ["Copies", "Inputs", "Key", "dense_strides", "is_dense", "memory_order", "take_apart"]
+__all__ = [
+    "DeviceCopies",
+    "Inputs",
+    "Key",
+    "dense_strides",
+    "is_dense",
+    "memory_order",
+    "take_apart",
+]
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -96,7 +104,7 @@ def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
     )
 
 
-class Copies:
+class DeviceCopies:
     """Copies micro-batches to one device."""
 
     def __init__(self, device: torch.device) -> None:

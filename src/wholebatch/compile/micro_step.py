@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.captured_state import Fingerprint
-from wholebatch.compile.cuda_graph import Captured, rehearse
+from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
 from wholebatch.compile.execute_mode import (
     CannotTrace,
     Execute,
@@ -35,10 +35,10 @@ from wholebatch.compile.gradient_buffers import (
     may_lend,
     take_workspace,
 )
-from wholebatch.compile.graph_check import Check, Eagerly, gradients_in_full
-from wholebatch.compile.graph_inputs import Copies, Inputs, Key, take_apart
+from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
+from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
-from wholebatch.compile.symbolic_sizes import Shapes, Shared, Sizes
+from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms
@@ -85,7 +85,7 @@ class Executor:
         self._device = device
         self._eager = Adding(self._model, window, precision, device, eager)
         self._single = single
-        self._copies = Copies(device)
+        self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
         self._next_place = 0
@@ -112,7 +112,7 @@ class Executor:
         self._steps: dict[Key, Prepared] = {}
         self._traced: dict[Key, Traced] = {}
         self._seen: dict[Key, int] = {}
-        self._shapes = Shapes(self.notes)
+        self._shapes = SharedGraphs(self.notes)
 
     # ------------------------------------------------------------- micro-step
 
@@ -144,7 +144,7 @@ class Executor:
         self._steps.clear()
         self._traced.clear()
         self._seen.clear()
-        self._shapes = Shapes(self.notes)
+        self._shapes = SharedGraphs(self.notes)
         self._pool = None
         self._next_place = 0
 
@@ -227,7 +227,7 @@ class Executor:
             dict(zip(form.names, form.weights, strict=True)),
         )
 
-    def _prepares(self, inputs: Inputs, shared: Shared | None) -> bool:
+    def _prepares(self, inputs: Inputs, shared: SharedGraph | None) -> bool:
         own = sum(step.joint.sizes is None for step in self._steps.values())
         others = None if shared is None else len(self._steps) - own
         first = not self._window.owners
@@ -294,7 +294,7 @@ class Executor:
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
         totals = [total.detach() for total in totals_of(loss)]
-        done = Eagerly(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
+        done = EagerResult(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
         del loss
         self._precision.let_go()
         self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
@@ -318,7 +318,7 @@ class Executor:
             f"{step.joint.fused[1]} embeddings add themselves"
         )
 
-    def _made(self, done: Eagerly, *, compiled: bool) -> Prepared:
+    def _made(self, done: EagerResult, *, compiled: bool) -> Prepared:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
         inputs, form = done.inputs, done.form
         if self._window.known is not None and any(d in SIXTEEN_BIT for d in form.dtypes):
@@ -370,7 +370,7 @@ class Executor:
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
             return self._joint(make, traced, False)
 
-    def _proven(self, joint: JointStep, done: Eagerly) -> Prepared:
+    def _proven(self, joint: JointStep, done: EagerResult) -> Prepared:
         """Run the graph from the same state as eager code, and capture it if the results agree."""
         # The trial run writes into the buffers: save the window's gradients first.
         buffers, inputs = self._gradients.of(joint.used), done.inputs
@@ -407,7 +407,7 @@ class Executor:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            return Captured(joint, inputs.tensors, seeds, pool=self._pool)
+            return CapturedGraph(joint, inputs.tensors, seeds, pool=self._pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:

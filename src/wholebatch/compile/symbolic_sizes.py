@@ -29,10 +29,16 @@ from wholebatch.compile.graph_inputs import (
 from wholebatch.compile.joint_graph import JointStep
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = ["Place", "Shapes", "Shared", "Sizes", "differing", "pattern"]
+__all__ = ["Place", "SharedGraph", "SharedGraphs", "Sizes", "differing", "pattern"]
 
 Place: TypeAlias = tuple[int, int]
 """The index of a tensor of a micro-batch, and one of its dimensions."""
+
+_TRIES = 3
+"""The most graphs of open sizes per pattern.
+
+Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
+"""
 
 
 def pattern(key: Key) -> Key:
@@ -233,14 +239,7 @@ def _holds(guard: Any, binding: Mapping[Any, int]) -> bool:
         return False
 
 
-_TRIES = 3
-"""The most graphs of open sizes per pattern.
-
-Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
-"""
-
-
-class Shared:
+class SharedGraph:
     """A graph of open sizes, and its joint steps: as traced, compiled, or both."""
 
     def __init__(self, traced: Traced) -> None:
@@ -274,15 +273,15 @@ class Shared:
         return self.joints[compiled]
 
 
-class Shapes:
+class SharedGraphs:
     """The graphs of open sizes of one executor, by the pattern of their micro-batches."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self._made: dict[Key, list[Shared]] = {}
-        self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], Shared | None]]] = {}
+        self._made: dict[Key, list[SharedGraph]] = {}
+        self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], SharedGraph | None]]] = {}
 
-    def find(self, inputs: Inputs) -> Shared | None:
+    def find(self, inputs: Inputs) -> SharedGraph | None:
         """Return the graph that serves this kind, if there is one."""
         if not self._made:
             return None
@@ -316,7 +315,7 @@ class Shapes:
         prepared: Iterable[Key],
         seen: Iterable[Key],
         trace: Callable[[Sizes], Traced],
-    ) -> Shared | None:
+    ) -> SharedGraph | None:
         """Return the graph that serves this kind with a loss of this form; make it if it pays.
 
         It pays if another kind of the same pattern is prepared. If tracing failed for a set of
@@ -337,7 +336,7 @@ class Shapes:
         inputs: Inputs,
         places: tuple[tuple[Place, ...], ...],
         trace: Callable[[Sizes], Traced],
-    ) -> Shared | None:
+    ) -> SharedGraph | None:
         of = pattern(inputs.key)
         tried = self._tried.setdefault(of, [])
         failed = any(
@@ -348,7 +347,7 @@ class Shapes:
             return None
         tried.append((set(places), None))
         try:
-            shared = Shared(trace(Sizes.of(inputs, places)))
+            shared = SharedGraph(trace(Sizes.of(inputs, places)))
             if not shared.admits(inputs):
                 raise CannotTrace("its own sizes are not among those it is for")
         except torch.OutOfMemoryError:
@@ -361,7 +360,7 @@ class Shapes:
         self._made.setdefault(of, []).append(shared)
         return shared
 
-    def give_up(self, shared: Shared, problem: Exception) -> None:
+    def give_up(self, shared: SharedGraph, problem: Exception) -> None:
         """Stop using a shared graph that failed to compile or differs from eager code."""
         shared.usable = False
         self._told(problem)

@@ -50,7 +50,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
 
-class Order:
+class BackwardOrder:
     """The order in which backwards reached the parameters, as a number that ranks can compare.
 
     ZeRO 2 and 3 fill their buckets in that order, and add up buckets of all ranks: where ranks
@@ -98,9 +98,9 @@ class DeepSpeed(Sync):
         self.clip_norm = float(engine.gradient_clipping()) or None
         self._found = engine._is_gradient_accumulation_boundary
         self._failed = False
-        self._order: Order | None = None
+        self._order: BackwardOrder | None = None
         if self._stage >= 2:
-            self._order = Order([p for p in engine.module.parameters() if p.requires_grad])
+            self._order = BackwardOrder([p for p in engine.module.parameters() if p.requires_grad])
             weakref.finalize(self, self._order.remove)
 
     def _choose(self, sync: str) -> None:
