@@ -25,7 +25,7 @@ _SUM_COLUMNS, _SUM_LINES = 32, 32
 """The tile of one program of `column_sums`."""
 _GELU_ROWS, _GELU_COLUMNS = 2, 256
 """The tile of one program of `gelu_backward_columns`."""
-_GELU_PROGRAMS = 16
+_GELU_PROGRAMS = 16  # per processor
 _NORM_WARPS_PER_PROCESSOR = 8
 _NORM_FEWEST_ROWS = 4
 """The least number of rows per program: every program's partial sums are written and read again."""
