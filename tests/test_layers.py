@@ -29,7 +29,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "cli.checkpoints",
-            "cli.sharded_checkpoints",
             "core.runner",
             "core.state_dict",
             "distributed.pipeline",
@@ -43,7 +42,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
-            "core.device_store",
             "core.gradient_store",
             "core.lookahead_loader",
             "core.model_and_optimizer",
@@ -68,9 +66,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.loss",
             "core.optimizer_step",
             "core.optional_packages",
-            "core.random_state",
             "core.safe_loading",
-            "distributed.rank_progress",
             "memory.budget",
         }
     ),
@@ -80,7 +76,6 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),
     }
@@ -324,7 +319,7 @@ PLANTED = {
         "an integration imports no other integration",
     ),
     "framework": (
-        "cli/report/page.py",
+        "cli/report/html_page.py",
         "try:\n    import wandb\nexcept ImportError:\n    pass\n",
         "wandb",
     ),

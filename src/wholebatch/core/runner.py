@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
-from wholebatch.core import random_state
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import batch_size_of, to_device
@@ -28,12 +27,12 @@ from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import SplitGuard
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
 from wholebatch.coupled.contrastive.two_pass import WholeLoss
-from wholebatch.coupled.guard import Guard
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
 
@@ -86,7 +85,8 @@ class Runner:
         self._precision = precision
         self._device = window.target.device
         self._untouched = Untouched(window, by="the loss function")
-        self._guard: Guard | None = Guard(root, looks=audit and not window.sync.counts_must_agree)
+        looks = audit and not window.sync.counts_must_agree
+        self._guard: SplitGuard | None = SplitGuard(root, looks=looks)
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
             model=root,
@@ -134,7 +134,7 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        guard.look(run, batch, micros, layout, outputs=encodes, name=name, sync=sync)
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, sync=sync)
         if not guard.pending:
             self._guard = None
 
@@ -541,7 +541,7 @@ def find_nonfinite(
     now = ForwardState(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters = [parameter for _, parameter in named]
-    random_state.restore(start)
+    restore_random(start)
     try:
         for index, micro in enumerate(micros):
             loss = forward(micro)

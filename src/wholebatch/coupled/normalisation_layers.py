@@ -16,7 +16,7 @@ __all__ = [
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.
+    """Return every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.
 
     >>> [name for name, module in batchnorms(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))]
     ['1']
@@ -25,7 +25,7 @@ def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def tracked_instance_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every InstanceNorm that keeps running statistics: they move with every micro-batch."""
+    """Return every InstanceNorm whose running statistics move with every micro-batch."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -44,7 +44,7 @@ def uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a normalisation layer's training-mode forward moves."""
+    """Return the buffers that a normalisation layer's training-mode forward moves."""
     names = ("running_mean", "running_var", "num_batches_tracked")
     found = {name: getattr(module, name, None) for name in names}
     return {name: buffer for name, buffer in found.items() if isinstance(buffer, Tensor)}

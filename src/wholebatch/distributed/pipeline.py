@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
 from wholebatch.core.units import SINGLE
@@ -158,7 +158,7 @@ class Pipeline:
             "skipped": window.skipped,
             "next_seed": window.next_seed,
             "schedulers": [scheduler.state_dict() for scheduler in window.target.schedulers],
-            "random": random_state.capture(),
+            "random": capture_random(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ class Pipeline:
         window.next_seed = saved["next_seed"]
         for scheduler, one in zip(window.target.schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(one)
-        random_state.restore(saved["random"])
+        restore_random(saved["random"])
 
 
 def _stages(stage: Any) -> list[PipelineStage]:

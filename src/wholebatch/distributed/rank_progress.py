@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wholebatch.errors import OptionError
 
 __all__ = ["DEADLINE", "Progress", "error_line", "parse_deadline", "place_of"]
@@ -149,8 +151,6 @@ def place_of(thread: threading.Thread) -> tuple[str, bool]:
 
     It is the innermost line of the user's own code, if there is one.
     """
-    import torch  # not at the top: the command line parses a deadline without torch
-
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "nowhere: its main thread has ended", False

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, check_counts, read_scalars
-from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_store import Numbers
+from wholebatch.core.gradient_store import DeviceStore, Numbers
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync

@@ -245,7 +245,7 @@ class Recorder:
         window = self._window
         if self._lock_step.drawn - {"cuda"}:
             raise CannotTrace("it draws random numbers on the host, which no replay would do")
-        if window.target.sixteen_bit:
+        if window.target.sixteen_bit.parameters:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
         if window.store.only_eager is not None:
             raise CannotTrace(window.store.only_eager)

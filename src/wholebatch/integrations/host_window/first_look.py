@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from wholebatch.core.loss import Loss
-from wholebatch.coupled.adds_up import AddsUp, Look
+from wholebatch.core.splitting.samples import readable_layout
+from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.integrations.host_window.host_ledger import HostLedger
 
@@ -45,17 +46,18 @@ class FirstLook:
 
         Samples without units tell nothing; one process then looks at the next window's first.
         """
-        group, made = self._window.group, Look()
+        group, made = self._window.group, LookResult()
         with _attributes_restored(self._host), local_collectives():
             try:
-                made = AddsUp(self._model).look(
-                    run, batch, micro_batch=micro_batch, name="the loss"
+                layout = readable_layout(batch, None, ())
+                made = check_adds_up(
+                    self._model, run, layout, micro_batch=micro_batch, name="the loss"
                 )
             except Exception as error:  # most often the loss's own, and the training will raise it
                 _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
         self._window.discard()  # what BatchNorm policies have recorded of the runs
-        self._tries = self._tries - 1 if group.ranks == 1 and not made.told else 0
-        made.refuse(self._off, elsewhere=bool(group.sum([float(len(made.findings))])[0]))
+        self._tries = self._tries - 1 if group.ranks == 1 and not made.conclusive else 0
+        made.refuse(self._off, on_another_rank=bool(group.sum([float(len(made.findings))])[0]))
 
 
 @contextmanager

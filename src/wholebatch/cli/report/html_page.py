@@ -1,22 +1,121 @@
-"""A page as one self-contained HTML file: no network, no other files, no fonts.
+"""The elements of a page, and the page as one self-contained HTML file.
 
-It contains the plotting library (plotly.js, from the Python package) and all data. A content
-security policy in the head forbids the browser to load anything.
+The file needs no network, no other files, no fonts: it contains the plotting library (plotly.js,
+from the Python package) and all data. A content security policy in the head forbids the browser to
+load anything.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from wholebatch.cli.report.page.elements import Callout, Chart, Page, Section, Table, Text
 from wholebatch.core.json_files import finite
 from wholebatch.errors import MissingExtraError, OptionError
 
-__all__ = ["render", "write_page"]
+__all__ = [
+    "ROWS",
+    "SERIES",
+    "Callout",
+    "Chart",
+    "HtmlPage",
+    "Section",
+    "Table",
+    "Text",
+    "axis",
+    "bars",
+    "curve",
+    "render",
+    "series_color",
+    "write_page",
+]
+
+SERIES = 8
+"""The number of series colours; `assets/page.css` defines each for light and dark."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Callout:
+    """An answer: one line with a sign, and its details. `mood`: good, bad or plain."""
+
+    head: str
+    lines: tuple[str, ...] = ()
+    mood: str = "plain"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a head. The first column labels the row; `bold` holds the indices of bold rows."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    bold: frozenset[int] = frozenset()
+    folded: bool = False
+    """Folded until opened: the numbers of a chart, for those who cannot see it."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot for plotly.js, with colours by name (`series_color`) for the light and dark scheme.
+
+    A trace may have `xs`, a table of x values by name; the reader of the page then chooses one.
+    """
+
+    name: str
+    title: str
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    caption: str = ""
+    height: int = 320
+    wide: bool = False
+    """True to take the whole width of the page instead of half."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading that can be linked to."""
+
+    name: str
+    title: str
+    parts: tuple[Text | Callout | Table | Chart, ...]
+
+
+@dataclass(frozen=True)
+class HtmlPage:
+    """The whole page."""
+
+    title: str
+    subtitle: str
+    sections: tuple[Section, ...]
+
+    @property
+    def charts(self) -> list[Chart]:
+        """Return every chart, in the order of the page."""
+        return [
+            part for section in self.sections for part in section.parts if isinstance(part, Chart)
+        ]
+
+
+def series_color(index: int) -> str:
+    """Return the name of a series' colour; the colours repeat after `SERIES`.
+
+    >>> series_color(0), series_color(9)
+    ('--series-1', '--series-2')
+    """
+    return f"--series-{index % SERIES + 1}"
+
 
 _ASSETS = Path(__file__).parent / "assets"
 _POLICY = (
@@ -26,7 +125,36 @@ _POLICY = (
 _SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
 
 
-def write_page(page: Page, path: Path) -> Path:
+def curve(name: str, x: Any, y: Any, color: str, **more: Any) -> dict[str, Any]:
+    """Return a trace of points joined by a line."""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": x,
+        "y": y,
+        "line": {"color": color, "width": 2},
+        "marker": {"color": color, "size": 8},
+        **more,
+    }
+
+
+def bars(name: str, x: Any, y: Any, color: str, **more: Any) -> dict[str, Any]:
+    """Return a trace of bars; with an edge, those of a stack are told apart."""
+    marker = {"color": color, "line": {"color": "--surface", "width": 1}}
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **more}
+
+
+def axis(text: str, **more: Any) -> dict[str, Any]:
+    """Return an axis with a title."""
+    return {"title": {"text": text}, **more}
+
+
+ROWS = {"autorange": "reversed", "type": "category", "showgrid": False}
+"""The y axis of a chart with a named row for each bar or point, from the top down."""
+
+
+def write_page(page: HtmlPage, path: Path) -> Path:
     """Write the page and return its path; create missing folders."""
     text = render(page)
     try:
@@ -37,7 +165,7 @@ def write_page(page: Page, path: Path) -> Path:
     return path
 
 
-def render(page: Page) -> str:
+def render(page: HtmlPage) -> str:
     """Return the whole file as text."""
     charts = {chart.name: _spec(chart) for chart in page.charts}
     if len(charts) != len(page.charts):

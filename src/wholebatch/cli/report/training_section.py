@@ -8,10 +8,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wholebatch.cli.report.page.elements import Chart, Section, Table, Text, series_color
-from wholebatch.cli.report.page.memory_section import scale_of
-from wholebatch.cli.report.page.page_sources import Run
-from wholebatch.cli.report.terminal_output import count_said, time_said
+from wholebatch.cli.report.html_page import Chart, Section, Table, Text, axis, series_color
+from wholebatch.cli.report.page_sources import TrainingRun
+from wholebatch.cli.report.result_sections import scale_of
+from wholebatch.cli.report.terminal_output import short_count, short_duration
 from wholebatch.core.readable_sizes import bytes_said
 
 __all__ = ["MOST_POINTS", "overview", "thinned", "training"]
@@ -25,7 +25,7 @@ _PLACE = {"updates": "update", "epochs": "epoch", "tokens": "token"}
 Record = dict[str, Any]
 
 
-def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
+def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | None:
     """Return charts over the windows of every run; `units` are the names of their units."""
     shown = [(run, unit) for run, unit in zip(runs, units, strict=True) if run.records]
     if not shown:
@@ -33,42 +33,38 @@ def training(runs: Sequence[Run], units: Sequence[str]) -> Section | None:
     unit = shown[0][1] if len({unit for _, unit in shown}) == 1 else "units"
     peaks = [memory_of(record) or 0.0 for run, _ in shown for record in run.records]
     size, size_name = scale_of(max(peaks))
+    zero: dict[str, Any] = {"rangemode": "tozero"}
     charts = [
-        _chart(shown, "loss", "Loss", "mean over the window's units", lambda r: r.get("loss")),
+        _chart(shown, "loss", "Loss", axis("mean over the window's units"), _field("loss")),
         _chart(
             shown,
             "throughput",
             "Throughput",
-            f"{unit} per second",
-            lambda r: r.get("units_per_second"),
-            from_zero=True,
+            axis(f"{unit} per second", **zero),
+            _field("units_per_second"),
         ),
         _chart(
             shown,
             "memory-over-time",
             "Memory",
-            f"peak, {size_name}",
+            axis(f"peak, {size_name}", **zero),
             lambda r: None if (bytes_ := memory_of(r)) is None else bytes_ / size,
-            from_zero=True,
         ),
-        _chart(
-            shown, "grad-norm", "Gradient norm", "before clipping", lambda r: r.get("grad_norm")
-        ),
-        _chart(shown, "rate", "Learning rate", "", lambda r: _first(r.get("lr")), from_zero=True),
+        _chart(shown, "grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
+        _chart(shown, "rate", "Learning rate", axis("", **zero), _field("lr")),
         _chart(
             shown,
             "communication",
             "Communication",
-            "% of the window's time",
+            axis("% of the window's time", **zero),
             lambda r: None if not r.get("communication") else 100 * r["communication"],
-            from_zero=True,
         ),
         _chart(
             shown,
             "noise",
             "Critical batch by the gradient noise scale",
-            f"{unit}, with the 95% interval",
-            lambda r: _first(r.get("noise_scale")),
+            axis(f"{unit}, with the 95% interval", type="log"),
+            _field("noise_scale"),
             bounds=("noise_low", "noise_high"),
         ),
     ]
@@ -90,52 +86,60 @@ def memory_of(record: Record) -> float | None:
     return None
 
 
+def _field(name: str) -> Callable[[Record], Any]:
+    """Return a function that reads a field; of several parameter groups the first one's."""
+    return lambda record: _first(record.get(name))
+
+
 def _chart(
-    shown: Sequence[tuple[Run, str]],
+    shown: Sequence[tuple[TrainingRun, str]],
     name: str,
     title: str,
-    label: str,
+    y_axis: dict[str, Any],
     value: Callable[[Record], Any],
     *,
-    from_zero: bool = False,
     bounds: tuple[str, str] | None = None,
 ) -> Chart | None:
     """Return one curve for every run; with `bounds`, only through windows with a value."""
     traces = []
     for place, (run, unit) in enumerate(shown):
         ys = [_number(value(record)) for record in run.records]
-        if all(y is None for y in ys):
-            continue
-        along = _along(run.records, unit)
-        known = [at for at, y in enumerate(ys) if y is not None] if bounds else range(len(ys))
-        columns = thinned([[column[at] for at in known] for column in (*along.values(), ys)])
-        xs = dict(zip(along, columns, strict=False))
-        interval = {}
-        if bounds is not None and len(columns[-1]) <= MOST_BARS:
-            ends = [[_number(run.records[at].get(name)) for at in known] for name in bounds]
-            interval = {"error_y": _bars(columns[-1], *ends, color=series_color(place))}
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines" if len(columns[-1]) > 40 else "lines+markers",
-                "name": run.name,
-                "xs": xs,
-                "y": columns[-1],
-                "line": {"color": series_color(place), "width": 2},
-                "marker": {"size": 6, "color": series_color(place)},
-                "connectgaps": False,
-                **interval,
-            }
-        )
+        if any(y is not None for y in ys):
+            traces.append(_trace(run, unit, ys, series_color(place), bounds))
     if not traces:
         return None
-    layout: dict[str, Any] = {
-        "yaxis": {"title": {"text": label}, "rangemode": "tozero" if from_zero else "normal"},
-        "showlegend": len(shown) > 1,
+    if bounds is None:
+        y_axis = {"rangemode": "normal", **y_axis}
+    else:  # An interval may end at ten times the value.
+        y_axis = {**y_axis, **_ticks(traces)}
+    return Chart(name, title, traces, {"yaxis": y_axis, "showlegend": len(shown) > 1})
+
+
+def _trace(
+    run: TrainingRun,
+    unit: str,
+    ys: Sequence[float | None],
+    color: str,
+    bounds: tuple[str, str] | None,
+) -> dict[str, Any]:
+    """Return the curve of one run, with a choice of x axes and, if short, its intervals."""
+    along = _along(run.records, unit)
+    known = [at for at, y in enumerate(ys) if y is not None] if bounds else range(len(ys))
+    columns = thinned([[column[at] for at in known] for column in (*along.values(), ys)])
+    trace = {
+        "type": "scatter",
+        "mode": "lines" if len(columns[-1]) > 40 else "lines+markers",
+        "name": run.name,
+        "xs": dict(zip(along, columns, strict=False)),
+        "y": columns[-1],
+        "line": {"color": color, "width": 2},
+        "marker": {"size": 6, "color": color},
+        "connectgaps": False,
     }
-    if bounds is not None:  # An interval may end at ten times the value.
-        layout["yaxis"] = {"title": {"text": label}, "type": "log", **_ticks(traces)}
-    return Chart(name, title, traces, layout)
+    if bounds is not None and len(columns[-1]) <= MOST_BARS:
+        ends = [[_number(run.records[at].get(name)) for at in known] for name in bounds]
+        trace["error_y"] = _bars(columns[-1], *ends, color=color)
+    return trace
 
 
 def _ticks(traces: Sequence[Record]) -> dict[str, str]:
@@ -204,84 +208,75 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def overview(
-    runs: Sequence[Run], units: Sequence[str], verdicts: dict[str, dict[str, Any]]
+    runs: Sequence[TrainingRun], units: Sequence[str], verdicts: dict[str, dict[str, Any]]
 ) -> Section | None:
     """Return a table with the runs as columns; rows in which they differ are marked."""
     if not runs:
         return None
-    rows: list[tuple[str, ...]] = []
-    marked: set[int] = set()
-
-    def row(label: str, cells: Sequence[str], *, mark: bool) -> None:
-        if any(cell not in ("", "–") for cell in cells):
-            if mark and len(set(cells)) > 1:
-                marked.add(len(rows))
-            rows.append((label, *cells))
-
-    row("recipe", [str(run.config.get("recipe", "–")) for run in runs], mark=True)
-    row("batch", [_batch_said(run) for run in runs], mark=True)
-    for name, label in (
-        ("precision", "precision"),
-        ("clip_norm", "clipped to norm"),
-        ("lr", "learning rate"),
-        ("seed", "seed"),
-    ):
-        row(label, [_setting(run, name) for run in runs], mark=True)
-    row("device", [_device_said(run) for run in runs], mark=True)
-    row(
-        "windows", [f"{len(run.records):,} of {_setting(run, 'steps')}" for run in runs], mark=False
+    unit_of = dict(zip((run.name for run in runs), units, strict=True))
+    settings: dict[str, Callable[[TrainingRun], str]] = {
+        "recipe": lambda run: str(run.config.get("recipe", "–")),
+        "batch": _batch_text,
+        "precision": lambda run: _setting(run, "precision"),
+        "clipped to norm": lambda run: _setting(run, "clip_norm"),
+        "learning rate": lambda run: _setting(run, "lr"),
+        "seed": lambda run: _setting(run, "seed"),
+        "device": _device_text,
+    }
+    results: dict[str, Callable[[TrainingRun], str]] = {
+        "windows": lambda run: f"{len(run.records):,} of {_setting(run, 'steps')}",
+        "loss, first → last": _losses_text,
+        "losses that are not finite": lambda run: _count(run, _is_lost),
+        "speed (median)": lambda run: _speed_text(run, unit_of[run.name]),
+        "peak memory": _memory_text,
+        "time in windows": _time_text,
+        "skipped windows": lambda run: _count(run, lambda record: bool(record.get("skipped"))),
+        "recoveries from out of memory": _recoveries,
+        "verified": lambda run: _verified(verdicts.get(run.name)),
+    }
+    shown = {**settings, **results, "versions": _versions}
+    made = {label: [say(run) for run in runs] for label, say in shown.items()}
+    if set(made["losses that are not finite"]) == {"0"}:
+        del made["losses that are not finite"]
+    rows = [(label, *cells) for label, cells in made.items() if not set(cells) <= {"", "–"}]
+    marked = frozenset(
+        place
+        for place, (label, *cells) in enumerate(rows)
+        if label not in results and len(set(cells)) > 1
     )
-    row("loss, first → last", [_losses_said(run) for run in runs], mark=False)
-    if any(_count(run, _is_lost) != "0" for run in runs):
-        row("losses that are not finite", [_count(run, _is_lost) for run in runs], mark=False)
-    row(
-        "speed (median)",
-        [_speed_said(run, unit) for run, unit in zip(runs, units, strict=True)],
-        mark=False,
-    )
-    row("peak memory", [_memory_said(run) for run in runs], mark=False)
-    row("time in windows", [_time_said(run) for run in runs], mark=False)
-    row(
-        "skipped windows",
-        [_count(run, lambda r: bool(r.get("skipped"))) for run in runs],
-        mark=False,
-    )
-    row("recoveries from out of memory", [_recoveries(run) for run in runs], mark=False)
-    row("verified", [_verified(verdicts.get(run.name)) for run in runs], mark=False)
-    row("versions", [_versions(run) for run in runs], mark=True)
     head = ("", *(run.name for run in runs))
     caption = "What differs between the runs is in bold." if len(runs) > 1 else ""
-    return Section("runs", "At a glance", (Table(head, tuple(rows), caption, frozenset(marked)),))
+    return Section("runs", "At a glance", (Table(head, tuple(rows), caption, marked),))
 
 
-def _batch_said(run: Run) -> str:
+def _batch_text(run: TrainingRun) -> str:
     arithmetic = run.manifest.get("arithmetic")
     if isinstance(arithmetic, list):  # The batch size changes during the run.
         place = _PLACE.get(arithmetic[0].get("by", ""), "")
         sizes = ", ".join(f"{one['global_batch']} from {one['from']:,}" for one in arithmetic)
         return f"samples by {place}: {sizes}; micro-batch {arithmetic[0]['micro_batch']}"
-    said = (arithmetic or {}).get("said")
-    if isinstance(said, str):
-        return f"{said} samples"
+    text = (arithmetic or {}).get("said")
+    if isinstance(text, str):
+        return f"{text} samples"
     size, micro = run.settings.get("batch_size"), run.settings.get("micro_batch")
     made = [r["micro_batches"] for r in run.records if isinstance(r.get("micro_batches"), int)]
     steps = f", {round(statistics.median(made))} a window" if made else ""
     return f"{size} samples, micro-batch {micro}{steps}"
 
 
-def _setting(run: Run, name: str) -> str:
+def _setting(run: TrainingRun, name: str) -> str:
     value = run.settings.get(name)
     if value is None and name == "lr":
         return "the recipe's"
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _device_said(run: Run) -> str:
+def _device_text(run: TrainingRun) -> str:
     ranks = run.config.get("ranks", 1)
     return f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else "")
 
 
-def _losses_said(run: Run) -> str:
+def _losses_text(run: TrainingRun) -> str:
     losses = [r["loss"] for r in run.records if _number(r.get("loss")) is not None]
     return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–"
 
@@ -290,25 +285,25 @@ def _is_lost(record: Record) -> bool:
     return _number(record.get("loss")) is None and record.get("units") != 0
 
 
-def _speed_said(run: Run, unit: str) -> str:
+def _speed_text(run: TrainingRun, unit: str) -> str:
     rates = [rate for r in run.records if (rate := _number(r.get("units_per_second"))) is not None]
-    return f"{count_said(statistics.median(rates))} {unit}/s" if rates else "–"
+    return f"{short_count(statistics.median(rates))} {unit}/s" if rates else "–"
 
 
-def _memory_said(run: Run) -> str:
+def _memory_text(run: TrainingRun) -> str:
     peaks = [peak for r in run.records if (peak := memory_of(r)) is not None]
     return bytes_said(max(peaks)) if peaks else "–"
 
 
-def _time_said(run: Run) -> str:
-    return time_said(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
+def _time_text(run: TrainingRun) -> str:
+    return short_duration(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
 
 
-def _count(run: Run, counts: Callable[[Record], bool]) -> str:
+def _count(run: TrainingRun, counts: Callable[[Record], bool]) -> str:
     return str(sum(counts(record) for record in run.records))
 
 
-def _recoveries(run: Run) -> str:
+def _recoveries(run: TrainingRun) -> str:
     found = [r["recoveries"] for r in run.records if isinstance(r.get("recoveries"), int)]
     return str(max(found)) if found else "–"
 
@@ -319,7 +314,7 @@ def _verified(verdict: dict[str, Any] | None) -> str:
     )
 
 
-def _versions(run: Run) -> str:
+def _versions(run: TrainingRun) -> str:
     known = [(name, run.config.get(name)) for name in ("wholebatch", "torch", "python")]
     return ", ".join(f"{name} {version}" for name, version in known if version)
 

@@ -18,13 +18,13 @@ from wholebatch.core.json_files import read_json
 from wholebatch.core.plain_files import open_file, reason
 from wholebatch.errors import StateError
 
-__all__ = ["Run", "Sources", "kind_of", "read_sources"]
+__all__ = ["Sources", "TrainingRun", "kind_of", "read_sources"]
 
 Data = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """One training run: its configuration, and one record for every window."""
 
     name: str
@@ -44,7 +44,7 @@ class Run:
 class Sources:
     """Everything that was given, by kind; all but runs as (name, data)."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[TrainingRun] = field(default_factory=list)
     plans: list[tuple[str, Data]] = field(default_factory=list)
     tunings: list[tuple[str, Data]] = field(default_factory=list)
     verdicts: list[tuple[str, Data]] = field(default_factory=list)
@@ -117,7 +117,9 @@ def _read_folder(path: Path, name: str, sources: Sources) -> None:
     manifest = path / "manifest.json"
     known = _load(manifest) if manifest.is_file() else {}
     records = _records(path / "metrics.jsonl")
-    sources.runs.append(Run(name, path, config, records, known if isinstance(known, dict) else {}))
+    sources.runs.append(
+        TrainingRun(name, path, config, records, known if isinstance(known, dict) else {})
+    )
     for other in ("verify.json", "plan.json", "tune.json"):
         if (path / other).is_file():
             data = _load(path / other)

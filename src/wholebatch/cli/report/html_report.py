@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wholebatch.cli.report.page.benchmark_section import benchmarks
-from wholebatch.cli.report.page.elements import Page, Section
-from wholebatch.cli.report.page.html import write_page
-from wholebatch.cli.report.page.memory_section import memory
-from wholebatch.cli.report.page.page_sources import Run, Sources, read_sources
-from wholebatch.cli.report.page.training_section import overview, training
-from wholebatch.cli.report.page.tuning_section import split, tuning
-from wholebatch.cli.report.page.verdict_section import verification
+from wholebatch.cli.report.html_page import HtmlPage, Section, write_page
+from wholebatch.cli.report.page_sources import Sources, TrainingRun, read_sources
+from wholebatch.cli.report.result_sections import benchmarks, memory, split, tuning, verification
+from wholebatch.cli.report.training_section import overview, training
 from wholebatch.core.readable_sizes import PARTS
 
 __all__ = ["make_page", "write_report"]
@@ -28,7 +24,7 @@ def write_report(paths: Sequence[Path], to: Path, *, title: str | None = None) -
     return write_page(make_page(read_sources(paths), title=title), to)
 
 
-def make_page(sources: Sources, *, title: str | None = None) -> Page:
+def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
     """Return a page with every section that has content."""
     units = [_unit_of(run) for run in sources.runs]
     verdicts: dict[str, dict[str, Any]] = dict(sources.verdicts)
@@ -48,14 +44,14 @@ def make_page(sources: Sources, *, title: str | None = None) -> Page:
         for name, _ in found
     ]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return Page(
+    return HtmlPage(
         title or f"wholebatch: {shown}",
         f"Made {time.strftime('%Y-%m-%d %H:%M')}",
         tuple(section for section in sections if section is not None),
     )
 
 
-def _unit_of(run: Run) -> str:
+def _unit_of(run: TrainingRun) -> str:
     for known in (run.manifest, run.config):
         if isinstance(known.get("unit"), str):
             return str(known["unit"])

@@ -1,4 +1,4 @@
-"""What the graph of a scalar tells: a mean given as a sum, and a sum given as a mean."""
+"""The graph of a scalar tells a mean given as a sum, and a sum given as a mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import Seen, Whole, mlp, pieces, samples, sgd, summed
-from wholebatch.core.loss_reduction import check_mean, check_sum
+from wholebatch.coupled.loss_graph import check_mean, check_sum
 from wholebatch.errors import LossError
 
 B, C, T = 6, 4, 5

@@ -1,4 +1,4 @@
-"""One line of JSON per window, and its numbers for plots.
+"""The record of every window, for `metrics.jsonl`, TensorBoard and Weights & Biases.
 
 `metrics.jsonl` holds each window exactly once, also after a kill and a resume. Lines beyond the
 checkpoint are cut off before the run goes on, and lines are on disk before the checkpoint that
@@ -10,17 +10,29 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
-from wholebatch.core.json_files import finite
+from wholebatch.core.json_files import finite, read_json
 from wholebatch.core.plain_files import reason
 from wholebatch.core.window import Step
-from wholebatch.errors import StateError
+from wholebatch.errors import MissingExtraError, OptionError, StateError
 
-__all__ = ["TIMING", "MetricsFile", "Sink", "record_of", "scalars_of", "writing"]
+__all__ = [
+    "TIMING",
+    "Events",
+    "MetricsFile",
+    "Sink",
+    "WandbRun",
+    "record_of",
+    "scalars_of",
+    "writing",
+]
 
 TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries", "communication"})
 """The fields of a record about time and resources: two identical runs differ in them."""
@@ -180,3 +192,123 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StateError(f"cannot write {path}: {reason(error)}") from error
+
+
+@contextmanager
+def _without_tensorflow() -> Iterator[None]:
+    """Make TensorBoard use its own file system instead of TensorFlow's, if both are installed.
+
+    TensorFlow takes seconds to import and draws from NumPy's generator on import, so a run would
+    differ with and without it. TensorBoard skips TensorFlow if this module exists.
+    """
+    name = "tensorboard.compat.notf"
+    if name in sys.modules or "tensorflow" in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+class Events:
+    """TensorBoard's event files; after a resume, windows beyond the checkpoint are hidden."""
+
+    def __init__(self, folder: Path, *, windows: int) -> None:
+        with _without_tensorflow():
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise MissingExtraError("tensorboard", "cli", "wholebatch train") from None
+            self._folder = folder
+            if folder.exists() and not folder.is_dir():  # TensorFlow has errors of its own for it
+                raise StateError(f"{folder} cannot be written: File exists")
+            try:
+                self._writer: Any = SummaryWriter(
+                    str(folder), purge_step=windows + 1 if windows else None, flush_secs=10
+                )
+            except OSError as error:
+                raise StateError(f"{folder} cannot be written: {reason(error)}") from None
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._thread_failed
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write the numbers of a record, by its window."""
+        with writing(self._folder):
+            for name, value in scalars_of(record).items():
+                self._writer.add_scalar(name, value, record["window"])
+
+    def sync(self) -> None:
+        """Write what is held back; a failure of TensorBoard's own thread is told here too."""
+        with writing(self._folder):
+            self._writer.flush()
+
+    def _thread_failed(self, args: threading.ExceptHookArgs) -> None:
+        """Print nothing of TensorBoard's own thread: what it failed by is raised in `sync`."""
+        if not (
+            type(args.thread).__name__ == "_AsyncWriterThread"
+            and issubclass(args.exc_type, OSError)
+        ):
+            self._hook_before(args)
+
+    def close(self) -> None:
+        threading.excepthook = self._hook_before
+        with suppress(OSError):  # what could not be written was told when it was
+            self._writer.close()
+
+
+class WandbRun:
+    """One run of a project; a resumed run continues under the same id.
+
+    `WANDB_MODE=offline` writes everything to the run's folder, for `wandb sync` later. Curves are
+    plotted over `window`, so windows repeated after a resume are drawn over, not twice.
+    """
+
+    def __init__(
+        self, project: str, *, folder: Path, manifest: Mapping[str, Any], resumed: bool
+    ) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtraError("wandb", "wandb", f"--wandb {project}") from None
+        known = folder / "wandb.json"
+        number = _id_in(known) if resumed else None
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                name=folder.name,
+                id=number,
+                resume="allow" if number else None,
+                dir=str(folder),
+                config=dict(manifest),
+                settings=wandb.Settings(silent=True),
+            )
+        except Exception as error:  # Its own exception types: no key, no network, a wrong name.
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise OptionError(
+                f"--wandb {project}: Weights & Biases does not begin a run ({reason}); "
+                "WANDB_MODE=offline needs neither network nor account, --wandb off leaves it out"
+            ) from error
+        self.id: str = self._run.id
+        known.write_text(json.dumps({"project": project, "id": self.id}) + "\n", encoding="utf-8")
+        self._run.define_metric("window")
+        self._run.define_metric("*", step_metric="window")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Log the numbers of a record, over its window."""
+        self._run.log({"window": record["window"], **scalars_of(record)})
+
+    def sync(self) -> None:
+        """Do nothing: `metrics.jsonl` holds what a checkpoint counts."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _id_in(path: Path) -> str | None:
+    try:
+        found = read_json(path)["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
