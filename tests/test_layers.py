@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"coupled"}),
-    frozenset({"compile", "compile.kernels", "core.foreign_writes", "core.window"}),
+    frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
             "core.gradient_store",
@@ -67,7 +67,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.optimizer_step",
             "core.optional_packages",
             "core.safe_loading",
-            "distributed.deadline",
             "memory.budget",
         }
     ),
@@ -91,7 +90,7 @@ EAGER: dict[str, frozenset[str]] = {
     "lint": frozenset({"libcst"}),
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
-    "compile.kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
+    "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {

@@ -19,8 +19,7 @@ from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
-from wholebatch.distributed.pipeline_stages import LossFunction, PipelineRunner
-from wholebatch.distributed.pipeline_sync import Pipelined
+from wholebatch.distributed.pipeline_stages import LossFunction, Pipelined, PipelineRunner
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 __all__ = ["Pipeline"]
@@ -143,7 +142,7 @@ class Pipeline:
                 )
 
     def _drop_strangers(self) -> None:
-        """Clear the gradients of parameters that no optimizer steps: backward reaches them too."""
+        """Clear the gradients of parameters that no optimizer steps; backward computes them too."""
         own = {id(parameter) for parameter in self._window.inputs}
         for module in self._window.target.models:
             for parameter in module.parameters():

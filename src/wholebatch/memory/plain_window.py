@@ -18,7 +18,7 @@ from wholebatch.core import precision as precisions
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.noise_scale.gradient_norms import Incoming
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.distributed.gradient_buckets import Buckets
+from wholebatch.distributed.ddp import Buckets
 from wholebatch.errors import OptionError
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
