@@ -38,7 +38,7 @@ from wholebatch.core.runner import LockStepRunner
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
+from wholebatch.coupled.normalisation_layers import ReplacedForwards
 
 Pair = tuple[Tensor, Tensor]
 Window = Callable[[], object]

@@ -39,10 +39,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"coupled"}),
-    frozenset({"compile", "compile.kernels", "core.foreign_writes", "core.window"}),
+    frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
-            "core.device_store",
             "core.gradient_store",
             "core.lookahead_loader",
             "core.model_and_optimizer",
@@ -67,9 +66,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.loss",
             "core.optimizer_step",
             "core.optional_packages",
-            "core.random_state",
             "core.safe_loading",
-            "distributed.deadline",
             "memory.budget",
         }
     ),
@@ -79,7 +76,6 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),
     }
@@ -94,7 +90,7 @@ EAGER: dict[str, frozenset[str]] = {
     "lint": frozenset({"libcst"}),
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
-    "compile.kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
+    "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.gradients.test_moments import batches, count, loss, made
 from tests.support import EXACT, Whole, adamw, distance, mlp, samples
-from wholebatch.compile.eager_weight_grad import Adding
+from wholebatch.compile.fused_weight_grad import Adding
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.offload.adam_accumulation import MomentsStore
 

@@ -56,7 +56,7 @@ def train(typed: Given) -> None:
 
     from wholebatch.cli.error_messages import short_warnings
     from wholebatch.cli.parallel_ranks import World, process_group
-    from wholebatch.distributed.deadline import DEADLINE, parse_deadline
+    from wholebatch.distributed.rank_progress import DEADLINE, parse_deadline
 
     deadline = parse_deadline(
         given.get("deadline") or os.environ.get(DEADLINE) or "auto",

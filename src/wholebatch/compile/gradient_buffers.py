@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:

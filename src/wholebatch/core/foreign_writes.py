@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.errors import WindowError
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ tensor that was there is put back, with the value that it had.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
+from wholebatch.errors import StateError
 
-__all__ = ["ForwardState", "Item", "Key"]
+__all__ = ["ForwardState", "Item", "Key", "capture_random", "restore_random", "same_random"]
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (list, tuple, dict, deque)
@@ -73,7 +74,7 @@ class ForwardState:
     """
 
     def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
-        """`every=False` leaves out Python's and NumPy's generators, as `random_state.capture`."""
+        """`every=False` leaves out Python's and NumPy's generators, as `capture_random`."""
         self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
         self.items: dict[Key, Item] = {}
         for module in self._modules:
@@ -81,7 +82,7 @@ class ForwardState:
                 is_buffer = name in module._buffers
                 kept = _kept(value, _DEEP, whole=is_buffer, results=results)
                 self.items[id(module), name] = Item(module, name, is_buffer, kept)
-        self._random = random_state.capture(every=every, to_save=False)
+        self._random = capture_random(every=every, to_save=False)
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:
@@ -95,12 +96,12 @@ class ForwardState:
             if only is None or key in only:
                 _put_back(item)
         if only is None:
-            random_state.restore(self._random)
+            restore_random(self._random)
 
     def draws_same(self, other: ForwardState, *, host: bool) -> bool:
         """True if torch's generators are at the same place; with `host`, Python's and NumPy's."""
         names = [name for name in self._random if (name in ("python", "numpy")) == host]
-        return all(random_state.is_same(self._random[n], other._random.get(n)) for n in names)
+        return all(same_random(self._random[n], other._random.get(n)) for n in names)
 
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""
@@ -238,3 +239,58 @@ def _restored(kept: Kept) -> Any:
             found.clear()
             found.extend(values.values())
     return found
+
+
+def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
+    """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper).
+
+    `to_save=False` is for states that stay in this process.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if every:
+        state["python"] = random.getstate()
+        numpy = sys.modules.get("numpy")  # only if the program uses it already
+        if numpy is not None:
+            name, keys, *rest = numpy.random.get_state()
+            if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
+                keys = torch.from_numpy(keys.astype("int64"))
+            state["numpy"] = (name, keys, *rest)
+    return state
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    """Put every generator back to where `capture_random` found it."""
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state:
+        here = torch.cuda.device_count()
+        if here != len(state["cuda"]):
+            raise StateError(
+                f"random state of {len(state['cuda'])} CUDA devices, and {here} are here: "
+                "resume on the same number of visible devices"
+            )
+        torch.cuda.set_rng_state_all([device.cpu() for device in state["cuda"]])
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, cached = state["numpy"]
+        if isinstance(keys, torch.Tensor):
+            keys = keys.cpu().numpy().astype("uint32")
+        numpy.random.set_state((name, keys, position, has_gauss, cached))
+
+
+def same_random(a: Any, b: Any) -> bool:
+    """Return True if two captured states are equal: nothing was drawn between them."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if hasattr(a, "tobytes"):  # NumPy's keys
+        return bool(a.tobytes() == b.tobytes())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same_random(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_random(a[key], b[key]) for key in a)
+    return bool(a == b)

@@ -1,7 +1,7 @@
 """Gradient stores: where a window's gradients go as they are made, and how they reach the update.
 
 A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
-finds it. `device_store` is the plain one; those of `wholebatch.offload` need less memory.
+finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.
 
 A store also undoes an optimizer's step that runs out of memory. An optimizer makes its state in its
 first step, one parameter after the other, and many need copies of the gradients in every step.
@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
-from wholebatch.core.optimizer_step import foreign_code
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
+from wholebatch.core.close_on_device import Ahead, Numbers, WindowSums, close_ahead
+from wholebatch.core.optimizer_step import foreign_code, stepping, takes_grad_scale
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, StateError, UnsupportedError, WindowError
@@ -29,31 +33,7 @@ from wholebatch.errors import LossError, StateError, UnsupportedError, WindowErr
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["Ahead", "Numbers", "Store", "WindowSums", "refuse_foreign_code", "refuse_stray"]
-
-Numbers = Mapping[str, Sequence[Tensor | float]]
-"""By the name of a loss term, one number for each micro-batch."""
-
-
-@dataclass(frozen=True)
-class WindowSums:
-    """The totals and units of a window, and the seed of its backwards."""
-
-    totals: Numbers
-    units: Numbers
-    known: Mapping[str, float] | None
-    seed: Tensor | float
-    loss_scale: float
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """The numbers of a window that was closed on the device; `closed` is None without a step."""
-
-    totals: dict[str, list[float]]
-    units: dict[str, list[float]]
-    seed: float
-    closed: Closed | None
+__all__ = ["DeviceStore", "Store", "can_close_ahead", "refuse_foreign_code", "refuse_stray"]
 
 
 class Store(ABC):
@@ -388,3 +368,155 @@ def _tensors(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
 def _kinds(groups: Iterable[Mapping[str, Any]]) -> set[tuple[torch.device, torch.dtype]]:
     """Return the devices and dtypes: an optimizer steps those of one kind with one call."""
     return {(p.device, p.dtype) for group in groups for p in group["params"]}
+
+
+class DeviceStore(Store):
+    """Autograd adds into `.grad`; the close and the optimizer read it there."""
+
+    steps_on_all = True
+    opened: Callable[[], None] | None = None
+    """Called when a window opens, before there is a gradient."""
+
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
+    ) -> None:
+        super().begin(parameters, known)
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.begin()
+        if self.opened is not None:
+            self.opened()
+
+    def close_ahead(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        sums: WindowSums,
+        hooks: DeferredHooks,
+        while_waiting: Callable[[], None] | None,
+    ) -> Ahead | None:
+        target = self.target
+        if not self.in_grad:  # gradients and optimizer state are not all there at once
+            return None
+        if (
+            self.sync.ranks > 1
+            or self.sync.grows_own_graph
+            or hooks
+            or target.sixteen_bit.parameters
+        ):
+            return None
+        device = next(parameter.device for group in groups for parameter in group)
+        if not can_close_ahead(target.optimizers, self.options, device):
+            return None
+        before = self.before_step()
+        try:
+            return close_ahead(
+                sums,
+                groups,
+                target.optimizers,
+                self.options,
+                total_norm=self.sync.total_norm,
+                while_waiting=while_waiting,
+            )
+        except torch.OutOfMemoryError as error:
+            failure = str(error)
+        self.failed_in_step(before, failure)
+
+    def close(
+        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
+    ) -> Closed:
+        return close_gradients(
+            self.sync.holders(groups),
+            self.target.optimizers,
+            self.options,
+            normalise,
+            before_clip=hooks.run if hooks.taken else None,
+            on_gradient=hooks.call if hooks.calls else None,
+            total_norm=self.sync.total_norm,
+            in_place=bool(self.target.sixteen_bit.parameters),
+        )
+
+    def refuse_nothing(self) -> None:
+        if (
+            self.sync.ranks == 1
+            and not self.sync.grows_own_graph
+            and all(p.grad is None for p in self.parameters)
+        ):
+            raise WindowError(
+                "the losses of this window lead to none of the optimizer's parameters, so there is "
+                "nothing to update: was the optimizer made for another model, or before its layers "
+                "were replaced or copied?"
+            )
+
+    def step(self, remaining: float) -> None:
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.round_once()
+        for optimizer in self.target.optimizers:
+            with stepping(optimizer, remaining):
+                optimizer.step()
+
+    def check_hand_over(self) -> None:
+        if not self.steps_on_all:
+            super().check_hand_over()
+        if self.sync.owns_step:
+            raise WindowError(
+                "gradient() with a DeepSpeed engine: it steps its own optimizer; use step()"
+            )
+
+    @torch.no_grad()
+    def hand_over(self, remaining: float) -> None:
+        """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
+
+        They are new tensors: a compiled micro-step writes into the old ones in every window.
+        """
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
+            if gradient.dtype is not parameter.dtype:  # the sum of a 16-bit one is float32
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+            parameter.grad = gradient.to(parameter.dtype)
+        self.parameters = []
+
+    def saved(self) -> list[Tensor | None]:
+        return [
+            None if parameter.grad is None else parameter.grad.detach().clone()
+            for parameter in self.parameters
+        ]
+
+    def load(self, saved: Any) -> None:
+        for parameter, gradient in zip(self.parameters, saved, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device, copy=True)
+
+    def discard(self) -> None:
+        super().discard()
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.end()
+
+
+_STEPS_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
+"""Fused, these leave parameters and state as they were where `found_inf` says so."""
+
+
+def can_close_ahead(
+    optimizers: Sequence[torch.optim.Optimizer], options: CloseOptions, device: torch.device
+) -> bool:
+    """True if the device can make the whole close without the host."""
+    return (
+        device.type == "cuda"
+        and options.clip_value is None
+        and not isinstance(options.clip_norm, Sequence)
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+        and all(_steps_on_device(optimizer) for optimizer in optimizers)
+    )
+
+
+def _steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return (
+        type(optimizer) in _STEPS_ON_DEVICE
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and takes_grad_scale(optimizer)
+    )

@@ -203,7 +203,8 @@ class SixteenBit:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._rounded: list[torch.nn.Parameter] = []
-        self._parameters: list[torch.nn.Parameter] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        """The 16-bit parameters of the optimizers."""
         for optimizer in optimizers:
             mine = [
                 parameter
@@ -213,17 +214,9 @@ class SixteenBit:
             ]
             if not mine:
                 continue
-            self._parameters += mine
+            self.parameters += mine
             if not _takes_fp32_gradients(optimizer, mine[0]):
                 self._rounded += mine
-
-    def __bool__(self) -> bool:
-        return bool(self._parameters)
-
-    @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The 16-bit parameters of the optimizers."""
-        return self._parameters
 
     def rounds(self, parameter: torch.nn.Parameter) -> bool:
         """True if the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
@@ -231,7 +224,7 @@ class SixteenBit:
 
     def begin(self) -> None:
         """Make autograd add in fp32. Called when a window opens, before there is a gradient."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad_dtype is not torch.float32:
                 parameter.grad_dtype = torch.float32
 
@@ -242,7 +235,7 @@ class SixteenBit:
 
     def end(self) -> None:
         """Restore the parameters' `grad_dtype`, after the gradients are cleared."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad_dtype = parameter.dtype
 
 

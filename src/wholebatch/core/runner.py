@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
-from wholebatch.core import random_state
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import batch_size_of, to_device
@@ -542,7 +541,7 @@ def find_nonfinite(
     now = ForwardState(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters = [parameter for _, parameter in named]
-    random_state.restore(start)
+    restore_random(start)
     try:
         for index, micro in enumerate(micros):
             loss = forward(micro)

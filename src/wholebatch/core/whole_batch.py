@@ -10,9 +10,9 @@ from torch import nn
 
 from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
-from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
+from wholebatch.core.forward_state import capture_random
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
 from wholebatch.core.options import BatchNorm, Close, Memory, Samples
@@ -237,7 +237,7 @@ class WholeBatch:
         window = self._window
         first = self._resume_at(micros) if window.is_open else 0
         known = None if self._count is None or window.is_open else self._count(micros)
-        start = random_state.capture(every=False)
+        start = capture_random(every=False)
         try:
             with self._precision.window():
                 for attempt in self._attempts(micros, first):

@@ -37,8 +37,8 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
-from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_store import Store, WindowSums, refuse_stray
+from wholebatch.core.close_on_device import WindowSums
+from wholebatch.core.gradient_store import DeviceStore, Store, refuse_stray
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
 from wholebatch.core.options import Close, Memory

@@ -1,12 +1,16 @@
-"""Normalisation layers whose state a window takes care of, or warns of."""
+"""Normalisation layers whose state a window takes care of, or warns of, and replaced forwards."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = [
+    "ReplacedForwards",
     "batchnorms",
     "is_spectral_norm",
     "running_buffers",
@@ -56,3 +60,22 @@ def is_spectral_norm(module: nn.Module) -> bool:
     return type(module).__name__ == "_SpectralNorm" or any(
         type(hook).__name__ == "SpectralNorm" for hook in hooks
     )
+
+
+class ReplacedForwards:
+    """The replaced `forward` methods of single modules. The user's hooks keep working."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[nn.Module, Any]] = []
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._found.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def restore(self) -> None:
+        while self._found:
+            module, forward = self._found.pop()
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward

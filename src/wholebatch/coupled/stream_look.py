@@ -81,12 +81,12 @@ class StreamLook:
         self._depth = 0
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         self._looked = False
-        self._over = not audit
+        self.over = not audit  # True once there was a look: nothing follows
         self.active = audit  # False after the first window: nothing more is to be seen
 
     def watch(self) -> None:
         """Keep the outputs of the models until they were looked at."""
-        if self._over or self._handles:
+        if self.over or self._handles:
             return
         self.active = True
         for module in {m for model in self._models for m in model.modules()}:
@@ -163,7 +163,7 @@ class StreamLook:
         self._handles.clear()
         self._outputs.clear()
         self._called.clear()
-        self._over = True
+        self.over = True
 
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
         if units <= 0 or not self._outputs:

@@ -18,10 +18,10 @@ from wholebatch.core import precision as precisions
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.noise_scale.gradient_norms import Incoming
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.distributed.gradient_buckets import Buckets
+from wholebatch.distributed.ddp import Buckets
 from wholebatch.errors import OptionError
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
-from wholebatch.offload.parameter_buckets import bucket_bytes, only
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
 
 __all__ = [
@@ -169,24 +169,16 @@ class PlainWindow:
         self._sixteen_bit.end()
 
 
-_BUCKET_BYTES = {
-    "host": 64 * 2**20,
-    "swap": 64 * 2**20,
-    "moments": 64 * 2**20,
-    "release": 32 * 2**20,
-}
-
-
 def check_gradients(gradients: str) -> None:
     """Refuse an unknown place of the gradients."""
-    if gradients not in ("device", *_BUCKET_BYTES):
-        allowed = ", ".join(map(repr, ("device", *_BUCKET_BYTES)))
+    if gradients not in ("device", *BUCKET_BYTES):
+        allowed = ", ".join(map(repr, ("device", *BUCKET_BYTES)))
         raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
 
 
 def bucket_bytes_of(gradients: str) -> int:
     """Return the bytes of gradients that are on the device at a time; 0 means all of them."""
-    return _BUCKET_BYTES.get(gradients, 0)
+    return BUCKET_BYTES.get(gradients, 0)
 
 
 def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
@@ -210,7 +202,7 @@ class _OffloadedGradients:
         self._gradients = gradients
         self._optimizer = optimizer
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._most = bucket_bytes(self._parameters, _BUCKET_BYTES[gradients])
+        self._most = bucket_bytes(self._parameters, BUCKET_BYTES[gradients])
         self._ready: list[nn.Parameter] = []
         self._bytes = 0
 

@@ -53,6 +53,7 @@ from wholebatch.offload.packed_moments import (
     unpack_together,
 )
 from wholebatch.offload.parameter_buckets import (
+    BUCKET_BYTES,
     as_real,
     bucket_bytes,
     in_buckets,
@@ -64,8 +65,6 @@ if TYPE_CHECKING:
 
 __all__ = ["KeyCache", "MomentsStore", "adam_state_of", "check_adam", "check_moments"]
 
-_BUCKET_BYTES = 64 * 2**20
-"""Moments that are reduced, or stepped with, together."""
 _SMALL = 2**15
 """Parameters of up to this many elements wait for others, so that kernels take many at once."""
 _WAITING_BYTES = 2**20
@@ -93,10 +92,10 @@ class MomentsStore(Store):
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
         self._groups: dict[int, _Group] = {}  # by the parameter's id
-        self._most = _BUCKET_BYTES
+        self._most = 0
         self._waiting: dict[int, nn.Parameter] = {}  # small ones with a first gradient
         self._waiting_bytes = 0
-        self._may_wait = _WAITING_BYTES
+        self._may_wait = 0
         self._opened: dict[int, nn.Parameter] = {}  # their moments hold gradients
         self._keys: dict[int, Tensor] = {}  # to unpack their old moments
         self._key_cache = KeyCache()
@@ -110,7 +109,7 @@ class MomentsStore(Store):
     ) -> None:
         super().begin(parameters, known)
         self._counts = known is None or any(known.values())
-        self._most = bucket_bytes(parameters, _BUCKET_BYTES)
+        self._most = bucket_bytes(parameters, BUCKET_BYTES["moments"])
         self._may_wait = bucket_bytes(parameters, _WAITING_BYTES)
         self._groups = _groups_of(self.target.optimizers)
         for parameter in parameters:

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from wholebatch.core.close import CloseOptions
-from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_store import Store, refuse_foreign_code
+from wholebatch.core.gradient_store import DeviceStore, Store, refuse_foreign_code
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.offload.adam_accumulation import MomentsStore, check_moments

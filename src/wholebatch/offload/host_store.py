@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
-from wholebatch.core.gradient_store import Numbers, Store
+from wholebatch.core.close_on_device import Numbers
+from wholebatch.core.gradient_store import Store
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.precision import SIXTEEN_BIT
-from wholebatch.offload.parameter_buckets import bucket_bytes, in_buckets, in_shape_of
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, in_buckets, in_shape_of
 
 __all__ = ["Bucket", "HostSums", "norm_of_row", "on_host", "total_norm"]
 
-_BUCKET_BYTES = 64 * 2**20
 _SLAB_BYTES = 2**28
 _ROW = 256
 _PIECE = 2**12 * _ROW
@@ -50,7 +49,8 @@ class HostSums:
     """
 
     def __init__(self, optimizers: Sequence[Sequence[nn.Parameter]]) -> None:
-        most = bucket_bytes([p for parameters in optimizers for p in parameters], _BUCKET_BYTES)
+        everyone = [p for parameters in optimizers for p in parameters]
+        most = bucket_bytes(everyone, BUCKET_BYTES["host"])
         self.buckets = [
             Bucket(index, some)
             for index, parameters in enumerate(optimizers)

@@ -22,6 +22,7 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import UnsupportedError
 
 __all__ = [
+    "BUCKET_BYTES",
     "HeldPostHooks",
     "as_real",
     "bucket_bytes",
@@ -36,6 +37,13 @@ __all__ = [
     "sum_over_ranks",
 ]
 
+BUCKET_BYTES = {
+    "host": 64 * 2**20,
+    "swap": 64 * 2**20,
+    "moments": 64 * 2**20,
+    "release": 32 * 2**20,
+}
+"""The largest bucket, by the place of the gradients."""
 _SMALLEST_BUCKET = 2**18
 
 T = TypeVar("T")

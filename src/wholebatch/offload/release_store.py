@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, check_counts, read_scalars
-from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_store import Numbers
+from wholebatch.core.close_on_device import Numbers
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import is_torchs
 from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError
 from wholebatch.offload.parameter_buckets import (
+    BUCKET_BYTES,
     HeldPostHooks,
     as_real,
     bucket_bytes,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
 __all__ = ["ReleaseStore", "check_release"]
-
-_BUCKET_BYTES = 32 * 2**20
 
 
 @dataclass(eq=False)
@@ -292,7 +291,7 @@ def _layout(
     }
     buckets = in_buckets(
         reversed(parameters),
-        bucket_bytes(parameters, _BUCKET_BYTES),
+        bucket_bytes(parameters, BUCKET_BYTES["release"]),
         lambda p: (id(owners[id(p)]), p.dtype, p.device),
     )
     return [_SteppedTogether(owners[id(some[0])], some, len(some)) for some in buckets]

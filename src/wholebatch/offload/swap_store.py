@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
-from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import stepping
 from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import restore_random
 from wholebatch.core.splitting import to_device
 from wholebatch.coupled.audit import Audit, audit
 from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
@@ -104,7 +104,7 @@ def _state(evidence: Evidence) -> list[Cause]:
     with _norms_frozen(runs):
         first, gradients = _mean(runs, micro)
         moved = _moved(runs, same=_close)
-        random_state.restore(runs.start.random)
+        restore_random(runs.start.random)
         second, again = _mean(runs, micro)
     apart = distance(again, gradients, runs.devices)
     same_loss = abs(second - first) <= 100 * runs.unit * max(abs(first), 1e-30)

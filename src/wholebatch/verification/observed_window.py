@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import capture_random, restore_random
 
 __all__ = ["SeenStep", "StartingState", "WindowObserver", "WindowRun"]
 
@@ -37,7 +37,7 @@ class StartingState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.random = random_state.capture()
+        self.random = capture_random()
         tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         self._tensors = [(tensor, _kept(tensor)) for tensor in tensors]
         self._kept = {id(tensor): kept for tensor, kept in self._tensors}
@@ -77,7 +77,7 @@ class StartingState:
             self.optimizer.state.clear()
             for one, state in self._state.items():
                 self.optimizer.state[one] = {n: _copied(v) for n, v in state.items()}
-        random_state.restore(self.random)
+        restore_random(self.random)
 
     def leave(self) -> None:
         """Put everything back with its gradients: the proof is over."""

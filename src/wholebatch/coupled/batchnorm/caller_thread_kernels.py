@@ -26,7 +26,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from wholebatch.coupled.batchnorm.activation_offload import ActivationPages
 from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
+from wholebatch.coupled.normalisation_layers import ReplacedForwards
 from wholebatch.errors import UnsupportedError
 
 __all__ = ["CallerThreadLayers", "below_autograd", "execute_on_caller"]

@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile.captured_values import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.captured_state import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
 from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
-from wholebatch.compile.messages import CannotTrace, Notes, first_line
 from wholebatch.compile.trace import Form
 from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.forward_state import ForwardState
@@ -33,7 +33,7 @@ from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.random_streams import RecordedStreams, draw
-from wholebatch.distributed.single_process import Single
+from wholebatch.distributed.sync_strategy import Single
 
 __all__ = ["MOST_MICRO_BATCHES", "Recorder"]
 
@@ -245,7 +245,7 @@ class Recorder:
         window = self._window
         if self._lock_step.drawn - {"cuda"}:
             raise CannotTrace("it draws random numbers on the host, which no replay would do")
-        if window.target.sixteen_bit:
+        if window.target.sixteen_bit.parameters:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
         if window.store.only_eager is not None:
             raise CannotTrace(window.store.only_eager)

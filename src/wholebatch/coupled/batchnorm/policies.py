@@ -44,12 +44,12 @@ from wholebatch.coupled.batchnorm.moments import (
     update_running,
 )
 from wholebatch.coupled.normalisation_layers import (
+    ReplacedForwards,
     batchnorms,
     running_buffers,
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 __all__ = [
@@ -146,11 +146,11 @@ class Refuse(Policy):
     """
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
-        self._norms = tuple(norms)
+        self.norms = tuple(norms)
         self.begin_window()
 
     def begin_window(self) -> None:
-        names = [repr(name) for name, module in self._norms if uses_batch_statistics(module)]
+        names = [repr(name) for name, module in self.norms if uses_batch_statistics(module)]
         if not names:
             return
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.moments import recomputing
-from wholebatch.coupled.normalisation_layers import batchnorms
+from wholebatch.coupled.normalisation_layers import ReplacedForwards, batchnorms
 from wholebatch.coupled.random_streams import Begins, Call
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
 
 __all__ = ["BlockInputChanged", "RecomputedBlocks", "blocks_of"]
 

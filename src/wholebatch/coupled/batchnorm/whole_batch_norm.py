@@ -34,8 +34,11 @@ from wholebatch.coupled.batchnorm.moments import (
     update_running,
 )
 from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
-from wholebatch.coupled.normalisation_layers import running_buffers, uses_batch_statistics
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
+from wholebatch.coupled.normalisation_layers import (
+    ReplacedForwards,
+    running_buffers,
+    uses_batch_statistics,
+)
 from wholebatch.errors import UnsupportedError, WindowError
 
 __all__ = ["FixedNorms", "WholeBatchNorms"]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholebatch.core import random_state
 from wholebatch.core.close import power_of_two_near, read_scalars
 from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.loss import Loss, Term, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import to_device
@@ -251,7 +251,7 @@ class TwoPasses:
         self._keep = keep
         self._buffers = _ModuleBuffers(modules)
         self._moves_buffers = False
-        self._start = random_state.capture()
+        self._start = capture_random()
         self._starts: dict[int, dict[str, Any]] = {}
         self._kept: dict[int, Representations] = {}
         self.finite: list[Tensor] = []
@@ -267,7 +267,7 @@ class TwoPasses:
         def forward(item: Item) -> Representations:
             index, micro = item
             self._before_micro(index)
-            self._starts[index] = random_state.capture()
+            self._starts[index] = capture_random()
             keeps = index >= len(self._items) - self._keep
             if keeps and not self._kept:
                 torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
@@ -299,7 +299,7 @@ class TwoPasses:
         `inject(index, outputs, gradients)` runs the backward of a micro-batch. `weighing(samples)`
         wraps each encoding.
         """
-        after = random_state.capture()
+        after = capture_random()
         farthest: list[Tensor] = []
 
         def forward(item: Item) -> tuple[int, Representations]:
@@ -308,7 +308,7 @@ class TwoPasses:
             if index in self._kept:
                 return index, self._kept.pop(index)
             if self._lock_step is None:  # In lock-step, each has its own stream, restarted below.
-                random_state.restore(self._starts[index])
+                restore_random(self._starts[index])
             with weighing(whole.rows(index)):
                 return index, Representations.of(self._encode(micro))
 
@@ -318,13 +318,13 @@ class TwoPasses:
             inject(index, *whole.gradients(index, made))
 
         if self._lock_step is not None:
-            random_state.restore(self._start)
+            restore_random(self._start)
         # Go from the last to the first. The kept graphs then come first and free their memory for
         # the others, and the order of addition (so every bit) does not depend on how many were
         # kept.
         backwards = self._lock_step is None and not self._moves_buffers
         self._run(self._items[::-1] if backwards else self._items, forward, backward)
-        random_state.restore(after)
+        restore_random(after)
         if farthest:
             worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
             # A NaN distance is expected if a representation was not finite: the close reports that.

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
 from wholebatch.core.close import Policy
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.loss import Loss, Units, check_units, mean_loss
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import batch_size_of, split
@@ -128,7 +128,7 @@ class ExactTrainerMixin(_Trainer):
 
     def _evaluated(self, inputs: dict[str, Any], count: Tensor | None = None) -> Tensor:
         """Return the loss of these inputs in evaluation mode, with nothing left behind."""
-        model, before = self.model_wrapped, random_state.capture(every=False)
+        model, before = self.model_wrapped, capture_random(every=False)
         training = model.training
         model.eval()
         try:
@@ -138,7 +138,7 @@ class ExactTrainerMixin(_Trainer):
             return cast("Tensor", mean)
         finally:
             model.train(training)
-            random_state.restore(before)
+            restore_random(before)
 
     @property
     def _prepares(self) -> bool:
@@ -358,7 +358,7 @@ class ExactTrainerMixin(_Trainer):
                 "counted": self._counted,
                 "loss": torch.as_tensor(self._loss_so_far),
                 "window": self._window.state_dict(list(self._trained.parameters())),
-                "random": random_state.capture(),
+                "random": capture_random(),
             },
             file,
         )
@@ -385,7 +385,7 @@ class ExactTrainerMixin(_Trainer):
         self._window.load_state_dict(saved["window"], list(self._trained.parameters()))
         self._loss_so_far = saved["loss"].to(self.args.device)
         self._tr_loss += self._loss_so_far
-        random_state.restore(saved["random"])
+        restore_random(saved["random"])
 
 
 def exact(

@@ -1,4 +1,4 @@
-"""The decision when to trace, compile and capture: as asked for, or once it pays.
+"""The mode in which micro-steps execute: the option, when to compile, and the messages.
 
 Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
 already taken. It traces and captures after a few seconds, which makes launches free. It traces
@@ -10,19 +10,28 @@ micro-batch, and does not wait.
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from wholebatch.compile.messages import CannotTrace
 from wholebatch.errors import OptionError
 
-__all__ = ["Execute", "Plan", "check_execute"]
+__all__ = [
+    "CannotTrace",
+    "Execute",
+    "ExecutePlan",
+    "ExecuteWarning",
+    "Notes",
+    "check_execute",
+    "first_line",
+    "reason_of",
+]
 
-Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
-
+_LOG = logging.getLogger("wholebatch.compile")
 _TRACE_AFTER = 3.0
 """Seconds of training before "auto" makes its first graph; tracing takes about as long."""
 _COMPILE_PER_OPERATION = 0.012
@@ -40,6 +49,53 @@ _FORGETS = 0.05
 """More than one change in 20 windows is too many: a new graph each time would not pay."""
 
 
+class ExecuteWarning(UserWarning):
+    """The requested `execute` mode is not possible here; a slower one makes the same update."""
+
+
+class CannotTrace(Exception):
+    """A micro-step cannot be made into one graph. The message is the reason."""
+
+
+class Notes:
+    """Gives each message once: fallbacks from a requested mode as warnings, the rest in the log."""
+
+    def __init__(self, *, asked: bool) -> None:
+        self._asked = asked
+        self.history: list[str] = []
+
+    def fell_back(self, from_: str, to: str, reason: str) -> None:
+        """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
+        text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
+        if not self._asked:
+            self.tell(text)
+        elif text not in self.history:
+            self.history.append(text)
+            warnings.warn(text, ExecuteWarning, stacklevel=2)
+
+    def tell(self, text: str) -> None:
+        """Log a message."""
+        if text not in self.history:
+            self.history.append(text)
+            _LOG.info(text)
+
+
+def reason_of(problem: BaseException) -> str:
+    """Return an exception as a reason to quote: a CannotTrace's message, else class and line."""
+    if isinstance(problem, CannotTrace):
+        return str(problem)
+    return f"{type(problem).__name__}: {first_line(problem)}"
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an exception's message, short enough to quote in another."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return lines[0][:200] if lines else "no message"
+
+
+Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
+
+
 def check_execute(execute: object, device: torch.device) -> Execute:
     """Return the option, or raise an OptionError that says what is allowed."""
     if execute not in get_args(Execute):
@@ -54,7 +110,7 @@ def check_execute(execute: object, device: torch.device) -> Execute:
 
 
 @dataclass
-class Plan:
+class ExecutePlan:
     """The modes that are possible, and the decision which of them pay."""
 
     eager: bool
@@ -70,12 +126,12 @@ class Plan:
     """A decaying count of changes that made graphs invalid."""
 
     @staticmethod
-    def of(execute: str, device: torch.device) -> Plan:
+    def of(execute: str, device: torch.device) -> ExecutePlan:
         """Return the plan for this option; on a CPU, compile only on request."""
         on_cuda = device.type == "cuda"
         if execute == "auto":
-            return Plan(eager=not on_cuda, compiles=on_cuda, captures=on_cuda, auto=True)
-        return Plan(
+            return ExecutePlan(eager=not on_cuda, compiles=on_cuda, captures=on_cuda, auto=True)
+        return ExecutePlan(
             eager=execute == "eager",
             compiles=execute in ("compile", "graph"),
             captures=execute == "graph",

@@ -1,8 +1,11 @@
-"""Helpers that recognise what a node of a traced graph does."""
+"""Tools of the fusions: recognise nodes of a traced graph, and check a kernel before its use."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +17,9 @@ __all__ = [
     "added_into_buffer",
     "cast_to",
     "column_sum_into_buffer",
+    "computes_rightly",
+    "expression_of",
+    "same_shape",
 ]
 
 aten = torch.ops.aten
@@ -65,3 +71,48 @@ def column_sum_into_buffer(node: fx.Node, columns: int) -> Added | None:
                 if added is not None:
                     return added
     return None
+
+
+def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """True if the shapes are always equal. It adds no guard on a symbol."""
+    return len(one) == len(other) and all(
+        bool(expression_of(a) == expression_of(b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def expression_of(size: Any) -> Any:
+    """Return the expression of a symbolic size, and a number as it is."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+
+
+class _Unusable(Exception):
+    """Raised if the operation cannot run."""
+
+
+def computes_rightly(
+    device: torch.device,
+    operation: Callable[[], Any],
+    agrees: Callable[[Callable[..., Any], torch.device], bool],
+) -> bool:
+    """True if this device has the kernels and this operation passes `agrees`.
+
+    `agrees(run, device)` runs it on test data and compares. It must not draw random numbers, so
+    that the user's generators are left alone.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        import_module("wholebatch.compile.triton_kernels")
+    except ImportError:
+        return False
+
+    def run(*given: Any) -> Any:
+        try:
+            return operation()(*given)
+        except Exception as problem:  # A compiler may raise anything; the unfused code still works.
+            raise _Unusable from problem
+
+    try:
+        return agrees(run, device)
+    except _Unusable:
+        return False
