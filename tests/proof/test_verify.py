@@ -168,7 +168,7 @@ def test_a_clip_value_in_the_close_is_that_of_both_runs(limit: float) -> None:
     model = small().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(
-        lambda *_: seen.append(max(float(p.grad.abs().max()) for p in model.parameters()))
+        lambda *_: seen.append(max(float(p.grad.abs().max()) for p in model.parameters()))  # type: ignore[union-attr]
     )
     batch = {"x": torch.randn(10, 5).double(), "y": torch.randint(0, 3, (10,))}
     close = wb.Close(clip_value=limit)

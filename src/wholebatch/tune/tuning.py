@@ -87,7 +87,7 @@ def tune(
     options = flattened({**options, "memory": memory})
     if options.pop("micro_batch", "auto") != "auto":
         raise OptionError("tune(micro_batch=): is what is searched; micro_batches= gives the sizes")
-    memory = options.pop("memory", "free")
+    budget_given: Budget = options.pop("memory", "free")
     if "sync" in options:
         syncs = (options.pop("sync"),)
     model, optimizer = make()
@@ -98,7 +98,7 @@ def tune(
     layout = {name: options[name] for name in ("batch_size", "static") if name in options}
     samples = batch_size_of(first, **layout)
     sizes = _sizes(micro_batches, samples)
-    budget = facts.budget(memory)
+    budget = facts.budget(budget_given)
     static = layout.get("static", ())
     predicted = Predicted(inner, optimizer, loss, first, samples, budget, static=static)
     if batchnorms(inner) and options.get("batchnorm", "exact") == "exact":
@@ -298,8 +298,8 @@ class Tuned:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `tune.json`, which `train --from` and `wholebatch report` read."""
-        names = ("settings", "advice", "accumulation", "batch_size", "unit", "device", "budget")
-        names += ("seconds", "memory", "ranks")
+        names = ["settings", "advice", "accumulation", "batch_size", "unit", "device", "budget"]
+        names += ["seconds", "memory", "ranks"]
         data: dict[str, Any] = finite(
             {
                 "kind": "wholebatch tune",
