@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from wholebatch.lint.command_line import Options, run
+from wholebatch.lint.command_line import LintOptions, run
 
 __all__ = ["lint"]
 
@@ -32,7 +32,7 @@ def lint(
     Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.
     """
     status = run(
-        Options(
+        LintOptions(
             paths=tuple(paths or ()),
             form=form,
             select=tuple(select or ()),

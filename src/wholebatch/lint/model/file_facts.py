@@ -8,10 +8,17 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import cast
 
-from .assignments import assigned_names
 from .events import Def, Env
-from .expressions import children, dotted, keyword, last_part, number, walk
-from .function_walk import FunctionNode
+from .expressions import (
+    FunctionNode,
+    assigned_names,
+    children,
+    dotted,
+    keyword,
+    last_part,
+    number,
+    walk,
+)
 
 __all__ = ["ClassFacts", "Facts", "class_env", "gather"]
 

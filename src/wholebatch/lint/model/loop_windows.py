@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .counters import peel
 from .events import Context, Event, Guard, Loop
 from .expressions import dotted, is_accumulation_name, keyword, last_part, number, text, walk
-from .file_facts import Facts
-from .function_walk import Walker
+from .file_facts import Facts, gather
+from .function_walk import Walker, walk_file
 from .loss_origin import Chain, Divisor, trace
 from .name_resolution import Resolver, strip_casts
-from .window_boundary import Boundary, of_guard, says_accumulating
+from .window_boundary import Boundary, of_guard, peel, says_accumulating
 
-__all__ = ["Window", "find_windows", "steps_after"]
+__all__ = ["LoopWindow", "find_windows", "steps_after"]
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
 @dataclass(eq=False)
-class Window:
+class LoopWindow:
     """One training loop. `shape` says how its windows end.
 
     The shapes are boundary (a condition on a counter), nested (an inner loop over the
@@ -188,9 +188,33 @@ class Window:
         )
 
 
-def find_windows(walker: Walker, facts: Facts) -> list[Window]:
+@dataclass(eq=False)
+class File:
+    """A file as the rules see it."""
+
+    tree: ast.Module
+    facts: Facts
+    windows: list[LoopWindow]
+
+    @property
+    def accumulating(self) -> list[LoopWindow]:
+        """Return the windows that accumulate the gradients of several micro-batches."""
+        return [w for w in self.windows if w.accumulates]
+
+
+def read(source: str) -> File:
+    """Parse and model one file; raise SyntaxError as Python does."""
+    with warnings.catch_warnings():
+        # Ignore warnings about invalid escapes in the file's strings.
+        warnings.simplefilter("ignore")
+        tree = ast.parse(source)
+    facts = gather(tree, source)
+    return File(tree, facts, find_windows(walk_file(tree, facts), facts))
+
+
+def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
     """Return every training loop of the file that is understood."""
-    found: list[Window] = []
+    found: list[LoopWindow] = []
     for loop in walker.loops:
         # The innermost loop around a backward iterates over micro-batches.
         inner = [e for e in walker.events if e.kind == "backward" and e.loops[-1:] == (loop,)]
@@ -205,13 +229,13 @@ def find_windows(walker: Walker, facts: Facts) -> list[Window]:
         ]
         first = min(e.order for e in events)
         before = [e for e in walker.events if e.order < first and e.loops == loop.parents]
-        window = Window(loop, "plain", events, before, after, walker.resolver, facts)
+        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts)
         if _decide(window, inner):
             found.append(window)
     return found
 
 
-def _decide(window: Window, inner: list[Event]) -> bool:
+def _decide(window: LoopWindow, inner: list[Event]) -> bool:
     if _accelerate(window, inner) or _deepspeed(window, inner):
         return True
     steps = window.of("step")
@@ -222,7 +246,7 @@ def _decide(window: Window, inner: list[Event]) -> bool:
     return _nested(window)
 
 
-def _accelerate(window: Window, inner: list[Event]) -> bool:
+def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
     def accumulating(event: Event) -> bool:
         return any(
             isinstance(item, Context)
@@ -244,7 +268,7 @@ def _accelerate(window: Window, inner: list[Event]) -> bool:
     return True
 
 
-def _deepspeed(window: Window, inner: list[Event]) -> bool:
+def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
     engine_steps = window.of("engine_step")
     engines = {e.receiver_text for e in inner if e.detail in {"deepspeed", "engine"}}
     if not engines or not any(e.receiver_text in engines for e in engine_steps):
@@ -257,7 +281,7 @@ def _deepspeed(window: Window, inner: list[Event]) -> bool:
     return bool(accumulates)
 
 
-def _boundary(window: Window, steps: list[Event], inner: list[Event]) -> bool:
+def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> bool:
     ends: dict[Event, Boundary] = {}
     for event in steps:
         for item in event.inside(window.loop):
@@ -286,7 +310,7 @@ def _boundary(window: Window, steps: list[Event], inner: list[Event]) -> bool:
     return not others or _only_without_accumulation(window, others)
 
 
-def _only_without_accumulation(window: Window, others: list[Event]) -> bool:
+def _only_without_accumulation(window: LoopWindow, others: list[Event]) -> bool:
     # `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
     return all(
         any(
@@ -297,7 +321,7 @@ def _only_without_accumulation(window: Window, others: list[Event]) -> bool:
     )
 
 
-def _stepped_always(window: Window, steps: list[Event]) -> bool:
+def _stepped_always(window: LoopWindow, steps: list[Event]) -> bool:
     """Classify a loop whose steps are all unconditional.
 
     A conditional clearing can still show that accumulation is meant.
@@ -320,7 +344,7 @@ def _stepped_always(window: Window, steps: list[Event]) -> bool:
     return all(window.when(e) == "always" for e in steps)
 
 
-def _nested(window: Window) -> bool:
+def _nested(window: LoopWindow) -> bool:
     loop = window.loop
     if loop.virtual:
         return False
@@ -347,7 +371,7 @@ def _nested(window: Window) -> bool:
     return bool(_MICRO_NAME.search(text(iterable)))
 
 
-def steps_after(window: Window) -> list[Event]:
+def steps_after(window: LoopWindow) -> list[Event]:
     """Return the optimizer steps after an inner loop, also in a loop over several optimizers."""
     parents = window.loop.parents
     return [
@@ -376,5 +400,5 @@ def _times(args: list[ast.expr]) -> ast.expr | None:
     return None
 
 
-def _loop_calls(window: Window) -> list[ast.Call]:
+def _loop_calls(window: LoopWindow) -> list[ast.Call]:
     return [e.node for e in window.events if isinstance(e.node, ast.Call)]

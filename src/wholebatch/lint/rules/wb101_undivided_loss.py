@@ -39,12 +39,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.expressions import is_accumulation_name, last_part, text, walk
 from ..model.loss_origin import Chain
-from .rule_base import Rule
-from .window_questions import gradients_rescaled, root_name, scaled_by_count
+from .rule_base import Edit, Report, Rule, gradients_rescaled, root_name, scaled_by_count
 
 __all__ = ["RULE"]
 
@@ -87,7 +85,7 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _divides_by_count(window: Window) -> bool:
+def _divides_by_count(window: LoopWindow) -> bool:
     """True if something in the loop is divided by the count: it may scale the loss."""
     done = max(e.line for e in window.backwards)
     return any(
@@ -108,7 +106,7 @@ def _plain(event: Event, file: File) -> bool:
     return event.detail in {"tensor", "native", "fabric", "lightning"}
 
 
-def _undivided(chain: Chain, window: Window) -> bool:
+def _undivided(chain: Chain, window: LoopWindow) -> bool:
     if any(not d.unrelated and not d.own_size for d in chain.divisors):
         return False
     if any(_SCALING_FACTOR.search(f) for f in chain.factors):
@@ -139,7 +137,7 @@ def _undivided(chain: Chain, window: Window) -> bool:
     return bool(_MODELISH.search(text(base.func)))
 
 
-def _is_sum(base: ast.Call, chain: Chain, window: Window) -> bool:
+def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     for definition in chain.base_env.get(text(base.func), ()):
         if _SUMS.search(text(definition.expr)):
             return True
@@ -151,7 +149,7 @@ def _is_sum(base: ast.Call, chain: Chain, window: Window) -> bool:
     return False
 
 
-def _fix(window: Window, event: Event) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow, event: Event) -> tuple[Edit, ...]:
     # Certain only for one plain `loss.backward()` of a loss that is a mean by definition.
     if window.shape != "boundary" or len(window.backwards) != 1 or window.boundary is None:
         return ()
@@ -167,7 +165,7 @@ def _fix(window: Window, event: Event) -> tuple[Edit, ...]:
     return (Edit.at("replace", argument, f"({argument.id} / {count})"),)
 
 
-def _written_count(window: Window) -> str | None:
+def _written_count(window: LoopWindow) -> str | None:
     """Return the count as the condition spells it, so that the name is in scope."""
     if window.boundary is None:
         return None

@@ -34,11 +34,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import File, Window
+from ..model import File, LoopWindow
 from ..model.expressions import is_accumulation_name, text, walk
 from ..model.loss_origin import Divisor
-from .rule_base import Rule
+from .rule_base import Edit, Report, Rule
 
 __all__ = ["RULE"]
 
@@ -51,7 +50,7 @@ def check(file: File) -> Iterator[Report]:
     yield from _in_classes(file)
 
 
-def _framework(window: Window, file: File) -> str:
+def _framework(window: LoopWindow, file: File) -> str:
     if window.shape == "accelerate":
         return "Accelerate"
     details = {e.detail for e in window.backwards}
@@ -63,7 +62,7 @@ def _framework(window: Window, file: File) -> str:
     return ""
 
 
-def _by_hand(window: Window, framework: str) -> Iterator[Report]:
+def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
     for event, chain in window.chains:
         counts = [d for d in chain.divisors if window.counts(d)]
@@ -81,7 +80,7 @@ def _by_hand(window: Window, framework: str) -> Iterator[Report]:
             yield from _gradients_too(window, counts[0], seen)
 
 
-def _gradients_too(window: Window, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
+def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
     for event in (*window.of("augment"), *window.after):
         if event.kind != "augment" or event.receiver is None or event.argument is None:
             continue

@@ -33,12 +33,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
+from ..model import File, LoopWindow
 from ..model.expressions import keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
-from .rule_base import Rule
-from .window_questions import framework_accumulates, gradients_rescaled
+from .rule_base import Report, Rule, framework_accumulates, gradients_rescaled
 
 __all__ = ["RULE"]
 
@@ -132,7 +130,7 @@ def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
     return any(isinstance(m, ast.Call) and _is_language_model(m, file) for m in made)
 
 
-def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
+def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
     masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
     others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):

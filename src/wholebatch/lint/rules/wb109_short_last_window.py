@@ -37,10 +37,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
-from .rule_base import Rule
-from .window_questions import steps_every_micro_batch
+from ..model import File, LoopWindow
+from .rule_base import Report, Rule, steps_every_micro_batch
 
 __all__ = ["RULE"]
 
@@ -76,18 +74,18 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _is_multiple(window: Window) -> bool:
+def _is_multiple(window: LoopWindow) -> bool:
     """True if the file itself makes the loader's length a multiple of the window."""
     name = re.escape(window.every_name.rpartition(".")[2])
     pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
     return bool(re.search(pattern, window.facts.source))
 
 
-def _flushed(window: Window) -> bool:
+def _flushed(window: LoopWindow) -> bool:
     return any(e.kind == "step" and e.loops == window.loop.parents for e in window.after)
 
 
-def _nominal(window: Window) -> bool:
+def _nominal(window: LoopWindow) -> bool:
     return any(
         d.key == window.every_name and not window.resolver.varies(d.expr, window.loop)
         for _, chain in window.chains
@@ -95,7 +93,7 @@ def _nominal(window: Window) -> bool:
     )
 
 
-def _cleared_before(window: Window) -> bool:
+def _cleared_before(window: LoopWindow) -> bool:
     start = min((e.order for e in window.events), default=0)
     parents = window.loop.parents
     if not parents:

@@ -32,11 +32,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import File, Window
+from ..model import File, LoopWindow
 from ..model.expressions import number, text
-from .rule_base import Rule
-from .window_questions import stepped
+from .rule_base import Edit, Report, Rule, stepped
 
 __all__ = ["RULE"]
 
@@ -61,7 +59,7 @@ def check(file: File) -> Iterator[Report]:
         )
 
 
-def first_window(window: Window) -> str:
+def first_window(window: LoopWindow) -> str:
     """Return the error in the first window's size: "" if none, "one", "+ 1", "- 1" and so on."""
     boundary = window.boundary
     assert boundary is not None
@@ -80,7 +78,7 @@ def first_window(window: Window) -> str:
     return f"{'+' if shift > 0 else '-'} {abs(shift)}"
 
 
-def _fix(window: Window) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow) -> tuple[Edit, ...]:
     boundary = window.boundary
     if boundary is None or boundary.tail or boundary.after_first:
         return ()

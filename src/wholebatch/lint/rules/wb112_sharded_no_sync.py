@@ -28,11 +28,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Report
 from ..model import File
 from ..model.events import Context
 from ..model.expressions import text
-from .rule_base import Rule
+from .rule_base import Report, Rule
 from .wb111_ddp_sync_every_micro_batch import holds_sync
 
 __all__ = ["RULE"]

@@ -35,11 +35,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
 from ..model import File
 from ..model.expressions import dotted, last_part
-from .rule_base import Rule
-from .window_questions import framework_accumulates
+from .rule_base import Report, Rule, framework_accumulates
 
 __all__ = ["RULE"]
 

@@ -38,12 +38,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import dotted, is_accumulation_name, last_part, text, walk
 from ..model.loss_origin import Chain, trace
-from .rule_base import Rule
+from .rule_base import Report, Rule
 
 __all__ = ["RULE"]
 
@@ -76,7 +75,7 @@ def check(file: File) -> Iterator[Report]:
                 yield report
 
 
-def _bases(window: Window) -> set[int]:
+def _bases(window: LoopWindow) -> set[int]:
     return {
         id(chain.base)
         for event in window.of("backward")
@@ -85,7 +84,7 @@ def _bases(window: Window) -> set[int]:
     }
 
 
-def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
+def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     said: set[str] = set()
     events = list(window.events)
     if window.shape == "nested":
@@ -115,7 +114,7 @@ def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
                 break
 
 
-def _where(event: Event, value: ast.expr, env: Env, window: Window, file: File) -> ast.AST:
+def _where(event: Event, value: ast.expr, env: Env, window: LoopWindow, file: File) -> ast.AST:
     """Return the call, or the statement that computed its value if a helper makes the call."""
     function = _function_of(window, file)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -175,20 +174,20 @@ def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
             yield expr, where
 
 
-def _is_divided(chain: Chain, window: Window) -> bool:
+def _is_divided(chain: Chain, window: LoopWindow) -> bool:
     """True if it is divided by K and not multiplied by it again."""
     if any(window.is_count(f) for f in chain.factors):
         return False
     return any(window.counts(d) for d in chain.divisors)
 
 
-def _is_last(event: Event, window: Window) -> bool:
+def _is_last(event: Event, window: LoopWindow) -> bool:
     if window.shape == "nested":
         return window.loop not in event.path
     return window.when(event) == "boundary"
 
 
-def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
+def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
     """Yield `running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
     if window.shape != "boundary":
         return
@@ -210,7 +209,7 @@ def _same(event: Event, name: str) -> bool:
     return event.receiver is not None and dotted(event.receiver) == name
 
 
-def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
+def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
     if window.shape == "nested":
         return
@@ -258,7 +257,7 @@ def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> b
     return right in counters or any(right == f"{c} + 1" for c in counters)
 
 
-def _micro_counters(window: Window) -> set[str]:
+def _micro_counters(window: LoopWindow) -> set[str]:
     names: set[str] = set()
     target = window.loop.target
     counted = "enumerate" in text(window.loop.iterable or ast.Constant(value=""))
@@ -272,7 +271,7 @@ def _micro_counters(window: Window) -> set[str]:
     return names
 
 
-def _function_of(window: Window, file: File) -> ast.AST:
+def _function_of(window: LoopWindow, file: File) -> ast.AST:
     line = window.loop.node.lineno
     around = [
         f for f in file.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)

@@ -36,9 +36,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
-from ..model.counters import peel
+from ..model import File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
     is_accumulation_name,
@@ -49,7 +47,8 @@ from ..model.expressions import (
     text,
     walk,
 )
-from .rule_base import Rule
+from ..model.window_boundary import peel
+from .rule_base import Report, Rule
 
 __all__ = ["RULE"]
 
@@ -76,7 +75,7 @@ def check(file: File) -> Iterator[Report]:
         yield from _counters(window)
 
 
-def _schedules(window: Window) -> Iterator[Report]:
+def _schedules(window: LoopWindow) -> Iterator[Report]:
     if window.shape not in {"boundary", "nested"}:
         return
     events = window.of("sched")
@@ -122,7 +121,7 @@ def _length(call: ast.Call) -> ast.expr | None:
     return None if at is None else positional(call, at)
 
 
-def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
+def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     """True if the length counts batches of a loader and is nowhere divided by the window."""
     spelled = _spellings(expr, env)
     if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
@@ -133,7 +132,7 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
     return any(_LENGTH.search(s) and "//" not in s for s in spelled)
 
 
-def _times(window: Window) -> set[str]:
+def _times(window: LoopWindow) -> set[str]:
     """Return the loop's number of iterations as text, if it is written: `range(total)`."""
     iterable = peel(window.loop.iterable, window.loop.entry)
     if not isinstance(iterable, ast.Call) or last_part(iterable.func) not in {"range", "trange"}:
@@ -141,7 +140,7 @@ def _times(window: Window) -> set[str]:
     return {text(a) for a in iterable.args[-1:] if number(a) is None}
 
 
-def _has_count(spelled: str, window: Window) -> bool:
+def _has_count(spelled: str, window: LoopWindow) -> bool:
     name = window.every_name
     if not window.every_key:
         return False
@@ -163,7 +162,7 @@ def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
     return found
 
 
-def _counters(window: Window) -> Iterator[Report]:
+def _counters(window: LoopWindow) -> Iterator[Report]:
     for event in window.of("augment"):
         if not isinstance(event.stmt, ast.AugAssign) or window.when(event) != "always":
             continue
@@ -179,14 +178,14 @@ def _counters(window: Window) -> Iterator[Report]:
         )
 
 
-def _is_the_clock(name: str, window: Window) -> bool:
+def _is_the_clock(name: str, window: LoopWindow) -> bool:
     """True if the boundary uses this counter, so that it counts micro-batches on purpose."""
     return window.boundary is not None and bool(
         re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", text(window.boundary.expr))
     )
 
 
-def _is_compared(name: str, window: Window) -> bool:
+def _is_compared(name: str, window: LoopWindow) -> bool:
     outer = window.loop.parents[0].node if window.loop.parents else window.loop.node
     for node in walk(outer):
         if not isinstance(node, ast.Compare) or len(node.comparators) != 1:

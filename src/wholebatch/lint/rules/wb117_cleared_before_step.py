@@ -34,12 +34,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Guard, Window
+from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text
 from ..model.window_boundary import Boundary, of_guard
-from .rule_base import Rule
-from .window_questions import exclusive, is_optimizer_of, stepped
+from .rule_base import Edit, Report, Rule, exclusive, is_optimizer_of, stepped
 
 __all__ = ["RULE"]
 
@@ -66,13 +64,13 @@ def check(file: File) -> Iterator[Report]:
                 )
 
 
-def _zeros(window: Window) -> list[Event]:
+def _zeros(window: LoopWindow) -> list[Event]:
     if window.shape == "nested":
         return [e for e in window.after if e.kind == "zero" and e.loops == window.loop.parents]
     return window.of("zero")
 
 
-def _cleared_before(zero: Event, steps: list[Event], window: Window) -> Event | None:
+def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Event | None:
     if not is_optimizer_of(zero, steps):
         return None
     for step in steps:
@@ -106,7 +104,7 @@ def _holds_others(zero: Event, step: Event) -> bool:
     )
 
 
-def _before_last_backward(zero: Event, steps: list[Event], window: Window) -> bool:
+def _before_last_backward(zero: Event, steps: list[Event], window: LoopWindow) -> bool:
     if window.shape != "boundary" or window.when(zero) != "boundary" or window.boundary is None:
         return False
     if not is_optimizer_of(zero, steps) or not steps:
@@ -121,7 +119,7 @@ def _before_last_backward(zero: Event, steps: list[Event], window: Window) -> bo
     return not mine.after_first and window.boundary.kind == "modulo"
 
 
-def _boundary(event: Event, window: Window) -> Boundary | None:
+def _boundary(event: Event, window: LoopWindow) -> Boundary | None:
     for item in event.inside(window.loop):
         if isinstance(item, Guard):
             found = of_guard(item, window.loop, window.resolver)

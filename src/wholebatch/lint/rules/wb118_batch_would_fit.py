@@ -30,11 +30,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
+from ..model import File, LoopWindow
 from ..model.expressions import keyword, last_part, number, positional, walk
 from ..model.name_resolution import Resolver
-from .rule_base import Rule
+from .rule_base import Report, Rule
 
 __all__ = ["RULE"]
 
@@ -78,7 +77,7 @@ def _parameters(file: File) -> float | None:
     return total if layers else None
 
 
-def _batch_size(file: File, window: Window) -> float | None:
+def _batch_size(file: File, window: LoopWindow) -> float | None:
     sizes: set[float | None] = set()
     for call in file.facts.calls:
         if last_part(call.func) == "DataLoader":
