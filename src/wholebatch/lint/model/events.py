@@ -148,14 +148,17 @@ class Event:
         """Return the source line, counted from 1."""
         return int(getattr(self.node, "lineno", 1))
 
-    @property
-    def column(self) -> int:
-        """Return the source column, counted from 1."""
-        return int(getattr(self.node, "col_offset", 0)) + 1
-
     def inside(self, loop: Loop) -> tuple[PathItem, ...]:
         """Return the path between a loop and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop in self.path else ()
+
+    def guards(self, loop: Loop) -> list[Guard]:
+        """Return the conditions between a loop and the event."""
+        return [item for item in self.inside(loop) if isinstance(item, Guard)]
+
+    def contexts(self, loop: Loop) -> list[Context]:
+        """Return the `with` items between a loop and the event."""
+        return [item for item in self.inside(loop) if isinstance(item, Context)]
 
 
 _SCHEDULER_MADE = re.compile(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..model import Event, File, Guard, LoopWindow
-from ..model.expressions import dotted, keyword, last_part, number, text
+from ..model.expressions import keyword, last_part, number, text
 from ..model.loop_windows import steps_after
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "framework_accumulates",
     "gradients_rescaled",
     "is_optimizer_of",
-    "root_name",
     "same_receiver",
     "scaled_by_count",
     "stepped",
@@ -154,8 +153,3 @@ def framework_accumulates(file: File) -> bool:
         if given is not None and number(given) != 1 and text(given) != "None":
             return True
     return False
-
-
-def root_name(expr: ast.expr) -> str:
-    """Return the first name of a chain: `args` of `args.accum`."""
-    return (dotted(expr) or "").partition(".")[0]

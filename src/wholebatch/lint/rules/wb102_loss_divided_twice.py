@@ -35,7 +35,7 @@ import ast
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
-from ..model.expressions import is_accumulation_name, text, walk
+from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor
 from .rule_base import Edit, Report, Rule
 
@@ -82,11 +82,10 @@ def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
 
 def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
     for event in (*window.of("augment"), *window.after):
-        if event.kind != "augment" or event.receiver is None or event.argument is None:
+        divided_by = divisor_of(event.stmt)
+        if event.kind != "augment" or event.receiver is None or divided_by is None:
             continue
-        if not isinstance(event.stmt, ast.AugAssign) or not isinstance(event.stmt.op, ast.Div):
-            continue
-        by = window.resolver.key(event.argument, event.env)
+        by = window.resolver.key(divided_by, event.env)
         if ".grad" in text(event.receiver) and by == divisor.key and event.node not in seen:
             seen.add(event.node)
             yield Report(
@@ -110,11 +109,7 @@ def _in_classes(file: File) -> Iterator[Report]:
 
 def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
     for node in walk(method):
-        by: ast.expr | None = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            by = node.right
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-            by = node.value
+        by = divisor_of(node)
         if by is not None and (name in text(by) or is_accumulation_name(text(by))):
             yield Report(node, f"loss is divided by `{text(by)}`, and {framework} divides it again")
             return
@@ -122,10 +117,8 @@ def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
 
 def _fix(divisor: Divisor) -> tuple[Edit, ...]:
     node = divisor.node
-    if getattr(node, "augmented", False):
-        return ()
     # `accelerator.backward(loss / k)` or `loss = model(...).loss / k`: keep the left side.
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+    if getattr(node, "augmented", False) or not is_binary(node, ast.Div):
         return ()
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
         return ()

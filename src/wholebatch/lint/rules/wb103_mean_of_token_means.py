@@ -139,25 +139,11 @@ def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None
         return None
     if masks:
         return masks[0].node
-    base = chain.base
-    if base is None:
+    call = chain.base_call
+    if call is None:
         return None
-    call = _call(base, chain)
-    if call is not None and (_ignores(call, chain, file) or _selects(call, chain)):
-        return base
-    if call is not None and _is_language_model(call, file):
-        return base
-    return None
-
-
-def _call(base: ast.expr, chain: Chain) -> ast.Call | None:
-    inner: ast.expr = base
-    while isinstance(inner, (ast.Subscript, ast.Attribute)):
-        inner = inner.value
-    if isinstance(inner, ast.Name):
-        made = [d.expr for d in chain.base_env.get(inner.id, ()) if isinstance(d.expr, ast.Call)]
-        return made[0] if made else None
-    return inner if isinstance(inner, ast.Call) else None
+    is_masked = _ignores(call, chain, file) or _selects(call, chain)
+    return chain.base if is_masked or _is_language_model(call, file) else None
 
 
 def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:

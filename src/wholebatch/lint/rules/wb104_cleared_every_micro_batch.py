@@ -34,7 +34,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..model import Event, File, Guard, LoopWindow
+from ..model import Event, File, LoopWindow
 from ..model.expressions import text
 from .rule_base import Edit, Report, Rule, is_optimizer_of, same_receiver, stepped
 
@@ -70,7 +70,7 @@ def _every_micro_batch(zero: Event, window: LoopWindow, steps: list[Event]) -> b
 
 
 def _conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
-    return {(text(g.expr), g.positive) for g in event.inside(window.loop) if isinstance(g, Guard)}
+    return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
 
 
 def _fix(

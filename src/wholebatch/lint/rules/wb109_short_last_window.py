@@ -38,6 +38,7 @@ import re
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
+from ..model.window_boundary import Boundary
 from .rule_base import Report, Rule, steps_every_micro_batch
 
 __all__ = ["RULE"]
@@ -47,31 +48,31 @@ def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     for window in file.accumulating:
         boundary = window.boundary
-        if window.shape != "boundary" or boundary is None or not boundary.pure:
-            continue
-        if boundary.kind not in {"modulo", "reset"} or not window.finite:
-            continue
-        if boundary.spanning and not _cleared_before(window):
-            continue
-        if steps_every_micro_batch(window):
+        if boundary is None or not _ends_short(window, boundary):
             continue
         handled = boundary.tail or _flushed(window)
-        if not handled and _is_multiple(window):
-            continue
-        if handled:
-            if _nominal(window):
-                yield Report(
-                    boundary.expr,
-                    f"the short last window is divided by the nominal `{window.every_name}`, not "
-                    "by the micro-batches that it has",
-                )
-        else:
+        if handled and _nominal(window):
+            yield Report(
+                boundary.expr,
+                f"the short last window is divided by the nominal `{window.every_name}`, not "
+                "by the micro-batches that it has",
+            )
+        elif not handled and not _is_multiple(window):
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
                 f"micro-batches after the last multiple of `{window.every_name}` never reach an "
                 f"update of their own: they are {fate} at the end of the loader",
             )
+
+
+def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
+    """True if only the count ends windows, and the loader can end before the count is full."""
+    if window.shape != "boundary" or not boundary.pure or boundary.kind not in {"modulo", "reset"}:
+        return False
+    if not window.finite or steps_every_micro_batch(window):
+        return False
+    return not boundary.spanning or _cleared_before(window)
 
 
 def _is_multiple(window: LoopWindow) -> bool:
@@ -94,11 +95,7 @@ def _nominal(window: LoopWindow) -> bool:
 
 
 def _cleared_before(window: LoopWindow) -> bool:
-    start = min((e.order for e in window.events), default=0)
-    parents = window.loop.parents
-    if not parents:
-        return False
-    return any(e.kind == "zero" and e.order < start and e.loops == parents for e in window.before)
+    return bool(window.loop.parents) and any(e.kind == "zero" for e in window.before)
 
 
 RULE = Rule(

@@ -33,7 +33,7 @@ import ast
 from collections.abc import Iterator
 
 from ..model import File, LoopWindow
-from ..model.expressions import number, text
+from ..model.expressions import is_binary, number, text
 from .rule_base import Edit, Report, Rule, stepped
 
 __all__ = ["RULE"]
@@ -84,10 +84,8 @@ def _fix(window: LoopWindow) -> tuple[Edit, ...]:
         return ()
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr
-    if not isinstance(expr, ast.Compare) or not isinstance(expr.left, ast.BinOp):
-        return ()
-    left = expr.left
-    if not isinstance(left.op, ast.Mod) or not isinstance(left.left, ast.Name):
+    left = expr.left if isinstance(expr, ast.Compare) else None
+    if not is_binary(left, ast.Mod) or not isinstance(left.left, ast.Name):
         return ()
     if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):
         return ()

@@ -74,8 +74,6 @@ def check(file: File) -> Iterator[Report]:
 
 def _wrapped(file: File) -> bool:
     """True if a model is wrapped here, and not only where nothing is accumulated (as with apex)."""
-    if not file.facts.wraps_ddp:
-        return False
     otherwise = {
         id(call)
         for node in walk(file.tree)
@@ -116,7 +114,7 @@ def _late_flag(window: LoopWindow) -> Event | None:
 
 def _late_context(window: LoopWindow) -> Event | None:
     for backward in window.backwards:
-        held = [c for c in backward.inside(window.loop) if isinstance(c, Context) and holds_sync(c)]
+        held = [c for c in backward.contexts(window.loop) if holds_sync(c)]
         if not held:
             continue
         owner = held[-1]

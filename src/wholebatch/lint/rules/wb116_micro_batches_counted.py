@@ -40,6 +40,7 @@ from ..model import File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
     is_accumulation_name,
+    is_call,
     keyword,
     last_part,
     number,
@@ -107,12 +108,11 @@ def _length(call: ast.Call) -> ast.expr | None:
         "T_max",
         "total_iters",
         "num_steps",
+        "steps_per_epoch",
     ):
         given = keyword(call, name)
         if given is not None:
             return given
-    if keyword(call, "steps_per_epoch") is not None:
-        return keyword(call, "steps_per_epoch")
     if re.match(r"get_\w*schedule", last_part(call.func)):
         return positional(call, 2)
     at = _POSITIONS.get(last_part(call.func))
@@ -135,7 +135,7 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
 def _times(window: LoopWindow) -> set[str]:
     """Return the loop's number of iterations as text, if it is written: `range(total)`."""
     iterable = peel(window.loop.iterable, window.loop.entry)
-    if not isinstance(iterable, ast.Call) or last_part(iterable.func) not in {"range", "trange"}:
+    if not is_call(iterable, "range", "trange"):
         return set()
     return {text(a) for a in iterable.args[-1:] if number(a) is None}
 
