@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.core.loss import Loss
-from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.memory import MemoryMeter
 
@@ -82,7 +81,7 @@ def batchnorm() -> list[dict[str, float]]:
                 def backward(loss: Loss) -> None:
                     (loss.total / 64).backward()
 
-                step = LockStep(batchnorms(model), model=model, hold=hold)
+                step = LockStep(model, hold=hold)
                 step.run(parts, forward=forward, backward=backward)
 
             return together

@@ -38,7 +38,7 @@ from wholebatch.core.runner import LockStepRunner
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
+from wholebatch.coupled.normalisation_layers import ReplacedForwards
 
 Pair = tuple[Tensor, Tensor]
 Window = Callable[[], object]
@@ -251,9 +251,9 @@ def compare(lab: Lab, found: dict[str, Any], note: Callable[[], None], *, exact:
         runner = train._runner
         assert isinstance(runner, LockStepRunner)
         rows[f"{name}, recorded"]["mode"] = runner.recorder.mode
-        paged = runner._lock_step.paged
-        if paged is not None:
-            rows[f"{name}, recorded"].update(out=paged.bytes_out, back=paged.bytes_in)
+        traffic = runner._lock_step.traffic
+        if traffic is not None:
+            rows[f"{name}, recorded"].update(out=traffic.bytes_out, back=traffic.bytes_in)
         del train, step
         train = lab.exact(hold, "eager")
         row(f"{name}, by threads", partial(train.step, pair), warm=1, rounds=1)

@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 from speed.models import CASES, summed  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from wholebatch.offload import adder_thread as pipe  # noqa: E402
+from wholebatch.offload import transfer_to_host as transfer  # noqa: E402
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -175,7 +175,7 @@ def addition(found: Found, elements: int) -> None:
 
         def once(ring: Tensor = ring) -> None:
             for piece in total.split(ring.numel()):
-                pipe.add_on_host(piece, ring[: piece.numel()], first=False)
+                transfer.add_on_host(piece, ring[: piece.numel()], first=False)
 
         once()
         times = []

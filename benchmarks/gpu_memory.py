@@ -26,9 +26,9 @@ from memory_table import page
 from torch import Tensor, nn
 
 from wholebatch.memory.activation_checkpointing import repeated_blocks, with_checkpoints
-from wholebatch.memory.predict import PlainWindow, predict_peak
-from wholebatch.memory.prediction_correction import calibrate, choose_on_device
-from wholebatch.memory.trial_step import try_out
+from wholebatch.memory.plain_window import PlainWindow
+from wholebatch.memory.predict import predict_peak
+from wholebatch.memory.trial_step import calibrate, choose_on_device, try_out
 
 GIB = 2**30
 HAS_CUDA = torch.cuda.is_available()

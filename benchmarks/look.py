@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.coupled.adds_up import AddsUp
+from wholebatch.core.splitting.samples import layout_of
+from wholebatch.coupled.adds_up import check_adds_up
 
 ROUNDS = 5
 
@@ -120,7 +121,7 @@ def measured(name: str, make: Callable[[], tuple[nn.Module, Any]], device: str) 
         model.zero_grad()
 
     def look() -> None:
-        AddsUp(model).look(lambda few: loss(model, few), micro).refuse()
+        check_adds_up(model, lambda few: loss(model, few), layout_of(micro)).refuse()
 
     step = seconds(micro_step, device)
     looked = seconds(look, device)

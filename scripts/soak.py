@@ -33,8 +33,10 @@ import wholebatch
 from wholebatch.cli import main as command
 from wholebatch.cli import training_run as session  # noqa: F401 - imported here once, for all that is forked
 from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.cli.report.metrics_file import TIMING
-from wholebatch.cli.report.tensorboard_events import Events  # noqa: F401
+from wholebatch.cli.report.metrics_writers import (
+    TIMING,
+    Events,  # noqa: F401
+)
 
 ROOT = Path(__file__).parents[1]
 RECIPE = Path(__file__).with_name("soak_recipe.py")

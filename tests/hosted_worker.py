@@ -13,13 +13,13 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support import Whole, distance, mean, mlp, pieces, samples
 from wholebatch.errors import WindowError
-from wholebatch.integrations.host_window import Given, Hosted, Options
+from wholebatch.integrations.host_window import AdapterOptions, HostLedger, HostLoss
 
 CPU = torch.device("cpu")
 SIZES = {0: [4, 1, 3], 1: [2, 4, 2]}
 
 
-def saved_and_loaded(window: Hosted, again: Hosted, hosted: nn.Module) -> Hosted:
+def saved_and_loaded(window: HostLedger, again: HostLedger, hosted: nn.Module) -> HostLedger:
     """The open window in another one, from what the first rank would write to a file."""
     parameters = list(hosted.parameters())
     saved = [window.state_dict(parameters)]
@@ -29,7 +29,9 @@ def saved_and_loaded(window: Hosted, again: Hosted, hosted: nn.Module) -> Hosted
     return again
 
 
-def run(window: Hosted, hosted: Any, micros: list[Any], again: Hosted | None = None) -> Hosted:
+def run(
+    window: HostLedger, hosted: Any, micros: list[Any], again: HostLedger | None = None
+) -> HostLedger:
     """The backwards of one window, the last of which reduces."""
     for place, micro in enumerate(micros):
         last = place + 1 == len(micros)
@@ -38,7 +40,7 @@ def run(window: Hosted, hosted: Any, micros: list[Any], again: Hosted | None = N
         else:
             hosted.set_requires_gradient_sync(last)
         loss = mean(hosted, micro)
-        window.weigh(Given.of(mean=loss, units=len(micro["y"])))
+        window.weigh(HostLoss.of(mean=loss, units=len(micro["y"])))
         with window.backward():
             loss.backward()
         if again is not None and place == 1:
@@ -53,14 +55,14 @@ def error(kind: str) -> float:
     hosted: Any = fully_shard(model) if sharded else nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
 
-    def hosts() -> Hosted:
+    def hosts() -> HostLedger:
         kept = "sharded" if sharded else "whole"
-        return Hosted([hosted], [optimizer], device=CPU, gradients=kept)  # type: ignore[arg-type]
+        return HostLedger([hosted], [optimizer], device=CPU, gradients=kept)  # type: ignore[arg-type]
 
     own = pieces(samples(16), [8, 8])[rank]
     again = hosts() if kind == "ddp resumed" else None
     window = run(hosts(), hosted, pieces(own, SIZES[rank]), again)
-    window.settle(averaged_by=window.ranks.size)
+    window.settle(averaged_by=window.group.ranks)
     nn.utils.clip_grad_norm_(hosted.parameters(), 0.05)
     optimizer.step()
     whole = Whole(mlp(), clip_norm=0.05)
@@ -80,7 +82,7 @@ def statistics() -> float:
     model = nn.Sequential(norm, nn.Linear(5, 3).double())
     hosted = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
-    window = Hosted([hosted], [optimizer], device=CPU, options=Options("statistics"))
+    window = HostLedger([hosted], [optimizer], device=CPU, options=AdapterOptions("statistics"))
     for number in (16, 24):
         own = pieces(samples(number), [number // 2] * 2)[dist.get_rank()]
         run(window, hosted, pieces(own, [4, number // 2 - 4]))
@@ -98,7 +100,7 @@ def in_16_bit() -> float:
     model, other = mlp(dtype=torch.bfloat16), mlp(dtype=torch.bfloat16)
     hosted = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
-    window = Hosted([hosted], [optimizer], device=CPU)
+    window = HostLedger([hosted], [optimizer], device=CPU)
     micros = pieces(samples(256, dtype=torch.bfloat16), [2] * 128)
     run(window, hosted, micros[64 * dist.get_rank() :][:64])
     window.settle(averaged_by=2)
@@ -113,10 +115,10 @@ def in_16_bit() -> float:
 def held_back() -> float:
     """0 if a window whose last backward did not reduce is refused."""
     hosted = nn.parallel.DistributedDataParallel(mlp())
-    window = Hosted([hosted], [torch.optim.SGD(hosted.parameters(), lr=0.1)], device=CPU)
+    window = HostLedger([hosted], [torch.optim.SGD(hosted.parameters(), lr=0.1)], device=CPU)
     with hosted.no_sync():
         loss = mean(hosted, samples(4))
-        window.weigh(Given.of(mean=loss, units=4))
+        window.weigh(HostLoss.of(mean=loss, units=4))
         with window.backward():
             loss.backward()
     try:

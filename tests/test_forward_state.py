@@ -108,6 +108,17 @@ def test_what_moved_is_told_and_single_items_can_be_put_back() -> None:
     assert [name for _, name in ForwardState(model).moved(after)] == ["number"]
 
 
+def test_many_containers_in_a_container_are_compared_by_identity() -> None:
+    model = nn.Linear(1, 1)
+    history: list[list[int]] = [[k] for k in range(300)]
+    model.history = history  # type: ignore[assignment]
+    before = ForwardState(model)
+    assert before.moved(ForwardState(model)) == []
+    history[7] = [7]
+    assert before.moved(ForwardState(model)) == [(id(model), "history")]
+    before.restore()
+
+
 def test_the_books_of_an_engine_are_not_the_models() -> None:
     wrapped = torch.nn.parallel.DataParallel(mlp())
     state = ForwardState(wrapped)

@@ -14,15 +14,15 @@ import wholebatch as wb
 from tests.distributed.launch import reports
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, StateError, WindowError
-from wholebatch.integrations.host_window import FirstLook, Given, Hosted, Options
+from wholebatch.integrations.host_window import AdapterOptions, FirstLook, HostLedger, HostLoss
 
 CPU = torch.device("cpu")
 
 
-def run(window: Hosted, model: nn.Module, micros: Any, divided_by: float = 1.0) -> None:
+def run(window: HostLedger, model: nn.Module, micros: Any, divided_by: float = 1.0) -> None:
     for micro in micros:
         loss = mean(model, micro)
-        window.weigh(Given.of(mean=loss, units=len(micro["y"])), divided_by=divided_by)
+        window.weigh(HostLoss.of(mean=loss, units=len(micro["y"])), divided_by=divided_by)
         with window.backward():
             (loss / divided_by).backward()
 
@@ -32,7 +32,7 @@ def run(window: Hosted, model: nn.Module, micros: Any, divided_by: float = 1.0) 
 def test_gradients_are_those_of_the_undivided_batch(sizes: list[int], divided_by: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    window = Hosted([model], [optimizer], device=CPU)
+    window = HostLedger([model], [optimizer], device=CPU)
     whole = Whole(model)
     for _ in range(2):  # the second begins with the seed of the first
         run(window, model, pieces(samples(12), sizes), divided_by)
@@ -48,12 +48,12 @@ def test_gradients_are_those_of_the_undivided_batch(sizes: list[int], divided_by
 
 def test_a_window_goes_on_after_its_state_was_saved() -> None:
     model, again = mlp(), mlp()
-    first = Hosted([model], [], device=CPU)
+    first = HostLedger([model], [], device=CPU)
     parts = pieces(samples(12), [5, 4, 3])
     run(first, model, parts[:1])
     for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
         mine.grad = theirs.grad
-    second = Hosted([again], [], device=CPU)
+    second = HostLedger([again], [], device=CPU)
     second.load_state_dict(first.state_dict())
     run(second, again, parts[1:])
     second.settle()
@@ -65,7 +65,7 @@ def test_a_window_goes_on_after_its_state_was_saved() -> None:
 
 def test_a_state_with_gradients_goes_to_the_model_that_saved_it() -> None:
     model, again = mlp(), mlp()
-    first, second = Hosted([model], [], device=CPU), Hosted([again], [], device=CPU)
+    first, second = HostLedger([model], [], device=CPU), HostLedger([again], [], device=CPU)
     run(first, model, [samples(5)])
     saved = first.state_dict(list(model.parameters()))
     with pytest.raises(StateError, match="load it with the model that saved it"):
@@ -79,9 +79,9 @@ def test_a_state_with_gradients_goes_to_the_model_that_saved_it() -> None:
 
 def test_a_loss_of_16_bits_is_totalled_in_32() -> None:
     weight = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
-    window = Hosted([], [], device=CPU)
+    window = HostLedger([], [], device=CPU)
     loss = weight * 8.0
-    window.weigh(Given.of(mean=loss, units=10_000))  # 80,000 is beyond float16
+    window.weigh(HostLoss.of(mean=loss, units=10_000))  # 80,000 is beyond float16
     with window.backward():
         loss.backward()
     settled = window.settle()
@@ -91,10 +91,10 @@ def test_a_loss_of_16_bits_is_totalled_in_32() -> None:
 
 def test_sparse_gradients_are_settled_too() -> None:
     table = nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
-    window = Hosted([table], [], device=CPU)
+    window = HostLedger([table], [], device=CPU)
     for rows in ([0, 0, 3], [0]):
         loss = table(torch.tensor(rows)).sum(1).mean()
-        window.weigh(Given.of(mean=loss, units=len(rows)))
+        window.weigh(HostLoss.of(mean=loss, units=len(rows)))
         with window.backward():
             loss.backward()
     window.settle()
@@ -109,7 +109,7 @@ def test_a_first_look_leaves_its_host_as_it_was() -> None:
             self.seen, self.steps, self.last = {1}, 0, deque([1, 2], maxlen=2)
 
     host, model = Host(), mlp()
-    window = Hosted([model], [], device=CPU, owns_forward=True)
+    window = HostLedger([model], [], device=CPU, owns_forward=True)
     look = FirstLook(model, window, host=host, off="audit=False")
     kept = host.metrics["loss"]
 
@@ -131,31 +131,31 @@ def test_a_first_look_leaves_its_host_as_it_was() -> None:
 
 
 def test_spectral_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    Hosted([nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))], [], device=CPU)
+    HostLedger([nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))], [], device=CPU)
     assert "one power iteration for every forward" in caplog.text
 
 
 def test_what_does_not_fit_is_said() -> None:
     model = mlp()
-    window = Hosted([model], [], device=CPU)
+    window = HostLedger([model], [], device=CPU)
     with pytest.raises(WindowError, match="no backward was weighed"):
         window.settle()
     with pytest.raises(LossError, match=r"of shape \(3,\)"):
-        Given.of(torch.zeros(3, requires_grad=True) * 1, 3)
+        HostLoss.of(torch.zeros(3, requires_grad=True) * 1, 3)
     with pytest.raises(LossError, match="does not require a gradient"):
-        Given.of(torch.zeros(()), 3)
+        HostLoss.of(torch.zeros(()), 3)
     loss = mean(model, samples(2))
-    window.weigh(Given.of(mean=loss, units=0), divided_by=4)
+    window.weigh(HostLoss.of(mean=loss, units=0), divided_by=4)
     with window.backward():
         loss.backward()
     with pytest.raises(WindowError, match="divided by 4, this one is by 2"):
-        window.weigh(Given.of(mean=mean(model, samples(2)), units=2), divided_by=2)
+        window.weigh(HostLoss.of(mean=mean(model, samples(2)), units=2), divided_by=2)
     with pytest.raises(EmptyWindowError, match="have zero units"):
         window.settle()
     with pytest.raises(StateError, match="not the state of a window"):
         window.load_state_dict({})
     with pytest.raises(OptionError, match="zero_units='maybe'"):
-        Options(zero_units="maybe")  # type: ignore[arg-type]
+        AdapterOptions(zero_units="maybe")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "cli.checkpoints",
-            "cli.sharded_checkpoints",
             "core.runner",
             "core.state_dict",
             "distributed.pipeline",
@@ -40,10 +39,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"coupled"}),
-    frozenset({"compile", "compile.kernels", "core.foreign_writes", "core.window"}),
+    frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {
-            "core.device_store",
             "core.gradient_store",
             "core.lookahead_loader",
             "core.model_and_optimizer",
@@ -58,7 +56,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.precision",
             "core.splitting",
             "distributed",
-            "memory.live_bytes",
             "memory.meter",
             "tune.batch_scaling",
         }
@@ -69,9 +66,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.loss",
             "core.optimizer_step",
             "core.optional_packages",
-            "core.random_state",
             "core.safe_loading",
-            "distributed.deadline",
             "memory.budget",
         }
     ),
@@ -81,9 +76,6 @@ LAYERS: tuple[frozenset[str], ...] = (
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(
     {
         ("testing", "verification"),
-        ("core.device_store", "offload"),
-        ("core.gradient_store", "offload"),
-        ("offload", "core.device_store"),
         ("offload", "core.gradient_store"),
         ("memory", "core.noise_scale"),
     }
@@ -98,7 +90,7 @@ EAGER: dict[str, frozenset[str]] = {
     "lint": frozenset({"libcst"}),
     "cli.report": frozenset({"rich"}),
     "cli.recipes": frozenset({"sklearn"}),
-    "compile.kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
+    "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {
@@ -312,9 +304,9 @@ PLANTED = {
     ),
     "root": ("core/window.py", "import wholebatch as wb\n", "upwards from core.whole_batch"),
     "part of a package": (
-        "memory/live_bytes.py",
+        "memory/budget.py",
         "from . import choose\n",
-        "memory.live_bytes imports upwards from memory",
+        "memory.budget imports upwards from memory",
     ),
     "sideways": (
         "memory/choose.py",
@@ -327,7 +319,7 @@ PLANTED = {
         "an integration imports no other integration",
     ),
     "framework": (
-        "cli/report/page.py",
+        "cli/report/html_page.py",
         "try:\n    import wandb\nexcept ImportError:\n    pass\n",
         "wandb",
     ),
@@ -377,7 +369,7 @@ def tree(tmp_path: Path) -> Path:
     plant(tmp_path, "memory/choose.py", "from . import meter\nfrom . import other\n")
     plant(tmp_path, "memory/meter.py", "")
     plant(tmp_path, "memory/other.py", "")
-    plant(tmp_path, "memory/live_bytes.py", "")
+    plant(tmp_path, "memory/budget.py", "")
     plant(tmp_path, "integrations/__init__.py", "")
     plant(tmp_path, "integrations/keras.py", "def f():\n    import keras\n")
     plant(tmp_path, "tune.py", "")

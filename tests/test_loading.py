@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import wholebatch
-from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.cli.sharded_checkpoints import put_together, take_apart
+from wholebatch.cli.checkpoints import Checkpoints, put_together, take_apart
 from wholebatch.core.json_files import read_json
 from wholebatch.core.plain_files import open_file
 from wholebatch.core.safe_loading import load_tensors
@@ -215,7 +214,7 @@ def test_deepspeed_reads_its_files_without_their_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own reader runs whatever a pickle asks for: ours stands in its place while it loads."""
-    from wholebatch.cli.deepspeed_run import _loads_without_code
+    from wholebatch.cli.training_engines import _loads_without_code
 
     kinds = {
         "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
@@ -250,7 +249,7 @@ def test_nothing_else_in_the_package_unpickles() -> None:
     """A new file format is to be read by `load_tensors`, or to be added here with its reason."""
     may = {
         "core/safe_loading.py": "the one reader",
-        "cli/sharded_checkpoints.py": "an unpickler that knows a few classes",
+        "cli/checkpoints.py": "an unpickler that knows a few classes",
         "cli/parallel_ranks.py": "bytes of the other ranks, with weights_only=True",
     }
     package = Path(wholebatch.__file__).parent

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from speed.models import DEVICE, Case, Micro, mean, summed
+from wholebatch.compile.graph_rewrite import Fusions
 from wholebatch.compile.joint_graph import JointStep
 from wholebatch.tune.loop_comparison.other_libraries import driven
 
@@ -59,11 +60,14 @@ def _wholebatch(
     inductor: dict[str, Any] | None = None,
 ) -> Loop:
     def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-        JointStep.fuses_products = fused
-        JointStep.fuses_entropy = entropy
-        JointStep.simplifies_gelu = gelu
-        JointStep.fuses_norms = norms
-        JointStep.fuses_gelu = gelu_sums
+        JointStep.fusions = Fusions(
+            products=fused,
+            products_in_full=True,
+            entropy=entropy,
+            norms=norms,
+            gelu_sums=gelu_sums,
+            gelu=gelu,
+        )
         JointStep.whole_rows = whole_rows
         JointStep.inductor = inductor or {}
         logging.getLogger("wholebatch.compile").setLevel(logging.INFO)

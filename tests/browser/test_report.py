@@ -9,7 +9,9 @@ import pytest
 
 from tests.browser.chromium import Tab
 from tests.report import samples
-from wholebatch.cli.report.page import make_page, read_sources, write_page
+from wholebatch.cli.report.html_page import write_page
+from wholebatch.cli.report.html_report import make_page
+from wholebatch.cli.report.page_sources import read_sources
 
 LOOKS = (Path(__file__).parent / "looks.js").read_text(encoding="utf-8")
 READERS = list(itertools.product(("light", "dark"), (1280, 390)))

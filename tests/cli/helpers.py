@@ -95,7 +95,7 @@ def environment_of(**more: str) -> dict[str, str]:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without what says when and how fast."""
-    from wholebatch.cli.report.metrics_file import TIMING
+    from wholebatch.cli.report.metrics_writers import TIMING
 
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

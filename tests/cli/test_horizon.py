@@ -10,7 +10,7 @@ import torch
 
 from tests.cli.helpers import NOISY, Ran, metrics_of
 from tests.cli.test_resume import assert_same_run
-from wholebatch.cli.recipes.schedule_end import Horizon
+from wholebatch.cli.recipes.recipe import Horizon
 
 Command = Callable[..., Ran]
 Write = Callable[..., Path]

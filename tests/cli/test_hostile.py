@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli.helpers import NOISY, Ran, command_line, environment_of, metrics_of
 from tests.cli.test_resume import assert_same_run
-from wholebatch.cli.report.metrics_file import MetricsFile, writing
+from wholebatch.cli.report.metrics_writers import MetricsFile, writing
 from wholebatch.core import plain_files as files
 
 pytestmark = pytest.mark.timeout(120)  # a FIFO that is waited for would hang

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.helpers import environment_of
 from wholebatch.cli import main
-from wholebatch.cli.run_settings import Given, check, config_text, read_config, refuse_idle, resolve
-from wholebatch.cli.summary import arithmetic
+from wholebatch.cli.command_options import command
+from wholebatch.cli.run_settings import (
+    Config,
+    Given,
+    check,
+    config_text,
+    read_config,
+    refuse_idle,
+    resolve,
+)
+from wholebatch.cli.train_command import batch_text
 from wholebatch.errors import OptionError, StateError
 
 
@@ -131,7 +144,7 @@ def test_a_damaged_config_is_one_clear_line(tmp_path: Path, text: str) -> None:
 )
 def test_arithmetic_of_the_batch(sizes: list[int], ranks: int, expected: str) -> None:
     config = resolve(Given(), {}, stored=None)
-    assert arithmetic(sizes, config, ranks=ranks).startswith(expected)
+    assert batch_text([sizes] * ranks, config, ranks=ranks).startswith(expected)
 
 
 def test_config_is_readable_by_people(tmp_path: Path) -> None:
@@ -243,3 +256,28 @@ def test_what_a_pipeline_does_not_have_is_refused_where_it_was_typed() -> None:
 def test_a_base_batch_with_something_that_follows_it() -> None:
     for rule in (Given(base_batch=8, lr_rule="sqrt"), Given(base_batch=8, betas="beta2")):
         refuse_idle(("base_batch",), resolve(rule, {}, stored=None), parallel="ddp")
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, wholebatch.cli.app; print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "False\n"
+
+
+def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
+    """The command gets what was typed, a 0 too, and knows what was not."""
+    seen: list[Given] = []
+    made = command(Config, partial=True)(seen.append)
+    parameters = inspect.signature(made).parameters
+    assert {p.default for p in parameters.values()} == {None, False}
+    made(
+        **{name: p.default for name, p in parameters.items()} | {"zero": 0, "seed": 0, "fit": True}
+    )
+    assert seen == [{"zero": 0, "seed": 0, "fit": True}]
+    assert parameters.keys() == Config.__dataclass_fields__.keys() - {"batch_schedule"}

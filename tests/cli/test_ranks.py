@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from wholebatch.cli.torchrun import agree_on_attempt
+from wholebatch.cli.parallel_ranks import agree_on_attempt
 from wholebatch.errors import RankError
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from wholebatch.cli.report.metrics_file import MetricsFile, record_of
-from wholebatch.cli.report.tensorboard_events import Events
-from wholebatch.cli.report.terminal_output import Terminal, count_said
+from wholebatch.cli.report.metrics_writers import Events, MetricsFile, record_of
+from wholebatch.cli.report.terminal_output import Terminal, short_count
 from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError, StateError
 
@@ -168,7 +167,7 @@ def test_rows_show_paths_as_they_are(terminal: bool) -> None:
 
 
 def test_counts_have_three_figures() -> None:
-    assert [count_said(n) for n in (0.5, 9.99, 99.6, 999.9, 1000, 99_950, 1e6, 2.5e9)] == [
+    assert [short_count(n) for n in (0.5, 9.99, 99.6, 999.9, 1000, 99_950, 1e6, 2.5e9)] == [
         "0.5",
         "9.99",
         "100",

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
 from wholebatch.core.options import grouped
-from wholebatch.coupled.adds_up import AddsUp
+from wholebatch.core.splitting.samples import layout_of
+from wholebatch.coupled.adds_up import check_adds_up
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
 Case = tuple[Callable[[Any, Any], Any], type[Exception], str]
@@ -222,7 +223,9 @@ def test_without_memory_for_a_graph_the_forwards_are_looked_at() -> None:
             return made
 
         model = mlp()
-        look = AddsUp(model).look(lambda few, m=model, w=without: w(m, few), samples(8))
+        look = check_adds_up(
+            model, lambda few, m=model, w=without: w(m, few), layout_of(samples(8))
+        )
         assert bool(look.findings) is refused
 
 
@@ -241,12 +244,18 @@ def test_samples_without_units_are_looked_at_in_a_later_window() -> None:
 def test_the_entry_for_other_doors() -> None:
     """A function of theirs, a micro-batch, and the way in which theirs is turned off."""
     model = mlp()
-    look = AddsUp(model).look(lambda few: contrast(model, few), samples(8), name="training_step")
-    assert look.told
+    look = check_adds_up(
+        model, lambda few: contrast(model, few), layout_of(samples(8)), name="training_step"
+    )
+    assert look.conclusive
     with pytest.raises(wb.errors.UnsupportedError, match=r"training_step.*\n.*Trainer\(look=False"):
         look.refuse(off="Trainer(look=False)")
-    fine = AddsUp(model).look(lambda few: wb.cross_entropy(model(few["x"]), few["y"]), samples(8))
+    fine = check_adds_up(
+        model, lambda few: wb.cross_entropy(model(few["x"]), few["y"]), layout_of(samples(8))
+    )
     fine.refuse()
     with pytest.raises(wb.errors.UnsupportedError, match="found on another rank"):
-        fine.refuse(elsewhere=True)
-    assert not AddsUp(model).look(lambda few: contrast(model, few), samples(1)).told
+        fine.refuse(on_another_rank=True)
+    assert not check_adds_up(
+        model, lambda few: contrast(model, few), layout_of(samples(1))
+    ).conclusive

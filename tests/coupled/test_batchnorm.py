@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import EXACT, Seen, distance
 from wholebatch.coupled import batchnorms, choose, convert, groups_for, tracked_instance_norms
-from wholebatch.coupled.batchnorm.policies import Converted
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.batchnorm.policies import Converted, Statistics
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 

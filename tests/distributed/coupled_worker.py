@@ -18,7 +18,7 @@ from tests.coupled.networks import NETWORKS
 from tests.support import Seen, distance
 from tests.test_engine_coupled import LOSSES, Clip, batch, encode, mean_of
 from wholebatch.core.options import grouped
-from wholebatch.distributed.gradient_buckets import Buckets
+from wholebatch.distributed.ddp import Buckets
 
 Batch = dict[str, Tensor]
 SHARES = {2: [8, 5], 3: [3, 6, 4]}

@@ -16,9 +16,8 @@ from tests.cli.helpers import NOISY, metrics_of
 from tests.distributed.launch import ROOT
 from wholebatch.cli import main
 from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.distributed.deadline import parse_deadline
-from wholebatch.distributed.rank_failure import _silence
-from wholebatch.distributed.rank_progress import Progress, place_of
+from wholebatch.distributed.rank_failure import _blame
+from wholebatch.distributed.rank_progress import Progress, parse_deadline, place_of
 from wholebatch.errors import OptionError
 
 # Rank 1 sleeps in its data: no thread of its own says that it lives, but the alarm's does.
@@ -40,18 +39,18 @@ def stand(
 
 def test_who_is_silent() -> None:
     waiting = stand(9, waits=True)
-    assert _silence({0: waiting, 1: stand(8)}, 2) == (
+    assert _blame({0: waiting, 1: stand(8)}, 2) == (
         [1],
         "rank 1 made no progress {since}: rank 1 stands at x.py:3, in f",
     )
-    ranks, said = _silence({0: waiting, 2: stand(8)}, 4)
+    ranks, said = _blame({0: waiting, 2: stand(8)}, 4)
     assert ranks == [1, 3]
     assert said.startswith("ranks 1, 3 made no progress {since} and do not answer: stopped, ")
-    ranks, said = _silence({0: waiting, 1: stand(7), 2: stand(8)}, 3)
+    ranks, said = _blame({0: waiting, 1: stand(7), 2: stand(8)}, 3)
     assert ranks == [1]  # the one that has come least far
-    ranks, said = _silence({0: waiting, 1: stand(7, error="ValueError: {x}")}, 2)
+    ranks, said = _blame({0: waiting, 1: stand(7, error="ValueError: {x}")}, 2)
     assert said.format(since="").endswith(", after an error in its last window: ValueError: {x}")
-    ranks, said = _silence({0: waiting, 1: stand(9, waits=True, place="y.py:4, in g")}, 2)
+    ranks, said = _blame({0: waiting, 1: stand(9, waits=True, place="y.py:4, in g")}, 2)
     assert ranks == [0, 1]
     assert said.endswith("all wait in collectives, rank 0 at x.py:3, in f; rank 1 at y.py:4, in g")
 
@@ -101,11 +100,11 @@ def test_an_error_of_a_window_is_remembered_until_one_goes_well() -> None:
 def test_a_collective_outside_a_window_counts_only_while_it_is_waited_for() -> None:
     progress = Progress(patience=10.0)
     with progress.waiting():
-        assert progress.stand()["waits"]
+        assert progress.position()["waits"]
         time.sleep(0.01)
         assert progress.idle > 0.0
     assert progress.idle == 0.0
-    assert not progress.stand()["waits"]
+    assert not progress.position()["waits"]
 
 
 def test_where_a_thread_stands() -> None:

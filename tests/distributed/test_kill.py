@@ -17,8 +17,7 @@ import pytest
 
 from tests.cli.helpers import NOISY, assert_same_bits, metrics_of
 from tests.distributed.launch import ROOT
-from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.cli.sharded_checkpoints import put_together
+from wholebatch.cli.checkpoints import Checkpoints, put_together
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 

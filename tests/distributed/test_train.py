@@ -13,8 +13,7 @@ import torch
 from tests.cli.helpers import EXACT, NOISY, assert_same_bits, metrics_of, newest_checkpoint
 from tests.distributed.launch import torchrun
 from wholebatch.cli import main
-from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.cli.sharded_checkpoints import put_together
+from wholebatch.cli.checkpoints import Checkpoints, put_together
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

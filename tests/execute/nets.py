@@ -12,7 +12,7 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.support import measured, mlp, samples, sgd
 from wholebatch.compile.graph_inputs import take_apart
-from wholebatch.compile.graph_rewrite import Options, Rewritten, rewrite
+from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.trace import Form, State, trace
 from wholebatch.core.precision import Precision
 
@@ -182,7 +182,7 @@ def run_rewritten(
     model: nn.Module,
     function: Callable[[Any, Any], wb.Loss],
     precision: Precision,
-    options: Options,
+    options: Fusions,
     *,
     held: float = 0.0,
 ) -> tuple[Rewritten, list[Tensor], list[Tensor]]:

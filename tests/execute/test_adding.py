@@ -17,7 +17,7 @@ import wholebatch as wb
 from tests.execute.nets import Micro, Tagger, loss, mean_of_tokens, tagged
 from tests.support import Seen, Whole, distance, measured, mlp, samples, sgd
 from wholebatch.compile import fused_weight_grad as fused
-from wholebatch.compile.eager_weight_grad import Adding
+from wholebatch.compile.fused_weight_grad import Adding
 
 
 @pytest.fixture(autouse=True)

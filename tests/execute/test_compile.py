@@ -92,8 +92,8 @@ def test_compiled_forward_where_a_graph_of_all_is_not_possible() -> None:
 
 
 def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholebatch.compile import compiled_forward as compiled
     from wholebatch.compile import joint_graph as joint
+    from wholebatch.compile import micro_step as compiled
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long story")

@@ -14,7 +14,7 @@ import wholebatch as wb
 from tests.execute.nets import Micro, loss, run_rewritten
 from tests.support import distance
 from wholebatch.compile.cross_entropy import can_fuse_entropy
-from wholebatch.compile.graph_rewrite import Options
+from wholebatch.compile.graph_rewrite import Fusions
 from wholebatch.core.precision import choose
 
 
@@ -73,7 +73,7 @@ def _run(
     model: nn.Module, loss: Callable[[Any, Any], wb.Loss], precision: Any, *, fuses: bool
 ) -> tuple[int, list[Tensor], list[Tensor], set[str]]:
     """Fused losses, outputs and gradients of the rewritten graph, and what it calls."""
-    rewritten, outputs, added = run_rewritten(model, loss, precision, Options(entropy=fuses))
+    rewritten, outputs, added = run_rewritten(model, loss, precision, Fusions(entropy=fuses))
     called = {str(node.target) for node in rewritten.graph.graph.nodes}
     return rewritten.fused_losses, outputs, added, called
 

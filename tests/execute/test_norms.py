@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -16,16 +17,16 @@ import wholebatch as wb
 from tests.execute.nets import Blocks, loss, run_rewritten
 from tests.support import distance
 from wholebatch.compile import cross_entropy as entropy
-from wholebatch.compile import gelu, kernels
+from wholebatch.compile import fusion, gelu
 from wholebatch.compile import layer_norm as norms
 from wholebatch.compile.gelu import can_fuse_gelu, simplify_gelu
-from wholebatch.compile.graph_rewrite import Options, Rewritten
+from wholebatch.compile.graph_rewrite import Fusions, Rewritten
 from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.core.precision import choose
 
 
 def _run(
-    model: nn.Module, precision: str, options: Options, function: Callable[[Any, Any], wb.Loss]
+    model: nn.Module, precision: str, options: Fusions, function: Callable[[Any, Any], wb.Loss]
 ) -> tuple[Rewritten, list[Tensor], set[str]]:
     """The rewritten graph, what it adds to the buffers, and what it calls."""
     chosen = choose(precision, "cpu")
@@ -53,8 +54,8 @@ MODELS: dict[str, Callable[[], Blocks]] = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["full", "bf16"])
 def test_the_same_gradients_by_one_operation_for_each_norm(name: str, precision: str) -> None:
-    _, plain, _ = _run(MODELS[name](), precision, Options(), loss)
-    rewritten, found, called = _run(MODELS[name](), precision, Options(norms=True), loss)
+    _, plain, _ = _run(MODELS[name](), precision, Fusions(), loss)
+    rewritten, found, called = _run(MODELS[name](), precision, Fusions(norms=True), loss)
     assert rewritten.fused_norms == 3
     assert not any("native_layer_norm_backward" in target for target in called)
     assert distance(found, plain) <= (1e-6 if precision == "full" else 2e-3)
@@ -63,7 +64,7 @@ def test_the_same_gradients_by_one_operation_for_each_norm(name: str, precision:
 
 def test_under_autocast_everything_around_the_norm_is_in_it() -> None:
     """The residual's addition, its cast to 16 bit, and the sum for the bias of the layer before."""
-    rewritten, _, _ = _run(Blocks(), "bf16", Options(norms=True), loss)
+    rewritten, _, _ = _run(Blocks(), "bf16", Fusions(norms=True), loss)
     nodes = rewritten.graph.graph.nodes
     calls = [n for n in nodes if "wholebatch.layer_norm_backward" in str(n.target)]
     last, middle, first = [call.args[5:] for call in calls]  # weight, residual, 16 bit, sums
@@ -108,8 +109,8 @@ class Read(Blocks):
 
 @pytest.mark.parametrize("model", [Wide, Short, Read])
 def test_what_it_cannot_be_stays_as_it_is(model: type[Blocks]) -> None:
-    rewritten, found, _ = _run(model(), "bf16", Options(norms=True), loss)
-    _, plain, _ = _run(model(), "bf16", Options(), loss)
+    rewritten, found, _ = _run(model(), "bf16", Fusions(norms=True), loss)
+    _, plain, _ = _run(model(), "bf16", Fusions(), loss)
     assert rewritten.fused_norms == 0
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
@@ -117,33 +118,33 @@ def test_what_it_cannot_be_stays_as_it_is(model: type[Blocks]) -> None:
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 def test_a_gelu_by_one_exponential_is_no_further_from_float64(approximate: str) -> None:
     model = Blocks(approximate=approximate)
-    _, exact, _ = _run(Blocks(approximate=approximate).double(), "full", Options(), loss)
-    _, plain, _ = _run(model, "bf16", Options(), loss)
-    _, found, called = _run(model, "bf16", Options(gelu=True), loss)
+    _, exact, _ = _run(Blocks(approximate=approximate).double(), "full", Fusions(), loss)
+    _, plain, _ = _run(model, "bf16", Fusions(), loss)
+    _, found, called = _run(model, "bf16", Fusions(gelu=True), loss)
     assert any("gelu" in target for target in called) == (approximate == "none")
     assert distance(found, exact) <= 1.1 * distance(plain, exact)
     assert distance(found, plain) <= 2e-3
 
 
 def test_gelus_in_full_precision_are_left_to_the_compiler() -> None:
-    _, plain, _ = _run(Blocks(), "full", Options(), loss)
-    _, found, called = _run(Blocks(), "full", Options(gelu=True), loss)
+    _, plain, _ = _run(Blocks(), "full", Fusions(), loss)
+    _, found, called = _run(Blocks(), "full", Fusions(gelu=True), loss)
     assert any("gelu" in target for target in called)
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 def test_the_bias_before_a_gelu_is_summed_with_its_gradient(approximate: str) -> None:
-    _, plain, _ = _run(Blocks(approximate=approximate), "bf16", Options(), loss)
+    _, plain, _ = _run(Blocks(approximate=approximate), "bf16", Fusions(), loss)
     rewritten, found, called = _run(
-        Blocks(approximate=approximate), "bf16", Options(gelu_sums=True), loss
+        Blocks(approximate=approximate), "bf16", Fusions(gelu_sums=True), loss
     )
     assert rewritten.fused_gelus == 2
     assert not any("gelu_backward.default" in target for target in called)
     assert distance(found, plain) <= 2e-3
     frozen = Blocks(approximate=approximate)
     frozen.ups[0].bias.requires_grad_(False)
-    assert _run(frozen, "bf16", Options(gelu_sums=True), loss)[0].fused_gelus == 1
+    assert _run(frozen, "bf16", Fusions(gelu_sums=True), loss)[0].fused_gelus == 1
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -203,13 +204,16 @@ def test_a_kernel_that_is_not_there_or_cannot_run_is_not_used(
         return bool(run(1) == 1)
 
     cuda = torch.device("cuda")
-    monkeypatch.setitem(sys.modules, "wholebatch.compile.kernels.here", ModuleType("here"))
-    assert kernels.computes_rightly(cuda, "here", lambda: lambda one: one, agrees)
-    assert not kernels.computes_rightly(cuda, "here", lambda: broken, agrees)
-    assert not kernels.computes_rightly(cuda, "elsewhere", lambda: lambda one: one, agrees)
-    assert not kernels.computes_rightly(torch.device("cpu"), "here", lambda: broken, agrees)
+    home = "wholebatch.compile.triton_kernels"
+    assert find_spec(home) is not None  # else no kernel would ever be used
+    monkeypatch.setitem(sys.modules, home, ModuleType("here"))
+    assert fusion.computes_rightly(cuda, lambda: lambda one: one, agrees)
+    assert not fusion.computes_rightly(cuda, lambda: broken, agrees)
+    assert not fusion.computes_rightly(torch.device("cpu"), lambda: broken, agrees)
     with pytest.raises(ZeroDivisionError):  # the comparison's own mistakes are not hidden
-        kernels.computes_rightly(cuda, "here", lambda: lambda one: one, lambda *_: bool(1 / 0))
+        fusion.computes_rightly(cuda, lambda: lambda one: one, lambda *_: bool(1 / 0))
+    monkeypatch.setitem(sys.modules, home, None)
+    assert not fusion.computes_rightly(cuda, lambda: lambda one: one, agrees)
 
 
 def test_no_cpu_has_the_kernel() -> None:

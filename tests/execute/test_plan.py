@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from wholebatch.compile.when_to_compile import Plan
+from wholebatch.compile.execute_mode import ExecutePlan
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-def aged(seconds: float) -> Plan:
-    plan = Plan.of("auto", CUDA)
+def aged(seconds: float) -> ExecutePlan:
+    plan = ExecutePlan.of("auto", CUDA)
     plan.started -= seconds
     return plan
 
@@ -37,25 +37,25 @@ def test_a_rare_kind_waits_until_it_has_taken_as_long_itself() -> None:
 
 
 def test_what_was_asked_for_is_done_at_once() -> None:
-    graph = Plan.of("graph", CUDA)
+    graph = ExecutePlan.of("graph", CUDA)
     assert graph.prepares(0, 1, first=True)
     assert graph.compiles_at_once(0)
     assert graph.captures
     assert not graph.upgrades(2000, 3, 1)
     graph.started -= 200.0  # more kinds than are compiled at once, in a run that has lasted
     assert graph.upgrades(2000, 3, 1)
-    compile_ = Plan.of("compile", CPU)
+    compile_ = ExecutePlan.of("compile", CPU)
     assert compile_.compiles_at_once(2)
     assert not compile_.compiles_at_once(2, shared=True)  # what is left is rare
     assert not compile_.captures
 
 
 def test_the_first_graph_is_made_where_it_can_be_compared() -> None:
-    assert not Plan.of("graph", CUDA).prepares(0, 9, first=False)
+    assert not ExecutePlan.of("graph", CUDA).prepares(0, 9, first=False)
 
 
 def test_kinds_are_bounded_and_must_come_again() -> None:
-    graph, compile_ = Plan.of("graph", CUDA), Plan.of("compile", CPU)
+    graph, compile_ = ExecutePlan.of("graph", CUDA), ExecutePlan.of("compile", CPU)
     assert not graph.prepares(1, 1, first=False)
     assert graph.prepares(1, 2, first=False)
     assert graph.prepares(15, 2, first=False)
@@ -65,7 +65,7 @@ def test_kinds_are_bounded_and_must_come_again() -> None:
 
 
 def test_kinds_that_share_a_graph_use_it_at_once() -> None:
-    graph, compile_ = Plan.of("graph", CUDA), Plan.of("compile", CPU)
+    graph, compile_ = ExecutePlan.of("graph", CUDA), ExecutePlan.of("compile", CPU)
     assert graph.prepares(1, 1, first=False, shared=0)
     assert graph.prepares(1, 1, first=False, shared=30)
     assert not graph.prepares(1, 9, first=False, shared=31)  # recordings hold memory
@@ -83,11 +83,11 @@ def test_auto_traces_another_kind_when_it_has_trained_for_as_long_as_it_has_prep
     assert plan.prepares(1, 1, first=False, shared=1)  # which is there already
     plan.spent = 40.0
     assert plan.prepares(1, 2, first=False)
-    graph = Plan.of("graph", CUDA)
+    graph = ExecutePlan.of("graph", CUDA)
     graph.spent = 1e9
     assert graph.prepares(1, 2, first=False)
 
 
 def test_a_cpu_is_left_eager() -> None:
-    assert Plan.of("auto", CPU).eager
-    assert Plan.of("eager", CUDA).eager
+    assert ExecutePlan.of("auto", CPU).eager
+    assert ExecutePlan.of("eager", CUDA).eager

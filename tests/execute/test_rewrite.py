@@ -12,7 +12,7 @@ from tests.execute.nets import Tagger, loss, tagged
 from tests.support import distance
 from wholebatch.compile.fused_weight_grad import add_product, can_add_products
 from wholebatch.compile.graph_inputs import take_apart
-from wholebatch.compile.graph_rewrite import Options, rewrite
+from wholebatch.compile.graph_rewrite import Fusions, rewrite
 from wholebatch.compile.trace import Form, State, trace
 from wholebatch.core.precision import choose
 
@@ -70,7 +70,7 @@ def test_products_and_embeddings_add_themselves(
     traced = trace(made, loss, precision, state, inputs, Form.of(result, "loss"), "loss")
     trained = list(state.trained.values())
     rewritten = rewrite(
-        traced, len(trained), [torch.float32] * len(traced.used), Options(products=True)
+        traced, len(trained), [torch.float32] * len(traced.used), Fusions(products=True)
     )
     assert (rewritten.fused_products, rewritten.fused_embeddings) == fused
     buffers = [torch.ones_like(trained[index]) for index in traced.used]  # not empty before

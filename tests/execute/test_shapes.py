@@ -27,7 +27,7 @@ from tests.execute.nets import (
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import joint_graph as joint_module
 from wholebatch.compile import micro_step as executor_module
-from wholebatch.compile.when_to_compile import Plan
+from wholebatch.compile.execute_mode import ExecutePlan
 from wholebatch.core.options import grouped
 
 
@@ -260,7 +260,7 @@ def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[boo
     whole = Whole(model)
     train = traced(model, micro_batch=16)
     executor = train._runner.executor
-    executor._plan = Plan(eager=False, compiles=False, captures=False, auto=True)
+    executor._plan = ExecutePlan(eager=False, compiles=False, captures=False, auto=True)
     executor._plan.started -= 1e9
     for step, number in enumerate((8, 8, 3, 3, 4, 8, 3, 4, 5)):
         executor._plan.compiles = step > 4  # by now the run has lasted long enough

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.execute.nets import Encoder, loss, texts
 from tests.support import distance
 from wholebatch.compile.graph_inputs import take_apart
-from wholebatch.compile.graph_rewrite import Options, rewrite
+from wholebatch.compile.graph_rewrite import Fusions, rewrite
 from wholebatch.compile.symbolic_sizes import Sizes, differing, pattern
 from wholebatch.compile.trace import Form, State, Traced, trace
 from wholebatch.core.precision import choose
@@ -64,7 +64,7 @@ def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:
     micro = take_apart(texts(1, *sizes))
     trained = [parameter.detach() for parameter in model.parameters()]
     buffers = [torch.zeros_like(parameter) for parameter in trained]
-    options = Options(entropy=True)
+    options = Fusions(entropy=True)
     rewritten = rewrite(graph, len(trained), [torch.float32] * len(trained), options)
     assert rewritten.fused_losses == 1
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
@@ -79,7 +79,7 @@ def test_graphs_of_open_sizes_are_rewritten_as_others_are() -> None:
     number = len(list(model.parameters()))
     dtypes = [torch.float32] * number
     own, of_all = traced_of(model, 3, 7), traced_of(model, 6, 16, 4)
-    for options in (Options(products=True, entropy=True), Options(norms=True, gelu_sums=True)):
+    for options in (Fusions(products=True, entropy=True), Fusions(norms=True, gelu_sums=True)):
         one, other = (rewrite(graph, number, dtypes, options) for graph in (own, of_all))
         assert replace(other, graph=one.graph) == one  # as much is fused
         made = other.fused_products, other.fused_losses, other.fused_norms, other.fused_gelus

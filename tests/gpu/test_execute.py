@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from wholebatch.compile import when_to_compile as plan
+from wholebatch.compile import execute_mode as plan
 from wholebatch.core.options import grouped
 
 Micro = dict[str, Tensor]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.core.options import grouped
+from wholebatch.offload.host_store import SumsOnDevice
 from wholebatch.offload.packed_moments import keys_of, pack, pack_together, unpack_together
-from wholebatch.offload.staying_sums import Staying
 
 Micro = dict[str, Tensor]
 MIB = 2**20
@@ -108,14 +108,14 @@ def test_host_sums_have_the_bits_of_the_plain_window() -> None:
 def test_sums_that_stay_on_the_device_have_the_bits_of_the_plain_window() -> None:
     stayed: list[int] = []
 
-    def always(self: Staying, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
+    def always(self: SumsOnDevice, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
         if parameter.dim() == 1:
             return None
         stayed.append(total.numel())
         self.sums[id(parameter)] = torch.empty_like(total, device=parameter.device)
         return self.sums[id(parameter)]
 
-    with mock.patch.object(Staying, "room_for", always):
+    with mock.patch.object(SumsOnDevice, "room_for", always):
         for dtype in (torch.float32, torch.bfloat16):
             for options in ({}, {"clip_norm": 0.05}, {"clip_value": 0.001}, {"fused": False}):
                 same_bits(dtype, "host", **options)

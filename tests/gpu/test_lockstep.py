@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.coupled import batchnorms
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 
 Pair = tuple[Tensor, Tensor]
@@ -53,10 +52,13 @@ def loss(model: nn.Module, data: Pair) -> Tensor:
     return F.cross_entropy(model(data[0]).double(), data[1], reduction="sum")
 
 
+def moved(micro: Pair) -> Pair:
+    return micro[0].cuda(non_blocking=True), micro[1].cuda()
+
+
 def lockstep(model: nn.Module, data: Pair, sizes: list[int], hold: Hold, windows: int = 1) -> None:
     step = LockStep(
-        batchnorms(model),
-        model=model,
+        model,
         hold=hold,
         least_page=1024,
     )
@@ -64,9 +66,8 @@ def lockstep(model: nn.Module, data: Pair, sizes: list[int], hold: Hold, windows
     for _ in range(windows):
         step.run(
             [(x.cpu(), y.cpu()) for x, y in micros],
-            forward=lambda micro: loss(model, micro),
+            forward=lambda micro: loss(model, moved(micro)),
             backward=lambda value: value.backward(),
-            moved=lambda micro: (micro[0].cuda(non_blocking=True), micro[1].cuda()),
         )
 
 
@@ -134,7 +135,7 @@ def test_host_memory_does_not_depend_on_the_batch() -> None:
     for parts in (4, 4, 32):  # the first time for what is made once
         x = torch.randn(parts * 16, 3, 64, 64)
         micros = [(part, torch.zeros(16, dtype=torch.long)) for part in x.split(16)]
-        step = LockStep(batchnorms(model), model=model, hold="host", least_page=1024)
+        step = LockStep(model, hold="host", least_page=1024)
         for _ in range(2):  # what is fetched ahead is known from the first window on
             model.zero_grad()
             torch.cuda.synchronize()
@@ -142,9 +143,8 @@ def test_host_memory_does_not_depend_on_the_batch() -> None:
             before = torch.cuda.memory_allocated()
             step.run(
                 micros,
-                forward=lambda micro: loss(model, micro),
+                forward=lambda micro: loss(model, moved(micro)),
                 backward=lambda value: value.backward(),
-                moved=lambda micro: (micro[0].cuda(non_blocking=True), micro[1].cuda()),
             )
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[2] <= 1.02 * peaks[1], peaks

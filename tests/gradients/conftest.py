@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholebatch.offload import device_to_host as module
+from wholebatch.offload import transfer_to_host as module
 
 
 class Event:

@@ -18,6 +18,7 @@ from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd, trained
 from wholebatch.core.options import grouped
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 SPLITS = [[10], [4, 4, 2], [1, 6, 3], [1] * 10]
 
@@ -291,7 +292,7 @@ def test_out_of_memory_begins_again() -> None:
 def test_optimizer_steps_in_parts_and_its_post_hook_runs_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("wholebatch.offload.host_sums._BUCKET_BYTES", 500)
+    monkeypatch.setitem(BUCKET_BYTES, "host", 500)
     model, calls = mlp(), []
     train = made(model, clip_norm=0.1)
     optimizer = train._window.target.optimizers[0]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from wholebatch.offload.device_to_host import Link, ring_bytes
+from wholebatch.offload.transfer_to_host import CudaTransfer, ring_bytes
 
 
 @pytest.mark.usefixtures("streams")
@@ -15,7 +15,7 @@ def test_sums_of_any_size_and_order_are_those_of_plain_addition() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = (3, 25, 10, 1, 0, 17)
     totals = [torch.full((size,), float("nan")) for size in sizes]
-    link = Link(torch.device("cpu"), 0)
+    link = CudaTransfer(torch.device("cpu"), 0)
     wanted = [torch.zeros(size) for size in sizes]
     seen: set[int] = set()
     norms: dict[int, list[torch.Tensor]] = {}
@@ -42,7 +42,7 @@ def test_sums_of_any_size_and_order_are_those_of_plain_addition() -> None:
 
 @pytest.mark.usefixtures("streams")
 def test_a_sum_that_comes_twice_in_a_backward_waits_for_itself() -> None:
-    link = Link(torch.device("cpu"), 0)
+    link = CudaTransfer(torch.device("cpu"), 0)
     total = torch.zeros(4)
     link.put(torch.ones(4), total, first=True)
     inward: Any = link._in
@@ -57,7 +57,7 @@ def test_a_sum_that_comes_twice_in_a_backward_waits_for_itself() -> None:
 
 @pytest.mark.usefixtures("streams")
 def test_sums_that_stay_are_complete_where_they_stay() -> None:
-    link = Link(torch.device("cpu"), 0)
+    link = CudaTransfer(torch.device("cpu"), 0)
     totals = [torch.arange(25.0), torch.arange(3.0), torch.full((17,), float("nan"))]
     gradients = [torch.randn(len(total)) for total in totals]
     stay = [torch.empty(25), None, torch.empty(17)]

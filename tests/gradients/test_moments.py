@@ -37,8 +37,8 @@ def count(micro: Micro) -> int:
 def made(
     model: nn.Module, make: Any = adamw, *, sizes: Sequence[int] = (4, 4, 2), **options: Any
 ) -> wb.WholeBatch:
-    options = {"gradients": "moments", "units": count, "micro_batch": 4, **options}
-    train = wb.WholeBatch(model, make(model), loss=loss, **grouped(options))
+    options = {"gradients": "moments", "units": count, "micro_batch": 4, "loss": loss, **options}
+    train = wb.WholeBatch(model, make(model), **grouped(options))
     train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
     return train
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.gradients.test_moments import batches, count, loss, made
 from tests.support import EXACT, Whole, adamw, distance, mlp, samples
-from wholebatch.compile.eager_weight_grad import Adding
+from wholebatch.compile.fused_weight_grad import Adding
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.offload.adam_accumulation import MomentsStore
 
@@ -84,7 +84,9 @@ def test_moments_for_every_decay_and_kind_of_weight(
 ) -> None:
     monkeypatch.setattr(Adding, "anywhere", adds)
     monkeypatch.setattr("wholebatch.offload.adam_accumulation._SMALL", small)
-    monkeypatch.setattr("wholebatch.offload.host_sums._SMALLEST_BUCKET", 400)  # several wait
+    monkeypatch.setattr(
+        "wholebatch.offload.parameter_buckets._SMALLEST_BUCKET", 400
+    )  # several wait
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, **settings)
@@ -145,8 +147,7 @@ def test_a_parameter_without_a_gradient_keeps_its_bits() -> None:
             out = out + both["sometimes"](micro["x"])
         return wb.cross_entropy(out, micro["y"])
 
-    train = made(model, sizes=[4, 4, 2])
-    train._runner._loss = train._runner.executor._loss = chosen
+    train = made(model, sizes=[4, 4, 2], loss=chosen)
     optimizer = train._window.target.optimizers[0]
     with_it, without = samples(10), samples(10)
     with_it["x"][-1, 0] = 101.0
@@ -169,8 +170,7 @@ def test_a_gradient_that_no_hook_has_seen_counts() -> None:
     """As a window in lock-step leaves those that its last micro-batch did not use."""
     model = nn.ModuleList([mlp(), nn.Linear(2, 1).double()])
     lone = model[1]
-    train = made(model)
-    train._runner._loss = train._runner.executor._loss = lambda both, micro: loss(both[0], micro)
+    train = made(model, loss=lambda both, micro: loss(both[0], micro))
     optimizer = train._window.target.optimizers[0]
     gradient = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
 

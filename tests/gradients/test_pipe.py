@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from wholebatch.offload.adder_thread import Pipe, add_on_host
-from wholebatch.offload.host_norm import total_norm
-from wholebatch.offload.host_sums import Sums, flat_of, like
+from wholebatch.offload.host_sums import HostSums, total_norm
+from wholebatch.offload.parameter_buckets import flat_of, in_shape_of
+from wholebatch.offload.transfer_to_host import HostTransfer, add_on_host
 
 
 def test_pipe_bounds_what_waits_and_passes_failures_on() -> None:
-    pipe = Pipe(waiting_bytes=0)
+    pipe = HostTransfer(waiting_bytes=0)
     total = torch.zeros(1000)
     for index in range(50):
         pipe.put(torch.full((1000,), float(index)), total, first=index == 0)
@@ -37,7 +37,7 @@ def test_pipe_ends_its_thread() -> None:
         return sum(t.name == "wholebatch-gradients" for t in threading.enumerate())
 
     before = threads()
-    pipe = Pipe()
+    pipe = HostTransfer()
     pipe.put(torch.ones(4), torch.zeros(4), first=True)
     pipe.drain()
     assert threads() == before + 1
@@ -50,7 +50,7 @@ def test_pipe_ends_its_thread() -> None:
 
 
 def test_addition_of_sixteen_bit_gradients_rounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.offload.adder_thread._CAST", 7)
+    monkeypatch.setattr("wholebatch.offload.transfer_to_host._CAST", 7)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(50, generator=generator).bfloat16() for _ in range(9)]
     total = torch.empty(50)
@@ -73,7 +73,7 @@ def test_norm_of_long_rows_and_of_large_numbers() -> None:
 
 def test_sums_keep_the_order_of_memory() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last))
-    sums = Sums([[parameter]])
+    sums = HostSums([[parameter]])
     gradient = torch.randn(4, 3, 2, 5)
     sums.flat(parameter).copy_(flat_of(gradient, parameter))
     assert sums.shaped(parameter) is None
@@ -82,4 +82,4 @@ def test_sums_keep_the_order_of_memory() -> None:
     assert held is not None
     assert torch.equal(held, gradient)
     assert held.stride() == parameter.stride()
-    assert torch.equal(like(parameter, flat_of(gradient, parameter)), gradient)
+    assert torch.equal(in_shape_of(parameter, flat_of(gradient, parameter)), gradient)

@@ -15,7 +15,8 @@ from wholebatch.memory.make_it_fit import ladder
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
-from wholebatch.offload.device_to_host import ring_bytes
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES
+from wholebatch.offload.transfer_to_host import ring_bytes
 
 WIDTH = 256
 
@@ -40,10 +41,8 @@ def bytes_of(model: nn.Module) -> int:
 
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * WIDTH * WIDTH * 4
-    monkeypatch.setattr("wholebatch.offload.release_store._BUCKET_BYTES", size)
-    monkeypatch.setattr("wholebatch.offload.adam_accumulation._BUCKET_BYTES", size)
-    sizes = dict.fromkeys(("host", "swap", "release", "moments"), size)
-    monkeypatch.setattr("wholebatch.memory.offload_memory._BUCKET_BYTES", sizes)
+    for gradients in ("host", "swap", "release", "moments"):
+        monkeypatch.setitem(BUCKET_BYTES, gradients, size)
 
 
 @pytest.mark.parametrize("gradients", ["release", "moments"])

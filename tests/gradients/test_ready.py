@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.offload.moment_keys import Ready
+from wholebatch.offload.adam_accumulation import KeyCache
 from wholebatch.offload.packed_moments import keys_of
 
 
@@ -37,7 +37,7 @@ def test_all_are_made_once_and_each_is_its_own() -> None:
         asked.append(1)
         return states
 
-    ready = Ready()
+    ready = KeyCache()
     for number, one in states.items():
         assert torch.equal(ready.key(number, one, everyones).row, alone(one))
     assert len(asked) == 1
@@ -48,7 +48,7 @@ def test_all_are_made_once_and_each_is_its_own() -> None:
 
 def test_moments_that_have_changed_get_new_keys() -> None:
     states = {n: state(10.0**n) for n in range(2)}
-    ready = Ready()
+    ready = KeyCache()
     before = ready.key(0, states[0], lambda: states).row
     states[1]["exp_avg"].mul_(64.0)
     assert torch.equal(ready.key(1, states[1], lambda: states).row, alone(states[1]))

@@ -15,6 +15,7 @@ from tests.gradients.seen import watching
 from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd
 from wholebatch.core.options import grouped
 from wholebatch.errors import LossError, OptionError, WindowError
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 SPLITS = [[10], [4, 4, 2], [1, 6, 3]]
 Micro = dict[str, Tensor]
@@ -44,7 +45,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.offload.release_store._BUCKET_BYTES", 1100)
+    monkeypatch.setitem(BUCKET_BYTES, "release", 1100)
 
 
 @pytest.mark.usefixtures("_small_buckets")

@@ -15,9 +15,8 @@ from tests.gradients.seen import watching
 from tests.gradients.test_host import fused, in_pieces, made
 from tests.support import EXACT, Whole, adamw, distance, mlp, samples, sgd
 from wholebatch.offload import host_store as host
-from wholebatch.offload import staying_sums as staying
-from wholebatch.offload.device_to_host import Link
-from wholebatch.offload.staying_sums import Staying
+from wholebatch.offload.host_store import SumsOnDevice
+from wholebatch.offload.transfer_to_host import CudaTransfer
 
 
 @pytest.fixture
@@ -26,15 +25,15 @@ def stayed(streams: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     calls = iter(range(10**6))
 
-    def room_for(self: Staying, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
+    def room_for(self: SumsOnDevice, parameter: nn.Parameter, total: Tensor) -> Tensor | None:
         if next(calls) % 2:
             return None
         found.append(total.numel())
         self.sums[id(parameter)] = torch.full_like(total, float("nan"))
         return self.sums[id(parameter)]
 
-    monkeypatch.setattr(host, "_way", lambda device, nbytes: Link(device, nbytes))
-    monkeypatch.setattr(Staying, "room_for", room_for)
+    monkeypatch.setattr(host, "_transfer", lambda device, nbytes: CudaTransfer(device, nbytes))
+    monkeypatch.setattr(SumsOnDevice, "room_for", room_for)
     return found
 
 
@@ -59,7 +58,7 @@ def test_update_is_that_of_the_undivided_batch(
     whole.assert_same(model, at_most=10 * EXACT)
     assert stayed
     store: Any = train._window.store
-    assert not store._staying.sums
+    assert not store._on_device.sums
 
 
 def test_gradient_hooks_see_the_whole_gradient(stayed: list[int]) -> None:
@@ -82,14 +81,14 @@ def test_room_is_below_the_peak_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     total = torch.zeros(2**19)
     now = {"allocated_bytes.all.current": 10 * 2**20, "allocated_bytes.all.peak": 17 * 2**20}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: now)
-    rooms = Staying()
+    rooms = SumsOnDevice()
     rooms.begin([parameter])
     room = rooms.room_for(parameter, total)  # 2 MiB, and 4 MiB aside
     assert room is not None
     assert room.shape == total.shape
     now["allocated_bytes.all.current"] += 2 * 2**20
     assert rooms.room_for(parameter, total) is None
-    assert rooms.room_for(parameter, total[: staying._LEAST // 4 - 1]) is None
+    assert rooms.room_for(parameter, total[: host._SMALLEST_TO_STAY // 4 - 1]) is None
     now["allocated_bytes.all.current"] = 0
 
     def full(*args: object, **options: object) -> Tensor:

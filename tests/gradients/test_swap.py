@@ -22,7 +22,7 @@ SPLITS = [[10], [4, 4, 2], [1, 6, 3]]
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.offload.host_sums._SMALLEST_BUCKET", 700)
+    monkeypatch.setattr("wholebatch.offload.parameter_buckets._SMALLEST_BUCKET", 700)
 
 
 def made(

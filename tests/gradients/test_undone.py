@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 import wholebatch as wb
 from tests.support import samples, summed
+from wholebatch.core import gradient_store as ahead
 from wholebatch.core.options import grouped
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.offload import close_on_device as ahead
 
 Make = Callable[..., torch.optim.Optimizer]
 Makes = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -245,7 +245,7 @@ def test_gradients_on_the_host() -> None:
 def test_a_close_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ahead.can_close_ahead
     monkeypatch.setattr(
-        "wholebatch.core.device_store.can_close_ahead",
+        "wholebatch.core.gradient_store.can_close_ahead",
         lambda optimizers, options, device: real(optimizers, options, torch.device("cuda")),
     )
     for window in (0, 1):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import adamw, mlp, samples
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES
 
 
 def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
@@ -44,7 +45,7 @@ def test_swap_is_proven() -> None:
 
 
 def test_release_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.offload.release_store._BUCKET_BYTES", 1100)
+    monkeypatch.setitem(BUCKET_BYTES, "release", 1100)
     verdict = verified("release", nonfinite="skip")
     assert verdict.same, str(verdict)
 

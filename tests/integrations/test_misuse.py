@@ -24,11 +24,11 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from transformers import Trainer, TrainerCallback
 
-from wholebatch.integrations.accelerate import ExactWindows, accumulator
-from wholebatch.integrations.host_window import Given
+from wholebatch.integrations.accelerate import AccelerateWindows, accumulator
+from wholebatch.integrations.host_window import HostLoss
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
-from wholebatch.integrations.transformers.trainer_facts import stepped_here
+from wholebatch.integrations.transformers.exact_trainer import stepped_here
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +52,7 @@ class Loop:
             GradientState._reset_state()
             self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
             self.model, self.optimizer = self.accelerator.prepare(self.inner, sgd(self.inner))
-            self.windows = ExactWindows(self.accelerator, self.model, self.optimizer)
+            self.windows = AccelerateWindows(self.accelerator, self.model, self.optimizer)
         self.library, self.steps, self.place = library, steps, 0
 
     def backward(self, total: Any = None, **given: Any) -> Any:
@@ -189,7 +189,7 @@ def test_a_backward_that_failed_is_not_gone_on_with(library: str) -> None:
 @loops
 def test_a_loss_without_its_backward_is_refused(library: str) -> None:
     loop = Loop(library, steps=2)
-    given = Given.of(mean=mean(loop.model, samples(4)), units=4)
+    given = HostLoss.of(mean=mean(loop.model, samples(4)), units=4)
     loop.windows._window.weigh(given, divided_by=2 if library == "accelerate" else 1)
     loop.add()
     with pytest.raises(WindowError, match="3 losses were weighed in this window, and 2 backwards"):
@@ -241,7 +241,7 @@ def test_a_validation_step_may_call_training_step() -> None:
     from lightning.pytorch import Trainer as LightningTrainer
     from torch.utils.data import DataLoader
 
-    from wholebatch.integrations.lightning import ExactWindows as Callback
+    from wholebatch.integrations.lightning import LightningWindows as Callback
 
     class Module(LightningModule):
         def __init__(self) -> None:

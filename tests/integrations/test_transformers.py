@@ -32,9 +32,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from wholebatch.integrations.transformers import ExactWindows, exact
+from wholebatch.integrations.transformers import ExactTrainerMixin, exact
+from wholebatch.integrations.transformers.exact_trainer import EpochEnd, zero_loss
 from wholebatch.integrations.transformers.label_units import measured_shift
-from wholebatch.integrations.transformers.trainer_facts import EpochEnd, nothing_through
 
 pytestmark = [
     pytest.mark.slow,
@@ -201,7 +201,7 @@ class Doubled(Trainer):
         return (2 * outputs["loss"], outputs) if return_outputs else 2 * outputs["loss"]
 
 
-class DoubledAbove(ExactWindows, Trainer):
+class DoubledAbove(ExactTrainerMixin, Trainer):
     """One that stands above the mixin."""
 
     compute_loss = Doubled.compute_loss
@@ -328,7 +328,7 @@ def test_what_stands_between_the_mixin_and_the_trainer() -> None:
     # A rank without units makes a backward that reaches every parameter: the others wait for it.
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].bias.requires_grad_(False)
-    nothing_through(model).backward()
+    zero_loss(model).backward()
     assert model[0].bias.grad is None
     assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)  # type: ignore[union-attr]
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wholebatch.errors import OptionError
 from wholebatch.memory import resize_batch
-from wholebatch.memory.resized_batches import map_tensors
+from wholebatch.memory.fake_tensors import map_tensors
 
 
 def test_cuts_and_repeats() -> None:

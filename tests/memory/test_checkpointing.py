@@ -17,7 +17,7 @@ from wholebatch.memory.activation_checkpointing import (
     with_checkpoints,
     without_checkpoints,
 )
-from wholebatch.memory.predict import PlainWindow
+from wholebatch.memory.plain_window import PlainWindow
 
 
 class Bottleneck(nn.Module):

@@ -20,12 +20,12 @@ from wholebatch.memory.choose_micro_batch import (
     choose_micro_batch,
     choose_tokens,
     largest_fitting,
+    resize_batch,
     spare,
 )
 from wholebatch.memory.make_it_fit import fit, ladder
 from wholebatch.memory.predict import Prediction, predict_peak
-from wholebatch.memory.prediction_correction import Correction, calibrate, measure_step
-from wholebatch.memory.resized_batches import resize_batch
+from wholebatch.memory.trial_step import Correction, calibrate, measure_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -115,7 +115,7 @@ def test_chooses_at_least_nine_tenths_of_the_largest(name: str) -> None:
     assert choice.prediction.peak == peak(choice.micro_batch) <= budget
     # Nothing from a tenth (or two) more on fits, so the largest is no more than that.
     assert peak(max(choice.micro_batch + 2, int(choice.micro_batch / 0.9) + 1)) > budget
-    first, second = choice.said().split("\n")
+    first, second = choice.summary().split("\n")
     assert first.startswith(f"micro-batch {choice.micro_batch}: the largest that fits; ")
     assert second.startswith("predicted peak ")
 
@@ -123,7 +123,7 @@ def test_chooses_at_least_nine_tenths_of_the_largest(name: str) -> None:
 def test_the_whole_batch_where_it_fits() -> None:
     choice = choose_micro_batch(mlp(), loss, vectors(32), budget=10**9)
     assert (choice.micro_batch, choice.is_whole_batch) == (32, True)
-    assert "the whole batch fits" in choice.said()
+    assert "the whole batch fits" in choice.summary()
 
 
 def test_says_that_one_sample_does_not_fit() -> None:

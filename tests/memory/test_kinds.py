@@ -13,7 +13,7 @@ from tests.memory.models import images, loss, vectors
 from wholebatch.core.loss import Loss, cross_entropy
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory import MemoryMeter, predict_peak, repeated_blocks, with_checkpoints
-from wholebatch.memory.predict import PlainWindow
+from wholebatch.memory.plain_window import PlainWindow
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

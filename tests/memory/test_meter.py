@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.live_bytes import CATEGORIES, Ledger
-from wholebatch.memory.meter import peak_with_recordings
+from wholebatch.memory.meter import CATEGORIES, StorageLedger, peak_with_recordings
 
 KIB = 1024
 
@@ -222,7 +221,7 @@ def test_granule_rounds_every_storage_up() -> None:
 
 
 def test_ledger_remembers_who_was_alive_at_the_peak() -> None:
-    ledger = Ledger()
+    ledger = StorageLedger()
     first = torch.UntypedStorage(100)
     ledger.see(first, "inputs")
     second = torch.UntypedStorage(50)

@@ -15,8 +15,9 @@ from tests.memory.models import CASES, GPT, Case, cnn, loss, mlp, tokens, vector
 from wholebatch.core.loss import Loss, cross_entropy
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.memory import MemoryMeter, predict_peak, resize_batch
-from wholebatch.memory.predict import PlainWindow, Predictor
-from wholebatch.memory.resized_batches import map_tensors
+from wholebatch.memory.fake_tensors import map_tensors
+from wholebatch.memory.plain_window import PlainWindow
+from wholebatch.memory.predict import Predictor
 
 # Linear layers in bf16 on a CPU without bf16 instructions say once that they will be slow.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

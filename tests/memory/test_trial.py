@@ -77,7 +77,7 @@ def test_a_step_that_runs_out_makes_it_smaller(monkeypatch: pytest.MonkeyPatch) 
     assert sizes == [350, 306, 267, 233, 203, 177]
     assert choice.micro_batch == 177
     assert choice.failed == tuple(sizes[:-1])
-    assert "203 ran out of memory" in choice.said()
+    assert "203 ran out of memory" in choice.summary()
     nothing, _ = tried_out(monkeypatch, chosen(400), lambda size: 2.0 * LIMIT)
     assert nothing.measured is None
 

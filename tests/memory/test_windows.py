@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from tests.memory.models import CASES, images, loss, mlp, vectors
 from wholebatch.errors import OptionError
-from wholebatch.memory.batchnorm_choice import choose_in_lock_step
+from wholebatch.memory.choose_micro_batch import choose_in_lock_step
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import Prediction, predict_peak
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.cli.conftest import command, process, recipe
 from tests.cli.helpers import NOISY, Ran, assert_same_bits, metrics_of, newest_checkpoint
-from wholebatch.cli.report.manifest import arithmetic_of, commit_of
+from wholebatch.cli.run_folder import arithmetic_of, commit_of
 
 __all__ = ["command", "process", "recipe"]  # fixtures of the command line, used here too
 

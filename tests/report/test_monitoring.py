@@ -14,8 +14,7 @@ import pytest
 
 from tests.cli.conftest import command, recipe
 from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of
-from wholebatch.cli.report.metrics_file import record_of, scalars_of
-from wholebatch.cli.report.wandb_run import WandbRun
+from wholebatch.cli.report.metrics_writers import WandbRun, record_of, scalars_of
 from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError
 

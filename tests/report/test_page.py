@@ -12,28 +12,28 @@ from typing import Any
 import pytest
 
 from tests.report import samples
-from wholebatch.cli.report.page import Chart, Page, Section, make_page, read_sources, render
-from wholebatch.cli.report.page.elements import SERIES
-from wholebatch.cli.report.page.html import write_page
-from wholebatch.cli.report.page.training_section import MOST_POINTS, thinned
+from wholebatch.cli.report.html_page import SERIES, Chart, HtmlPage, Section, render, write_page
+from wholebatch.cli.report.html_report import make_page
+from wholebatch.cli.report.page_sources import read_sources
+from wholebatch.cli.report.training_section import MOST_POINTS, thinned
 from wholebatch.errors import MissingExtraError, OptionError, StateError
 
-ASSETS = Path(__file__).parents[2] / "src/wholebatch/report/page/assets"
+ASSETS = Path(__file__).parents[2] / "src/wholebatch/cli/report/assets"
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Page:
+def page(tmp_path: Path) -> HtmlPage:
     return make_page(read_sources(samples.write_all(tmp_path)))
 
 
 @pytest.fixture
-def text(page: Page, monkeypatch: pytest.MonkeyPatch) -> str:
+def text(page: HtmlPage, monkeypatch: pytest.MonkeyPatch) -> str:
     """The file without the plotting library, whose five million characters say nothing here."""
-    monkeypatch.setattr("wholebatch.cli.report.page.html._plotly", lambda: "/* plotly */")
+    monkeypatch.setattr("wholebatch.cli.report.html_page._plotly", lambda: "/* plotly */")
     return render(page)
 
 
-def test_sections_are_those_that_have_something_to_say(page: Page, tmp_path: Path) -> None:
+def test_sections_are_those_that_have_something_to_say(page: HtmlPage, tmp_path: Path) -> None:
     names = [section.name for section in page.sections]
     assert names == [
         "runs",
@@ -57,7 +57,7 @@ def resolved(value: Any) -> Any:
     return [resolved(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def test_plotly_takes_every_chart(page: Page) -> None:
+def test_plotly_takes_every_chart(page: HtmlPage) -> None:
     import plotly.graph_objects as go
 
     assert len(page.charts) >= 12
@@ -68,7 +68,7 @@ def test_plotly_takes_every_chart(page: Page) -> None:
             assert lengths == {len(trace["y"])}, chart.name
 
 
-def test_runs_stand_side_by_side_and_differences_are_marked(page: Page) -> None:
+def test_runs_stand_side_by_side_and_differences_are_marked(page: HtmlPage) -> None:
     table = page.sections[0].parts[0]
     rows = {row[0]: row[1:] for row in table.rows}  # type: ignore[union-attr]
     assert table.head == ("", "one", "two")  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def test_runs_stand_side_by_side_and_differences_are_marked(page: Page) -> None:
 
 
 def test_a_batch_size_that_changes_on_the_way_is_said(tmp_path: Path) -> None:
-    from wholebatch.cli.report.manifest import arithmetic_of
+    from wholebatch.cli.run_folder import arithmetic_of
 
     run = samples.write_run(tmp_path / "run", windows=3)
     changes = arithmetic_of(24, "8@0,24@3000tok", micro_batch=8, ranks=1)
@@ -110,7 +110,7 @@ def test_what_was_measured_in_some_windows_only_is_one_curve(tmp_path: Path) -> 
     assert "dtick" not in charts["noise"].layout["yaxis"]
 
 
-def test_curves_have_the_numbers_of_the_run(page: Page) -> None:
+def test_curves_have_the_numbers_of_the_run(page: HtmlPage) -> None:
     loss = next(chart for chart in page.charts if chart.name == "loss")
     first = loss.data[0]
     assert first["y"][0] == samples.record(1)["loss"]
@@ -200,19 +200,19 @@ def test_every_colour_is_in_both_schemes(text: str) -> None:
 
 
 def test_numbers_that_are_not_finite_are_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholebatch.cli.report.page.html._plotly", str)
+    monkeypatch.setattr("wholebatch.cli.report.html_page._plotly", str)
     chart = Chart("a", "A", [{"type": "scatter", "y": [1.0, float("nan"), float("inf")]}])
-    made = render(Page("t", "s", (Section("x", "X", (chart,)),)))
+    made = render(HtmlPage("t", "s", (Section("x", "X", (chart,)),)))
     assert '"y":[1.0,null,null]' in made
 
 
 def test_two_charts_of_one_name_are_refused() -> None:
     chart = Chart("a", "A", [])
     with pytest.raises(ValueError, match="same name"):
-        render(Page("t", "s", (Section("x", "X", (chart, chart)),)))
+        render(HtmlPage("t", "s", (Section("x", "X", (chart, chart)),)))
 
 
-def test_the_extra_is_named(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_is_named(page: HtmlPage, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
@@ -223,7 +223,7 @@ def test_the_extra_is_named(page: Page, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="cannot be written"):
-        write_page(Page("t", "s", ()), tmp_path / "file" / "page.html")
+        write_page(HtmlPage("t", "s", ()), tmp_path / "file" / "page.html")
 
 
 def test_sources_that_are_none(tmp_path: Path) -> None:

@@ -8,12 +8,9 @@ from torch import Tensor, nn
 
 from tests.coupled.networks import NETWORKS, densenet, resnet, unet
 from tests.runners.windows import Dropped, batch, error, result, split, total, whole
-from wholebatch.coupled.batchnorm.activation_offload.host_pool import HostPool
-from wholebatch.coupled.batchnorm.activation_offload.learned_sizes import Learnt
-from wholebatch.coupled.batchnorm.activation_offload.paging import Pages
+from wholebatch.coupled.batchnorm.activation_offload import ActivationPages, HostPool, LearnedUse
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
-from wholebatch.coupled.normalisation_layers import batchnorms
 from wholebatch.errors import OptionError
 
 BLOCKLESS = ("inputs", "reused")
@@ -21,8 +18,7 @@ BLOCKLESS = ("inputs", "reused")
 
 def held(model: nn.Module, hold: Hold) -> LockStep:
     return LockStep(
-        batchnorms(model),
-        model=model,
+        model,
         hold=hold,
         least_page=512,  # more than a channel's statistics, less than any activation
     )
@@ -136,7 +132,7 @@ def test_blocks_are_given_again_what_they_were_given(body: type[Growing | InPlac
     torch.manual_seed(0)
     model = nn.Sequential(body(), nn.Flatten(), nn.Linear(9 * 36, 5)).double()
     blocks = [(name, model.get_submodule(name)) for name in body.blocks]
-    step = LockStep(batchnorms(model), model=model, hold="inputs", blocks=blocks)
+    step = LockStep(model, hold="inputs", blocks=blocks)
     for seed in range(2):  # what was found in the first run is known in the second
         data = batch(7, seed=seed)
         want = whole(model, data)
@@ -172,8 +168,8 @@ def peak(parts: int, *, size: int = 2) -> int:
     step = held(model, "host")
     for _ in range(2):  # what is fetched ahead is known from the first on
         run(step, model, split(batch(parts * size), [size] * parts))
-    assert step.paged is not None
-    return step.paged.peak
+    assert step.traffic is not None
+    return step.traffic.peak
 
 
 def test_host_needs_the_same_for_any_number_of_micro_batches() -> None:
@@ -221,8 +217,8 @@ def test_host_gives_everything_back() -> None:
     assert all(value.isfinite() for value in out)
     assert step._pool is not None
     assert step._pool.used == 0
-    assert step.paged is not None
-    assert step.paged.bytes_out > 0
+    assert step.traffic is not None
+    assert step.traffic.bytes_out > 0
 
 
 def test_host_after_a_failure() -> None:
@@ -252,19 +248,29 @@ def test_pool_uses_its_memory_again() -> None:
     assert (pool.used, pool.held) == (0, 0)
 
 
+def test_a_piece_that_held_less_is_used_again_in_full() -> None:
+    pool = HostPool(pinned=False)
+    first = pool.take(5000)
+    pool._pinned = True  # as on CUDA: pieces are kept for later
+    pool.give(first)
+    again = pool.take(8000)  # of the same size when rounded up
+    assert again is first
+    assert len(again.bytes) == 8000
+
+
 def test_options() -> None:
     with pytest.raises(
         OptionError, match='hold="disk": must be "graphs", "inputs", "host" or "auto"'
     ):
-        LockStep([], hold="disk")  # type: ignore[arg-type]
+        LockStep(nn.Linear(2, 2), hold="disk")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="has no blocks to compute again"):
-        LockStep([], hold="inputs")
+        LockStep(nn.Linear(2, 2), hold="inputs")
 
 
 @pytest.mark.parametrize("fits", ["inputs", "host"])
 def test_auto_holds_less_when_memory_runs_out(fits: Hold) -> None:
     model = resnet().double()
-    step = LockStep(batchnorms(model), model=model, hold="auto", least_page=512)
+    step = LockStep(model, hold="auto", least_page=512)
     data = batch(6)
     want = whole(model, data)
     tried: list[Hold] = []
@@ -286,7 +292,7 @@ def test_auto_holds_less_when_memory_runs_out(fits: Hold) -> None:
 
 def test_auto_leaves_a_window_that_has_begun_to_the_caller() -> None:
     model = resnet().double()
-    step = LockStep(batchnorms(model), model=model, hold="auto", least_page=512)
+    step = LockStep(model, hold="auto", least_page=512)
     micros = split(batch(6), [3, 3])
 
     def backward(value: Tensor) -> None:
@@ -308,27 +314,27 @@ def test_what_is_learnt_does_not_depend_on_what_the_first_one_makes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(2):
             run(step, model, split((x, y), [2] * 6))
-    assert step.paged is not None
-    few = step.paged.bytes_in
+    assert step.traffic is not None
+    few = step.traffic.bytes_in
     plain = held(model.double(), "host")
     for _ in range(2):
         run(plain, model, split((x.double(), y), [2] * 6))
-    assert plain.paged is not None
+    assert plain.traffic is not None
     # Nothing is fetched in vain: half the bytes per number, about half the traffic or less.
-    assert few < 0.6 * plain.paged.bytes_in
+    assert few < 0.6 * plain.traffic.bytes_in
 
 
 def test_what_is_learnt_of_a_window() -> None:
-    learnt = Learnt()
-    learnt.learn(2, frozenset({(0, 1), (1, 0)}))
-    learnt.learn(5, frozenset({(0, 1)}))
-    assert learnt.next_use((0, 1), 0) == 2
-    assert learnt.next_use((0, 1), 2) == 5
-    assert learnt.next_use((0, 1), 5) > 1000  # not again, as far as is known
-    learnt.learn(2, frozenset({(3, 3)}))  # the next window went another way
-    assert learnt.next_use((0, 1), 0) == 5
-    assert learnt.next_use((1, 0), 0) > 1000
-    assert learnt.next_use((3, 3), 1) == 2
+    learned = LearnedUse()
+    learned.learn(2, frozenset({(0, 1), (1, 0)}))
+    learned.learn(5, frozenset({(0, 1)}))
+    assert learned.next_use((0, 1), 0) == 2
+    assert learned.next_use((0, 1), 2) == 5
+    assert learned.next_use((0, 1), 5) > 1000  # not again, as far as is known
+    learned.learn(2, frozenset({(3, 3)}))  # the next window went another way
+    assert learned.next_use((0, 1), 0) == 5
+    assert learned.next_use((1, 0), 0) > 1000
+    assert learned.next_use((3, 3), 1) == 2
 
 
 def layers(number: int) -> nn.Sequential:
@@ -350,8 +356,8 @@ def test_what_is_needed_at_once_again_is_not_moved() -> None:
         model.zero_grad()
         run(step, model, micros)
         assert error(result(model)[0], want[0]) <= 1e-12
-        assert step.paged is not None
-        moved.append(step.paged)
+        assert step.traffic is not None
+        moved.append(step.traffic)
     first, second = moved
     assert second.bytes_in < 0.6 * first.bytes_in
     assert second.bytes_out < first.bytes_out
@@ -362,14 +368,14 @@ def test_what_is_needed_at_once_again_is_not_moved() -> None:
 
 def test_gradients_take_of_the_room_for_pages() -> None:
     """Beside all of them the peak would be higher the more micro-batches still fill the room."""
-    learnt = Learnt(most=4000, busy=1000, largest=1000)
+    learned = LearnedUse(most=4000, busy=1000, largest=1000)
     weight = nn.Parameter(torch.zeros(100, dtype=torch.float64))
-    pages = Pages(
+    pages = ActivationPages(
         2,
         pool=HostPool(pinned=False),
         kind="cpu",
         parameters=[weight],
-        learnt=learnt,
+        learned=learned,
         least=512,
     )
     pages.enter(0)

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.coupled.networks import resnet
 from tests.runners.windows import Dropped, batch, error, lockstep, result, split, total, whole
 from wholebatch.coupled.batchnorm.lock_step import LockStep
-from wholebatch.coupled.normalisation_layers import batchnorms
 from wholebatch.errors import UnsupportedError, WindowError
 
 
@@ -55,17 +54,11 @@ def test_hooks_results_and_order() -> None:
         pair[1].backward()
         return pair[0]
 
-    moved: list[int] = []
-
-    def move(micro: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        moved.append(len(micro[1]))
-        return micro
-
-    step = LockStep(batchnorms(model))
+    step = LockStep(model)
     sizes = [3, 1, 4]
-    out = step.run(split(batch(8), sizes), forward=forward, backward=backward, moved=move)
+    out = step.run(split(batch(8), sizes), forward=forward, backward=backward)
     assert out == sizes
-    assert moved == hooked == sizes
+    assert hooked == sizes
     assert order == [(kind, size) for kind in ("forward", "backward") for size in sizes]
     assert step.run([], forward=forward, backward=backward) == []
 
@@ -137,7 +130,7 @@ def test_a_failure_ends_all_and_restores(
 
     micros = list(enumerate(split(batch(6), [2, 2, 2])))
     with pytest.raises(kind) as raised:
-        LockStep(batchnorms(model)).run(micros, forward=forward, backward=lambda v: v.backward())
+        LockStep(model).run(micros, forward=forward, backward=lambda v: v.backward())
     assert raised.value is failure
     assert not _party_threads()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -159,7 +152,7 @@ def test_interrupt_of_the_caller_ends_the_threads() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            LockStep(batchnorms(model)).run(
+            LockStep(model).run(
                 split(batch(64), [1] * 64), forward=forward, backward=lambda v: v.backward()
             )
     finally:
@@ -169,7 +162,7 @@ def test_interrupt_of_the_caller_ends_the_threads() -> None:
 
 def test_backward_outside_of_the_run_is_refused() -> None:
     model = resnet().double()
-    values = LockStep(batchnorms(model)).run(
+    values = LockStep(model).run(
         split(batch(4), [2, 2]), forward=lambda m: total(model, m), backward=lambda value: value
     )
     with pytest.raises(WindowError, match="outside of the run"):
@@ -207,7 +200,7 @@ def test_reduce_includes_other_ranks() -> None:
     def play(rank: int) -> None:
         mine = ranks[rank]
         try:
-            LockStep(batchnorms(mine), reduce=reduce_of(rank)).run(
+            LockStep(mine, reduce=reduce_of(rank)).run(
                 micros[:3] if rank == 0 else micros[3:],
                 forward=lambda m: total(mine, m),
                 backward=lambda v: v.backward(),
@@ -291,7 +284,7 @@ def test_layers_have_their_kernels_run_on_the_callers_thread(
     data = batch(7)
     want = whole(model, data)
     blocks = [("d", model.d), ("last", model.last)]
-    step = LockStep(batchnorms(model), model=model, hold=hold, blocks=blocks)
+    step = LockStep(model, hold=hold, blocks=blocks)
     threads: set[str] = set()
     convolution = torch.convolution
 
@@ -326,7 +319,7 @@ def test_handed_over_layers_cast_as_autocast_does(
         own = error(whole(model, low)[0], reference)
         model.d.register_forward_hook(lambda m, args, out: types.append(out.dtype))
         blocks = [("d", model.d), ("last", model.last)]
-        LockStep(batchnorms(model), model=model, hold=hold, blocks=blocks, least_page=64).run(
+        LockStep(model, hold=hold, blocks=blocks, least_page=64).run(
             split(low, [5, 3]),
             forward=lambda micro: total(model, micro),
             backward=lambda value: value.backward(),
@@ -357,7 +350,7 @@ def test_a_cast_weight_that_the_last_micro_batch_does_not_use(
     model = Sometimes()
     x = torch.randn(8, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        LockStep(batchnorms(model), model=model).run(
+        LockStep(model).run(
             list(x.split([3, 3, 2])), forward=lambda m: loss(model, m), backward=Tensor.backward
         )
     want = copy.deepcopy(model).double()
@@ -389,6 +382,6 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(value, list(model.parameters()), create_graph=True)
 
     with pytest.raises(UnsupportedError, match="a second derivative"):
-        LockStep(batchnorms(model)).run(
+        LockStep(model).run(
             split(batch(4), [2, 2]), forward=lambda m: total(model, m), backward=backward
         )

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, distance
-from wholebatch.compile.messages import ExecuteWarning
+from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.core.options import grouped
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
 from wholebatch.coupled.random_streams import Begins
@@ -95,7 +95,6 @@ def training(
         loss=options["loss"],
         window=train._window,
         forward=feeding.forward,
-        single="loss",
         execute="graph" if asked else "auto",
         sixteen_bit=False,
         tape=lambda: tape(model),

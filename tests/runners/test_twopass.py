@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.loss import Loss
+from wholebatch.core.loss import Loss, as_loss
 from wholebatch.coupled.contrastive.losses import Coupled, clip_loss, siglip_loss, supcon_loss
-from wholebatch.coupled.contrastive.two_pass import run_two_pass as two_passes
+from wholebatch.coupled.contrastive.two_pass import TwoPasses
 from wholebatch.errors import LossError, WindowError
 
 SPLITS = [[12], [4, 4, 4], [5, 1, 6], [1] * 12]
@@ -64,10 +64,21 @@ def inject_plainly(index: int, outputs: list[Tensor], gradients: list[Tensor]) -
         torch.autograd.backward(outputs, gradients)
 
 
-def run_two_pass(coupled: Coupled, model: Any, micros: Any, **options: Any) -> None:
+def run_two_pass(
+    coupled: Coupled,
+    model: Any,
+    micros: Any,
+    *,
+    whole: Any,
+    inject: Any = inject_plainly,
+    moved: Any = lambda micro: micro,
+    gather: Any = None,
+) -> None:
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    options.setdefault("inject", inject_plainly)
-    two_passes(coupled, model, micros, modules=modules, **options)
+    passes = TwoPasses(micros, lambda m: coupled.encode(model, moved(m)), modules=modules)
+    representations = passes.first()
+    whole(as_loss(coupled.loss(representations.for_loss(gather))))
+    passes.second(representations, inject)
 
 
 def grads(model: nn.Module) -> Tensor:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.coupled.batchnorm.lock_step import LockStep
-from wholebatch.coupled.normalisation_layers import batchnorms
 
 torch.set_num_threads(1)
 State = dict[str, Tensor]
@@ -45,10 +44,8 @@ def split(data: tuple[Tensor, Tensor], sizes: Sequence[int]) -> list[tuple[Tenso
     return list(zip(data[0].split(list(sizes)), data[1].split(list(sizes)), strict=True))
 
 
-def lockstep(
-    model: nn.Module, micros: Sequence[Any], *, norms: Any = None, loss: Any = total
-) -> tuple[State, State]:
-    LockStep(batchnorms(model) if norms is None else norms).run(
+def lockstep(model: nn.Module, micros: Sequence[Any], *, loss: Any = total) -> tuple[State, State]:
+    LockStep(model).run(
         micros, forward=lambda micro: loss(model, micro), backward=lambda value: value.backward()
     )
     return result(model)

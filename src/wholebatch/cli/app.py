@@ -36,7 +36,7 @@ app = typer.Typer(
 
 
 def _told(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with a word when Ctrl-C ends it: the parser's package would say none."""
+    """Return the command with a word when Ctrl-C ends it: the parser's package would say none."""
 
     @functools.wraps(command)
     def told(*given: Any, **options: Any) -> None:
@@ -74,7 +74,7 @@ def _root(
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status of `wholebatch ARGUMENTS`; errors are one line on stderr."""
+    """Return the exit status of `wholebatch ARGUMENTS`; errors are one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that has no "×" shows "?", and lives
             stream.reconfigure(errors="replace")
@@ -97,13 +97,13 @@ def run(arguments: list[str]) -> int:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        said = _not_a_number(error, arguments) or f"{format_message()} (see --help)"
-        return fail(said, int(getattr(error, "exit_code", 2)))
+        text = _not_a_number(error, arguments) or f"{format_message()} (see --help)"
+        return fail(text, int(getattr(error, "exit_code", 2)))
     return result if isinstance(result, int) else 0
 
 
 def _empty_path(arguments: list[str]) -> str | None:
-    """The option whose path is empty: as a path that would be the folder one is in."""
+    """Return the option whose path is empty: as a path that would be the folder one is in."""
     options = ("--out", "--from", "--output")
     for option, value in zip(arguments, [*arguments[1:], None], strict=False):
         if (option in options and value == "") or option in [f"{name}=" for name in options]:
@@ -114,7 +114,7 @@ def _empty_path(arguments: list[str]) -> str | None:
 
 
 def _not_a_number(error: Exception, arguments: list[str]) -> str | None:
-    """What was given for an option that takes a number: the parser's own message leaves it out."""
+    """Return the message for an option that takes a number: the parser's own omits the value."""
     message = str(getattr(error, "message", ""))
     wanted = "a whole number" if "integer" in message else "a number"
     if wanted == "a number" and "number" not in message and "float" not in message:
@@ -129,6 +129,6 @@ def _not_a_number(error: Exception, arguments: list[str]) -> str | None:
 
 
 def fail(message: str, status: int) -> int:
-    """Say it in one line on stderr."""
+    """Print one line on stderr, and return the exit status."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return status

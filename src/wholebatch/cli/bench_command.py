@@ -2,164 +2,136 @@
 
 from __future__ import annotations
 
+import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from wholebatch.cli.recipe_measuring import CLOCKS, check_measuring, full_batches, made, page_beside
-from wholebatch.cli.run_settings import check, check_recipe
+from wholebatch.cli.command_options import command, must_be, option, recipe_argument, whole_number
+from wholebatch.cli.recipe_measuring import (
+    CLOCKS,
+    clock_option,
+    full_batches,
+    made,
+    page_beside,
+    print_written,
+    result_option,
+    seconds_option,
+)
+from wholebatch.cli.report.terminal_output import plain_table
+from wholebatch.cli.run_settings import Config, resolve
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
 
     from wholebatch.cli.recipes import Recipe
-    from wholebatch.cli.run_settings import Config
-    from wholebatch.tune.loop_comparison import Bench, Job
+    from wholebatch.tune.loop_comparison import Bench, Job, Row
 
 __all__ = ["bench"]
 
 _WHAT, _HOW, _OUT = "What is measured", "How long, and beside what", "Output"
+_WRONG = 0.01  # from here on it is no rounding: another gradient than that of the batch
 
 
-def bench(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE",
-            help="A recipe as for [bold]wholebatch train[/].",
-            show_default=False,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples that make one update.", rich_help_panel=_WHAT),
-    ] = None,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples at a time.", rich_help_panel=_WHAT),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(metavar="full|bf16|fp16", help="Of every loop.", rich_help_panel=_WHAT),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.", rich_help_panel=_WHAT)
-    ] = "auto",
-    beside: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Only these, with commas; the first is what the others are compared with. "
-            "Default: all that are installed.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(metavar="S", help="Of timed windows for each.", rich_help_panel=_HOW),
-    ] = 4.0,
-    clock: Annotated[
-        str,
-        typer.Option(
-            metavar="wall|cpu",
-            help="cpu: count this process's own time; for a CPU that others use too, and one "
-            "thread.",
-            rich_help_panel=_HOW,
-        ),
-    ] = "wall",
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE.json", help="The page is written beside it.", rich_help_panel=_OUT
-        ),
-    ] = Path("bench.json"),
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print what FILE.json has, too.", rich_help_panel=_OUT),
-    ] = False,
-) -> None:
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of `wholebatch bench`."""
+
+    recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
+    batch_size: int | None = option(
+        None, "N", "Samples that make one update.", _WHAT, check=whole_number()
+    )
+    micro_batch: int | None = option(
+        None,
+        "N",
+        "Samples at a time.",
+        _WHAT,
+        check=must_be("1 or more", lambda value: value >= 1),
+    )
+    precision: str | None = option(
+        None,
+        "full|bf16|fp16",
+        "Of every loop.",
+        _WHAT,
+        check=must_be("full, bf16 or fp16", lambda it: it in ("full", "fp32", "bf16", "fp16")),
+    )
+    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _WHAT)
+    beside: str | None = option(
+        None,
+        "NAMES",
+        "Only these, with commas; the first is what the others are compared with. Default: all "
+        "that are installed.",
+        _HOW,
+    )
+    seconds: float = seconds_option(4.0, "Of timed windows for each.", _HOW)
+    clock: str = clock_option(_HOW)
+    out: Path = result_option("bench.json", "The page is written beside it.", _OUT)
+    as_json: bool = option(False, None, "Print what FILE.json has, too.", _OUT, flag="--json")
+
+
+@command(BenchOptions)
+def bench(options: BenchOptions) -> None:
     """Hold every loop that accumulates beside the others: time, memory, and whether it is right.
 
     Ours, the hand-written one, the same under torch.compile, the batch undivided, and the
     frameworks that are installed, each as its manual shows it, on the same model and micro-batches.
     """
-    check_recipe(recipe)
-    check("batch_size", batch_size, "--batch-size")
-    if micro_batch is not None and micro_batch < 1:
-        raise OptionError(f"--micro-batch {micro_batch}: must be 1 or more")
-    if precision not in (None, "full", "fp32", "bf16", "fp16"):
-        raise OptionError(f"--precision {precision}: must be full, bf16 or fp16")
-    check_measuring(out=out, clock=clock, seconds=seconds)
-
-    # Torch is imported from here on: a wrong option was told at once.
-    from wholebatch.cli.bench_show import Bar, show
     from wholebatch.cli.error_messages import short_warnings
-    from wholebatch.cli.recipes import EMBEDDED, load_recipe
-    from wholebatch.cli.training_run import about_here, choose_device
+    from wholebatch.cli.parallel_ranks import choose_device
+    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.run_folder import about_here
     from wholebatch.tune.loop_comparison import WAYS
     from wholebatch.tune.loop_comparison import bench as measure
 
+    beside, out = options.beside, options.out
     names = None if beside is None else [name.strip() for name in beside.split(",")]
     for name in names or ():
         if name not in WAYS:
             raise OptionError(f"--beside {name}: must be of {', '.join(WAYS)}")
-    where = choose_device(device)
-    found = load_recipe(recipe or next(iter(EMBEDDED)))
-    console = Console(stderr=as_json)
+    where = choose_device(options.device)
+    recipe = load_recipe(options.recipe)
+    console = Console(stderr=options.as_json)
     with short_warnings(shown=True):
-        config, job = _job(
-            found,
-            where=where,
-            batch_size=batch_size,
-            micro_batch=micro_batch,
-            precision=precision,
-        )
+        config, job = _job(recipe, options, where)
         about = {
-            "subject": found.name,
+            "subject": recipe.name,
             "date": time.strftime("%Y-%m-%d"),
-            "device": _device_said(where),
+            "device": _device_text(where),
             "batch_size": config.batch_size,
             "precision": config.precision,
             **about_here(),
         }
-        with Bar(console) as bar:
+        with BenchProgress(console) as progress:
             measured: Bench = measure(
                 job,
                 names,
-                seconds=seconds,
-                begin=bar.begin,
-                end=bar.end,
-                clock=CLOCKS[clock],
+                seconds=options.seconds,
+                begin=progress.begin,
+                end=progress.end,
+                clock=CLOCKS[options.clock],
                 about=about,
             )
     measured.write(out)
     page = page_beside(out)
-    if as_json:
+    if options.as_json:
         print(out.read_text(encoding="utf-8"), end="")
         return
-    show(console, measured, out=out, page=page)
+    _show(console, measured)
+    print_written(console, out, page)
 
 
-def _job(
-    recipe: Recipe,
-    *,
-    where: Any,
-    batch_size: int | None,
-    micro_batch: int | None,
-    precision: str | None,
-) -> tuple[Config, Job]:
-    from wholebatch.cli.run_settings import Given, resolve
+def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Config, Job]:
     from wholebatch.tune.loop_comparison import Job
 
-    given = Given(
-        batch_size=batch_size,
-        micro_batch=None if micro_batch is None else str(micro_batch),
-        precision=precision,
-    )
+    names = ("batch_size", "micro_batch", "precision")
+    given = {name: getattr(options, name) for name in names}
     config = resolve(given, recipe.defaults, stored=None)
     size = config.micro_batch
     if not isinstance(size, int):
@@ -174,7 +146,6 @@ def _job(
         model.train()  # as other libraries' trainers have it
         return model, optimizer
 
-    options = {} if recipe.units is None else {"units": recipe.units}
     return config, Job(
         make,
         recipe.loss,
@@ -183,15 +154,81 @@ def _job(
         where,
         precision=config.autocast,
         clip_norm=config.clip_norm,
-        options=options,
+        options={} if recipe.units is None else {"units": recipe.units},
     )
 
 
-def _device_said(device: Any) -> str:
-    import platform
-
+def _device_text(device: torch.device) -> str:
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU"
+
+
+class BenchProgress(Progress):
+    """Shows the loop that is measured now, and for how long; lines without a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._loop = self.add_task("reading the data", total=None)
+
+    def begin(self, name: str) -> None:
+        """Show that this loop is measured now."""
+        self.reset(self._loop, description=escape(name))
+
+    def end(self, row: Row) -> None:
+        """Print what was found."""
+        found = row.why if row.window is None else f"{1000 * row.window:.1f} ms a window"
+        line = f"{row.name}: {found}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
+
+
+def _show(console: Console, measured: Bench) -> None:
+    """Print the table, and what to know beside it."""
+    about = measured.about
+    table = plain_table(
+        "",
+        ">ms a window",
+        ">× first",
+        ">memory",
+        ">gradient off by",
+        title=escape(
+            f"{about.get('subject', '')}: a batch of {about.get('batch_size', '')} in "
+            f"{measured.steps} × {measured.micro_batch}, {about.get('precision', '')}, "
+            f"{about.get('device', '')}"
+        ),
+        title_justify="left",
+        padding=(0, 2, 0, 0),
+    )
+    table.columns[0].no_wrap = True
+    first = measured.rows[0].window
+    fastest = min((row.window for row in measured.rows if row.window), default=None)
+    for row in measured.rows:
+        if row.window is None:
+            continue
+        style = "bold green" if row.window == fastest else ""
+        table.add_row(
+            escape(row.name),
+            f"{1000 * row.window:.1f}",
+            f"{row.window / first:.2f}" if first else "–",
+            bytes_said(row.peak) if row.peak else "–",
+            _off_text(row.off),
+            style=style,
+        )
+    console.print(table, highlight=False)
+    for note in measured.notes:
+        console.print(f"  {escape(note)}", highlight=False, soft_wrap=True)
+
+
+def _off_text(off: float | None) -> str:
+    if off is None:
+        return "–"
+    return f"[bold red]{off:.0%}[/]" if off > _WRONG else f"{off:.1g}"

@@ -1,4 +1,4 @@
-"""What goes wrong while training: the recipe's own line, short, and how to go on."""
+"""Errors and warnings of a run: short, with the recipe's own line and how to go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import typer
 
 from wholebatch.cli.checkpoints import Checkpoints
-from wholebatch.cli.parallel_ranks import Crew
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import place_of
 from wholebatch.cli.run_folder import RunFolder, resume_command
 from wholebatch.errors import (
@@ -33,7 +33,7 @@ __all__ = ["short_warnings", "training_failures"]
 
 @contextmanager
 def short_warnings(*, shown: bool = True) -> Iterator[None]:
-    """One line for each warning: some of torch's bring sixty lines of C++ frames along."""
+    """Print one line for each warning: some of torch's bring sixty lines of C++ frames along."""
 
     def first_line(
         message: Warning | str, category: type[Warning], *_: object, **__: object
@@ -51,15 +51,15 @@ def short_warnings(*, shown: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
+def training_failures(recipe: Path, folder: Path, world: World) -> Iterator[None]:
     """Tell an error of the recipe by its file and line; one of wholebatch itself stays whole."""
-    who = f"rank {crew.rank}: " if crew.ranks > 1 else ""
+    who = f"rank {world.rank}: " if world.ranks > 1 else ""
     try:
         yield
     except RankError as error:  # the rank that failed says what and where
         print(f"error: {_one_line(error)}", file=sys.stderr)
-        if crew.one_hangs and crew.is_first:
-            _tell_last(folder, crew)
+        if world.one_hangs and world.is_first:
+            _tell_last(folder, world)
         raise typer.Exit(1) from error
     except (WholebatchError, torch.OutOfMemoryError) as error:
         print(f"error: {who}{_one_line(error)}", file=sys.stderr)
@@ -68,26 +68,26 @@ def training_failures(recipe: Path, folder: Path, crew: Crew) -> Iterator[None]:
             print(f"  at {place}", file=sys.stderr)
         if isinstance(error, torch.OutOfMemoryError):
             print("  give a smaller --micro-batch", file=sys.stderr)
-        _tell_last(folder, crew)
+        _tell_last(folder, world)
         raise typer.Exit(1 if _is_of_the_work(error) else 2) from error
     except Exception as error:
-        place = place_of(error, recipe)
-        if place is None and isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        if place_of(error, recipe) is not None:
+            print(f"error: {who}{_one_line(error)}", file=sys.stderr)
+            _tell_lines(error, recipe)
+        elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             print(f"error: {who}cannot write to {folder}: {error.strerror}", file=sys.stderr)
-            _tell_last(folder, crew)
-            raise typer.Exit(1) from error
-        if place is None:
+        else:
             raise
-        print(f"error: {who}{_one_line(error)}", file=sys.stderr)
-        for frame in traceback.extract_tb(error.__traceback__):
-            if Path(frame.filename) == recipe and frame.lineno is not None:
-                print(f"  at {recipe}:{frame.lineno}, in {frame.name}", file=sys.stderr)
-                print(
-                    f"    {linecache.getline(frame.filename, frame.lineno).strip()}",
-                    file=sys.stderr,
-                )
-        _tell_last(folder, crew)
+        _tell_last(folder, world)
         raise typer.Exit(1) from error
+
+
+def _tell_lines(error: Exception, recipe: Path) -> None:
+    """Print every line of the recipe that the error passed through."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename) == recipe and frame.lineno is not None:
+            line = linecache.getline(frame.filename, frame.lineno).strip()
+            print(f"  at {recipe}:{frame.lineno}, in {frame.name}\n    {line}", file=sys.stderr)
 
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
@@ -115,8 +115,8 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tell_last(folder: Path, crew: Crew) -> None:
+def _tell_last(folder: Path, world: World) -> None:
     run = RunFolder(folder)
     if run.config.is_file() and run.has_run() and Checkpoints(run.checkpoints).paths():
-        again = resume_command(folder, parallel=crew.parallel)
+        again = resume_command(folder, parallel=world.parallel)
         print(f"  go on from the last checkpoint: {again}", file=sys.stderr)

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass, fields
 
 import typer
 
-from wholebatch.lint.command_line import LintOptions, run
+from wholebatch.cli.command_options import argument, command, option
+from wholebatch.lint.command_line import LintArguments, run
 
 __all__ = ["lint"]
 
 
-def lint(
-    paths: Annotated[
-        list[str] | None, typer.Argument(help="Scripts, notebooks or folders.", metavar="PATH...")
-    ] = None,
-    form: Annotated[str, typer.Option("--format", help="text, json, sarif or github.")] = "text",
-    select: Annotated[
-        list[str] | None, typer.Option(help="Only these codes, such as WB101,WB103 or WB1.")
-    ] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="All but these codes.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave these paths out.")] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Repair what is certain.")] = False,
-    explain: Annotated[str | None, typer.Option(help="Show the page of a rule.")] = None,
-    list_rules: Annotated[bool, typer.Option("--list-rules", help="Show all rules.")] = False,
-    jobs: Annotated[int | None, typer.Option(help="Processes (default: all cores).")] = None,
-    output: Annotated[str | None, typer.Option(help="Write the findings to a file.")] = None,
-) -> None:
+@dataclass(frozen=True)
+class LintOptions:
+    """The options of `wholebatch lint`, which become those of the linter."""
+
+    paths: list[str] | None = argument(None, "PATH...", "Scripts, notebooks or folders.")
+    form: str = option("text", None, "text, json, sarif or github.", flag="--format")
+    select: list[str] | None = option(None, None, "Only these codes, such as WB101,WB103 or WB1.")
+    ignore: list[str] | None = option(None, None, "All but these codes.")
+    exclude: list[str] | None = option(None, None, "Leave these paths out.")
+    fix: bool = option(False, None, "Repair what is certain.", flag="--fix")
+    explain: str | None = option(None, None, "Show the page of a rule.")
+    list_rules: bool = option(False, None, "Show all rules.", flag="--list-rules")
+    jobs: int | None = option(None, None, "Processes (default: all cores).")
+    output: str | None = option(None, None, "Write the findings to a file.")
+
+
+@command(LintOptions)
+def lint(options: LintOptions) -> None:
     """Find mistakes of gradient accumulation, without importing or running the code.
 
     Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.
     """
-    status = run(
-        LintOptions(
-            paths=tuple(paths or ()),
-            form=form,
-            select=tuple(select or ()),
-            ignore=tuple(ignore or ()),
-            exclude=tuple(exclude or ()),
-            fix=fix,
-            explain=explain,
-            list_rules=list_rules,
-            jobs=jobs,
-            output=output,
-        )
-    )
-    raise typer.Exit(status)
+    given = {one.name: getattr(options, one.name) for one in fields(options)}
+    for name in ("paths", "select", "ignore", "exclude"):
+        given[name] = tuple(given[name] or ())
+    raise typer.Exit(run(LintArguments(**given)))

@@ -1,15 +1,20 @@
 """The ranks of a run under torchrun: what they agree on, and how the model is spread over them.
 
-One process is a crew of one: every method then does the plain thing, without a collective.
+One process is a world of one: every method then does the plain thing, without a collective.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import io
+import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,17 +24,17 @@ from torch import nn
 
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.rank_failure import alarm, is_of_a_collective
-from wholebatch.errors import RankError, WholebatchError
+from wholebatch.errors import OptionError, RankError, WholebatchError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
-__all__ = ["Crew"]
+__all__ = ["World", "agree_on_attempt", "choose_device", "process_group"]
 
 T = TypeVar("T")
 
 _LEAST_DEADLINE = 300.0
 
 
-class Crew:
+class World:
     """The processes that train together, seen from one of them."""
 
     def __init__(
@@ -57,11 +62,11 @@ class Crew:
     # -------------------------------------------------------------- agreeing
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return True if the flag is set on any rank."""
         return flag if self._group is None else self._group.sum([float(flag)])[0] > 0
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks: what a checkpoint may hold."""
+        """Return the values of all ranks, which may be what a checkpoint may hold."""
         if self.ranks == 1:
             return [value]
         sent = io.BytesIO()  # as an archive: torch's tensors in plain pickles do not always load
@@ -71,7 +76,7 @@ class Crew:
         return [torch.load(io.BytesIO(one), weights_only=True) for one in received]
 
     def first(self, make: Callable[[], T]) -> T:
-        """What the first rank makes, on all; its error ends all of them, and it alone tells it."""
+        """Return what the first rank makes, on all ranks; its error ends all of them."""
         if self.ranks == 1:
             return make()
         value, error = _tried(make) if self.is_first else (None, None)
@@ -87,7 +92,7 @@ class Crew:
         return result
 
     def together(self, make: Callable[[], T]) -> T:
-        """What this rank makes, once every rank has; the first rank with an error tells it."""
+        """Return what this rank makes, once every rank has; the first with an error tells it."""
         if self.ranks == 1:
             return make()
         value, error = _tried(make)
@@ -104,7 +109,7 @@ class Crew:
     # -------------------------------------------------------------- the model
 
     def spread(self, model: nn.Module) -> nn.Module:
-        """The model over the ranks: replicated (DDP), or sharded block by block (FSDP2)."""
+        """Return the model over the ranks: replicated (DDP), or sharded block by block (FSDP2)."""
         if self.ranks == 1:
             return model
         if not self.is_sharded:
@@ -125,7 +130,7 @@ class Crew:
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """A rank that fails tells the others; one that only lost them says that in one line."""
+        """Tell the other ranks of a failure; a rank that only lost them says that in one line."""
         if self.ranks == 1:
             yield
             return
@@ -185,3 +190,117 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return make(), None
     except Exception as error:
         return None, error
+
+
+_TIMEOUT = 600.0
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device; `auto` is CUDA where there is one. Refuse one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            there = f"there are {count} CUDA devices" if count else "there is no CUDA device here"
+            raise OptionError(f"--device {name}: {there}")
+    return device
+
+
+@contextmanager
+def process_group(
+    device: str, *, deadline: float | None = None
+) -> Iterator[tuple[int, torch.device]]:
+    """Join the ranks of torchrun; give this process's rank and device.
+
+    Torch itself gives up on a rank later than a `deadline` that was asked for.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    where = choose_device(device)
+    if size == 1:
+        yield 0, where
+        return
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    mine = not torch.distributed.is_initialized()
+    if mine:
+        patience = None
+        if deadline is not None and deadline < math.inf:
+            patience = timedelta(seconds=max(1800.0, 1.5 * deadline))
+        _join("nccl" if where.type == "cuda" else "gloo", patience)
+    try:
+        yield torch.distributed.get_rank(), where
+    finally:
+        if mine and torch.distributed.is_initialized():
+            alarm().leave_if_one_hangs()
+            torch.distributed.destroy_process_group()
+            gc.collect()  # models still hold the group, whose threads end with it: now, not at exit
+
+
+def _join(backend: str, timeout: timedelta | None) -> None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        torch.distributed.init_process_group(backend, timeout=timeout)
+        return
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    # Torchrun keeps its store over restarts, and nothing in it tells an attempt from the one
+    # before: ranks would read addresses of processes that are dead (pytorch issue 135712), and
+    # TORCHELASTIC_RESTART_COUNT is not the same on all machines. So they agree on a name.
+    store, rank, size = next(rendezvous("env://"))
+    attempt = agree_on_attempt(store, rank=rank, ranks=size)
+    torch.distributed.init_process_group(
+        backend,
+        timeout=timeout,
+        store=PrefixStore(f"wholebatch/{attempt}", store),
+        rank=rank,
+        world_size=size,
+    )
+
+
+def agree_on_attempt(store: Any, *, rank: int, ranks: int, timeout: float = _TIMEOUT) -> str:
+    """Return a name that only the processes alive now share, from a store with old entries.
+
+    Every rank writes a name of its own. The first one calls the roll of what it reads; a rank
+    that finds its name on it says that it has seen this very roll. Old processes have not: when
+    all ranks have seen it, all names on it are of the living. Until then the roll is called again
+    whenever a name has changed.
+    """
+    own = uuid.uuid4().hex
+    store.set(f"wholebatch/here/{rank}", own)
+    called = seen = ""
+    pause, until = 0.005, time.monotonic() + timeout
+    while time.monotonic() < until:
+        if rank == 0:
+            here = ",".join(_read(store, "here", ranks))
+            if here != called:
+                store.set("wholebatch/roll", called := here)
+        [roll] = _read(store, "roll")
+        attempt = hashlib.sha256(roll.encode()).hexdigest()[:16]
+        names = roll.split(",")
+        if len(names) == ranks and names[rank] == own:
+            if attempt != seen:
+                store.set(f"wholebatch/seen/{rank}", seen := attempt)
+            if rank == 0 and set(_read(store, "seen", ranks)) == {attempt}:
+                store.set("wholebatch/go", attempt)
+            if _read(store, "go") == [attempt]:
+                return attempt
+        time.sleep(pause)
+        pause = min(0.2, pause * 1.2)
+    raise RankError(f"rank {rank} waited {timeout:.0f} s for the other {ranks - 1} ranks to start")
+
+
+def _read(store: Any, what: str, ranks: int | None = None) -> list[str]:
+    """Return entries of the store, "" where there is none; with `ranks`, one of every rank."""
+    keys = [f"wholebatch/{what}"]
+    if ranks is not None:
+        keys = [f"{keys[0]}/{rank}" for rank in range(ranks)]
+    return [store.get(key).decode() if store.check([key]) else "" for key in keys]

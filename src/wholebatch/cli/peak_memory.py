@@ -1,4 +1,4 @@
-"""Peak memory: what a window really used, beside what the whole batch at once would have needed."""
+"""The peak memory of a window, beside the prediction for the whole batch at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PeakMemory:
 
     @contextmanager
     def around(self, *, whole_window: bool, full_batch: bool = True) -> Iterator[None]:
-        """Around one window."""
+        """Measure one window."""
         if self.settled:
             yield
             if self._device.type == "cuda":  # a micro-batch that may grow starts it anew
@@ -69,15 +69,15 @@ class PeakMemory:
         """The most bytes of tensors alive at one moment; None where nothing can tell."""
         return self._measured
 
-    def measured_said(self) -> str:
-        """What was measured, on a rank that has only its share of the batch."""
+    def share_text(self) -> str:
+        """Return the measurement of a rank that has only its share of the batch."""
         measured = self.measured
         if measured is None:
             return "not measured"
         return f"{bytes_said(measured)} measured on the first rank"
 
-    def said(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
-        """Both numbers in one line; `batch` is a whole one."""
+    def text(self, loss: Callable[[Any, Any], Any], batch: Any, *, precision: str) -> str:
+        """Return both numbers in one line; `batch` is a whole one."""
         measured = self.measured
         here = "not measured on this device" if measured is None else f"{bytes_said(measured)}"
         try:

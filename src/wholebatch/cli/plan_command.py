@@ -1,4 +1,7 @@
-"""`wholebatch plan`: what fits where, before anything runs."""
+"""`wholebatch plan`: what fits where, before anything runs.
+
+A plan is made of a recipe, or of a Hugging Face model from its configuration alone.
+"""
 
 from __future__ import annotations
 
@@ -6,106 +9,110 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from wholebatch.cli.plan_show import show
-from wholebatch.cli.plan_subject import from_configuration, from_recipe
-from wholebatch.cli.run_settings import check, check_recipe
-from wholebatch.errors import OptionError
+from wholebatch.cli.command_options import (
+    command,
+    must_be,
+    one_of,
+    option,
+    recipe_argument,
+    whole_number,
+)
+from wholebatch.cli.run_settings import check
+from wholebatch.core.json_files import read_json
+from wholebatch.core.plain_files import reason
+from wholebatch.errors import MissingExtraError, OptionError, RecipeError
+
+if TYPE_CHECKING:
+    from wholebatch.memory.plan import Plan
 
 __all__ = ["plan"]
 
-_PARALLEL = ("ddp", "fsdp2")
-_PRECISIONS = ("full", "fp32", "bf16", "fp16")
+
+def _gpu_memory(value: str, label: str) -> str:
+    is_bytes = value.isascii() and value.isdigit()
+    return value if is_bytes else str(check("memory", value, label))
 
 
-def plan(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE|hf:CONFIG.json",
-            help="A recipe as for [bold]wholebatch train[/], or a Hugging Face model (of language, "
-            "or that classifies images) from its configuration alone.",
-            show_default=False,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Samples that make one update, on all GPUs.")
-    ] = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of each GPU, such as 24GiB; the GPU need not be here. Default: this machine's "
-            "GPU, else its main memory.",
-        ),
-    ] = None,
-    gpus: Annotated[int, typer.Option(metavar="N", help="Data-parallel GPUs.")] = 1,
-    parallel: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="ddp: all of the model on every GPU; fsdp2: sharded over them, block by block.",
-        ),
-    ] = "ddp",
-    sync: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="With fsdp2, when gradients are reduced: hold (once per update), every (after "
-            "each micro-batch). Default: as a run would choose.",
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="full (or fp32), bf16 or fp16.")
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Sequence length, for hf: only.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out what other settings would change.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of `wholebatch plan`."""
+
+    recipe: str | None = recipe_argument(
+        "A recipe as for [bold]wholebatch train[/], or a Hugging Face model (of language, or that "
+        "classifies images) from its configuration alone.",
+        "RECIPE|hf:CONFIG.json",
+    )
+    batch_size: int | None = option(
+        None, "N", "Samples that make one update, on all GPUs.", check=whole_number()
+    )
+    gpu_memory: str | None = option(
+        None,
+        "SIZE",
+        "Of each GPU, such as 24GiB; the GPU need not be here. Default: this machine's GPU, else "
+        "its main memory.",
+        check=_gpu_memory,
+    )
+    gpus: int = option(1, "N", "Data-parallel GPUs.", check=whole_number())
+    parallel: str = option(
+        "ddp",
+        "NAME",
+        "ddp: all of the model on every GPU; fsdp2: sharded over them, block by block.",
+        check=one_of("ddp", "fsdp2"),
+    )
+    sync: str | None = option(
+        None,
+        "NAME",
+        "With fsdp2, when gradients are reduced: hold (once per update), every (after each "
+        "micro-batch). Default: as a run would choose.",
+    )
+    precision: str | None = option(
+        None,
+        "NAME",
+        "full (or fp32), bf16 or fp16.",
+        check=one_of("full", "fp32", "bf16", "fp16"),
+    )
+    seq: int | None = option(
+        None,
+        "TOKENS",
+        "Sequence length, for hf: only.",
+        check=must_be("a number of tokens, at least 1", lambda value: value >= 1),
+    )
+    quick: bool = option(False, None, "Leave out what other settings would change.", flag="--quick")
+    as_json: bool = option(False, None, "Print the plan as JSON.", flag="--json")
+
+
+@command(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """Predict the peak memory over micro-batch sizes, and recommend one. Nothing is trained."""
-    check_recipe(recipe)
-    check("batch_size", batch_size, "--batch-size")
-    if gpu_memory is not None and not (gpu_memory.isascii() and gpu_memory.isdigit()):
-        check("memory", gpu_memory, "--gpu-memory")
-    if gpus < 1:
-        raise OptionError(f"--gpus {gpus}: must be a whole number, at least 1")
-    if precision is not None and precision not in _PRECISIONS:
-        raise OptionError(f"--precision {precision}: must be one of {', '.join(_PRECISIONS)}")
-    _check_parallel(parallel, sync, gpus)
-    if seq is not None and seq < 1:
-        raise OptionError(f"--seq {seq}: must be a number of tokens, at least 1")
+    gpus, sync = options.gpus, options.sync
+    _check_sync(options)
 
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.memory.fsdp_sharding import choose_sync
     from wholebatch.memory.plan import make_plan
 
-    if recipe is not None and recipe.startswith("hf:"):
-        subject = from_configuration(Path(recipe[3:]), seq, wide=parallel == "fsdp2")
-    elif seq is not None:
-        raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
-    else:
-        subject = from_recipe(recipe)
-    device, budget, where = _budget(gpu_memory)
-    size = batch_size or subject.batch_size
+    subject = _subject(options)
+    device, budget, where = _budget(options.gpu_memory)
+    size = options.batch_size or subject.batch_size
     if size < gpus:
         raise OptionError(
             f"--gpus {gpus}: an update of {size} samples has none for some of them; give a"
             " --batch-size of at least as many"
         )
-    if parallel == "fsdp2":
+    if options.parallel == "fsdp2":
         sync = sync or choose_sync(subject.model, ranks=gpus, budget=budget)
     console = Console()
-    if not as_json:
+    if not options.as_json:
         over = "" if sync is None else f", sharded by FSDP2 (sync {sync})"
         console.print(
             f"[bold]{subject.name}[/]: {subject.parameters:,} parameters, {subject.sample};"
@@ -113,6 +120,7 @@ def plan(
             highlight=False,
             soft_wrap=True,
         )
+    precision = options.precision or subject.precision
     with _no_collections():
         made = make_plan(
             subject.model,
@@ -122,31 +130,32 @@ def plan(
             budget=budget,
             ranks=gpus,
             optimizer=subject.optimizer,
-            precision=_known(precision or subject.precision),
+            precision="full" if precision == "fp32" else precision,
             device=device,
-            variants=not quick,
+            variants=not options.quick,
             sync=sync,  # type: ignore[arg-type]
         )
-    if as_json:
+    if options.as_json:
         about = {"subject": subject.name, "parameters": subject.parameters, "device": device}
         print(json.dumps({**about, **asdict(made)}, indent=2))
     else:
-        show(console, made)
+        _show(console, made)
     raise typer.Exit(0 if made.micro_batch is not None else 1)
 
 
-def _check_parallel(parallel: str, sync: str | None, gpus: int) -> None:
-    if parallel not in _PARALLEL:
-        raise OptionError(f"--parallel {parallel}: must be one of {', '.join(_PARALLEL)}")
-    if sync is not None and (parallel != "fsdp2" or sync not in ("hold", "every")):
-        raise OptionError(f"--sync {sync}: must be hold or every, with --parallel fsdp2")
-    if parallel == "fsdp2" and gpus < 2:
-        raise OptionError(f"--parallel fsdp2 with --gpus {gpus}: give the number of GPUs, from 2")
+def _check_sync(options: PlanOptions) -> None:
+    is_sharded = options.parallel == "fsdp2"
+    if options.sync is not None and not (is_sharded and options.sync in ("hold", "every")):
+        raise OptionError(f"--sync {options.sync}: must be hold or every, with --parallel fsdp2")
+    if is_sharded and options.gpus < 2:
+        raise OptionError(
+            f"--parallel fsdp2 with --gpus {options.gpus}: give the number of GPUs, from 2"
+        )
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Predictions make many small objects and no cycles: looking for some takes a tenth longer."""
+    """Stop the garbage collector: predictions make many small objects and no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -156,12 +165,8 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _known(precision: str) -> str:
-    return "full" if precision == "fp32" else precision
-
-
 def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
-    """The device to predict for, its bytes, and how it is called."""
+    """Return the device to predict for, its bytes, and its description."""
     import torch
 
     from wholebatch.memory.budget import bytes_said, device_memory, is_share, parse_memory
@@ -179,3 +184,308 @@ def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
         return "cuda", budget, f"{torch.cuda.get_device_name()} with {bytes_said(budget)}"
     budget = device_memory("cpu")
     return "cpu", budget, f"this machine's {bytes_said(budget)} (no GPU; see --gpu-memory)"
+
+
+# ------------------------------------------------------------------------------ what is planned
+
+_MOST_SAMPLES = 16  # so many of the data are looked at; larger batches are made by repeating them
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A model without bytes, with what a step of it needs."""
+
+    name: str
+    sample: str
+    model: Any
+    optimizer: Any
+    loss: Any
+    batch: Any
+    batch_size: int
+    precision: str
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def _subject(options: PlanOptions) -> _Planned:
+    recipe, seq = options.recipe, options.seq
+    if recipe is not None and recipe.startswith("hf:"):
+        return _from_configuration(Path(recipe[3:]), seq, wide=options.parallel == "fsdp2")
+    if seq is not None:
+        raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
+    return _from_recipe(recipe)
+
+
+def _from_recipe(name: str | None) -> _Planned:
+    """Return a recipe as `wholebatch train` reads it."""
+    import torch
+
+    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.core.splitting import batch_size_of
+    from wholebatch.memory.choose_micro_batch import resize_batch
+
+    recipe = load_recipe(name)
+    try:
+        with torch.device("meta"):
+            model = recipe.build_model()
+    except Exception:  # a model() that needs numbers (loads weights, checks values) gets them
+        model = recipe.build_model()
+    precision = recipe.defaults.get("precision", "full")
+    if precision == "bf16-pure":
+        model = model.to(torch.bfloat16)
+        precision = "full"
+    batch_size = recipe.defaults.get("batch_size", 32)
+    batch = recipe.build_batches(min(batch_size, _MOST_SAMPLES), seed=0).peek()
+    batch = resize_batch(batch, min(_MOST_SAMPLES, batch_size_of(batch)))
+    return _Planned(
+        name=recipe.name,
+        sample=f"samples like those of {recipe.path.name}",
+        model=model,
+        optimizer=recipe.build_optimizer(model, lr=None),
+        loss=recipe.loss,
+        batch=batch,
+        batch_size=batch_size,
+        precision=precision,
+    )
+
+
+def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
+    """Return a Hugging Face model: its shapes are in the configuration, no weights.
+
+    Encoders with a decoder (T5) are planned with sequences of the same length for both, other
+    encoders (BERT and its kin) with masked language modelling, classifiers of images (ViT) with
+    images of the configuration's size, all others as causal language models. `wide`: with
+    parameters in float32, whatever they are stored in.
+    """
+    import torch
+
+    if path.is_dir():  # of a model's repository
+        path = path / "config.json"
+    stored = _stored(path)
+    try:
+        from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
+        from transformers.models.auto import (  # type: ignore[import-not-found, unused-ignore]
+            modeling_auto,
+        )
+    except ImportError as error:
+        raise MissingExtraError("transformers", "transformers", "planning hf: models") from error
+    options = {name: value for name, value in stored.items() if name != "model_type"}
+    try:
+        config = AutoConfig.for_model(stored["model_type"], **options)
+        config.use_cache = False
+        purpose = _purpose(config, modeling_auto)
+        if purpose is None:
+            raise RecipeError(
+                f"hf:{path}: {stored['model_type']} is planned neither as a language model nor as a"
+                " classifier of images: write a recipe with its model, loss and data"
+            )
+        if wide:
+            config.dtype = torch.float32
+        with torch.device("meta"):
+            model = getattr(modeling_auto, f"AutoModelFor{purpose}").from_config(config)
+    except RecipeError:
+        raise
+    except Exception as error:  # a configuration may be wrong in any way, and so says its class
+        reason = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
+        raise RecipeError(f"hf:{path}: no model can be built: {reason}") from error
+    model.train()
+    if purpose == "ImageClassification":
+        sample, batch, loss = _images(config, seq)
+    else:
+        sample, batch, loss = _sequences(config, seq, purpose)
+    return _Planned(
+        name=f"{path.parent.name if path.stem == 'config' else path.stem} ({stored['model_type']})",
+        sample=sample,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss=loss,
+        batch=batch,
+        batch_size=64,
+        precision="full" if config.dtype in (torch.bfloat16, torch.float16) else "bf16",
+    )
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    try:
+        stored = read_json(path)
+    except OSError as error:
+        raise RecipeError(f"hf:{path}: cannot be read ({reason(error)})") from error
+    except ValueError as error:
+        raise RecipeError(f"hf:{path}: is not JSON ({error})") from error
+    if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
+        raise RecipeError(f"hf:{path}: has no model_type, so it is no Hugging Face configuration")
+    return stored
+
+
+def _purpose(config: Any, auto: Any) -> str | None:
+    """Return the purpose of the model, as transformers names its automatic classes."""
+    kind = config.model_type
+    is_decoder = getattr(config, "is_decoder", False)
+    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and config.is_encoder_decoder:
+        return "Seq2SeqLM"
+    if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+        return "MaskedLM"
+    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "CausalLM"
+    if kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return "ImageClassification"
+    return None
+
+
+def _sequences(config: Any, seq: int | None, purpose: str) -> tuple[str, Any, Any]:
+    """Return the name of a sample, a batch of one, and the loss of a language model."""
+    import torch
+
+    from wholebatch.core.loss import causal_lm, cross_entropy
+
+    most = getattr(config, "max_position_embeddings", None) or 0
+    if seq is not None and 0 < most < seq:
+        raise OptionError(f"--seq {seq}: the configuration has {most} positions; give at most that")
+    length = seq or max(most, getattr(config, "n_positions", None) or 0)
+    if length < 1:
+        raise OptionError("--seq: the configuration does not say how long sequences are")
+
+    def masked_lm(model: Any, micro: Any) -> Any:
+        return cross_entropy(model(input_ids=micro["input_ids"]).logits, micro["input_ids"])
+
+    def seq2seq(model: Any, micro: Any) -> Any:
+        ids = micro["input_ids"]
+        return cross_entropy(model(input_ids=ids, decoder_input_ids=ids).logits, ids)
+
+    loss = {"MaskedLM": masked_lm, "Seq2SeqLM": seq2seq}.get(purpose, causal_lm)
+    twice = ", and as many for the decoder" if purpose == "Seq2SeqLM" else ""
+    batch = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
+    return f"sequences of {length} tokens{twice}", batch, loss
+
+
+def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
+    """Return the same for a model that classifies images."""
+    import torch
+
+    from wholebatch.core.loss import cross_entropy
+
+    if seq is not None:
+        raise OptionError(f"--seq {seq}: is for language models; this one classifies images")
+    seen = getattr(config, "vision_config", config)
+    size = getattr(seen, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    channels = getattr(seen, "num_channels", 3)
+
+    def loss(model: Any, micro: Any) -> Any:
+        return cross_entropy(model(pixel_values=micro["pixel_values"]).logits, micro["labels"])
+
+    batch = {
+        "pixel_values": torch.zeros(1, channels, height, width),
+        "labels": torch.zeros(1, dtype=torch.long),
+    }
+    return f"images of {height} × {width}", batch, loss
+
+
+# ------------------------------------------------------------------------------ on the screen
+
+_COLORS = {
+    "parameters": "blue",
+    "gradients": "cyan",
+    "optimizer state": "magenta",
+    "activations": "green",
+    "temporaries": "yellow",
+    "buffers": "white",
+    "inputs": "white",
+    "communication": "red",
+}
+_BAR = 42
+_NUMBERS = 36  # columns that stand before a bar
+
+
+def _show(console: Console, plan: Plan) -> None:
+    """Print the table of sizes, the choice, and what other settings would change."""
+    from wholebatch.memory.budget import bytes_said
+
+    room = min(_BAR, console.width - _NUMBERS)
+    has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
+    scale = max(plan.budget, *(point.peak for point in plan.points)) / max(room, 8)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("micro-batch", justify="right", no_wrap=True)
+    table.add_column("peak", justify="right", no_wrap=True)
+    table.add_column("used", justify="right", no_wrap=True)
+    if has_bars:
+        table.add_column("", no_wrap=True)
+    for point in plan.points:
+        chosen = point.micro_batch == plan.micro_batch
+        style = "bold" if chosen else "" if point.fits else "dim"
+        table.add_row(
+            Text(("▶ " if chosen else "") + str(point.micro_batch), style),
+            Text(bytes_said(point.peak), style),
+            Text(f"{100 * point.peak / plan.budget:.0f}%", style if point.fits else "red"),
+            *([_bar(point.by_category, scale, limit=round(plan.budget / scale))] * has_bars),
+        )
+    console.print(table)
+    if has_bars:
+        console.print(_legend(plan), highlight=False)
+    if plan.micro_batch is None:
+        from wholebatch.memory.make_it_fit import refusal
+
+        text = refusal(list(plan.rungs), plan.budget)
+        console.print(f"\n[red]{text}[/]", highlight=False, soft_wrap=True)
+    else:
+        larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
+        console.print(f"\n[bold]{plan.arithmetic()}[/]{larger}", highlight=False, soft_wrap=True)
+    if plan.variants:
+        console.print(_variants(plan))
+
+
+def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
+    """Return one stacked bar; `│` is where the budget ends."""
+    bar = Text()
+    filled, at = 0, 0.0
+    for name in _COLORS:
+        at += by_category.get(name, 0) / scale
+        bar.append("█" * (round(at) - filled), style=_COLORS[name])
+        filled = round(at)
+    if filled < limit:
+        bar.append(" " * (limit - filled) + "│")
+    elif filled > limit:
+        bar = bar[:limit] + Text("│", "bold red") + bar[limit:]
+    else:
+        bar.append("│")
+    return bar
+
+
+def _legend(plan: Plan) -> Text:
+    legend = Text()
+    for name, color in _COLORS.items():
+        if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points):
+            legend.append("█ ", style=color).append(f"{name}  ")
+    return legend
+
+
+def _variants(plan: Plan) -> Table:
+    from wholebatch.memory.budget import bytes_said
+
+    size = plan.variants[0].micro_batch
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="bold",
+        title="\nWhat other settings would change",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("precision")
+    table.add_column("checkpointing")
+    table.add_column("gradients")
+    table.add_column(f"peak at {size}", justify="right")
+    table.add_column("micro-batch that fits, about", justify="right")
+    for variant in plan.variants:
+        table.add_row(
+            variant.precision,
+            "per block" if variant.checkpointing else "no",
+            variant.sync
+            or variant.gradients + (" (approximate)" if variant.gradients == "moments" else ""),
+            bytes_said(variant.peak),
+            str(variant.about) if variant.about else "not even 1",
+        )
+    return table

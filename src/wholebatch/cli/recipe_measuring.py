@@ -1,4 +1,4 @@
-"""What commands that measure a recipe have in common: its batches, its clock, its page."""
+"""The parts that commands share which measure a recipe: options, full batches, the page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.markup import escape
+
+from wholebatch.cli.command_options import must_be, option
+from wholebatch.cli.report.terminal_output import path_from_here
 from wholebatch.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
@@ -18,55 +23,69 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes import Recipe
     from wholebatch.cli.run_settings import Config
 
-__all__ = ["CLOCKS", "check_measuring", "check_writable", "full_batches", "made", "page_beside"]
+__all__ = [
+    "CLOCKS",
+    "clock_option",
+    "full_batches",
+    "made",
+    "page_beside",
+    "print_written",
+    "result_option",
+    "seconds_option",
+]
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""What `--clock` may be."""
 
 
-def check_measuring(*, out: Path, clock: str, seconds: float) -> None:
-    """Refuse what `--out`, `--clock` and `--seconds` cannot be."""
-    if out.suffix != ".json":
-        raise OptionError(f"--out {out}: must be the name of a .json file")
-    if clock not in CLOCKS:
-        raise OptionError(f"--clock {clock}: must be {' or '.join(CLOCKS)}")
-    if not seconds > 0:
-        raise OptionError(f"--seconds {seconds:g}: must be above 0")
-    check_writable(out)
+def clock_option(panel: str) -> Any:
+    """Declare `--clock`: which time is measured."""
+    help = "cpu: count this process's own time; for a CPU that others use too, and one thread."
+    check = must_be(" or ".join(CLOCKS), lambda value: value in CLOCKS)
+    return option("wall", "wall|cpu", help, panel, check=check)
 
 
-def check_writable(out: Path) -> None:
-    """Refuse a file that could not be written, before hours are spent on what goes into it."""
-    if out.is_dir():
-        raise OptionError(f"--out {out}: is a folder; give the name of a file")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=out.parent):
-            pass
-        if out.exists() and not os.access(out, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise OptionError(f"--out {out}: cannot be written: {error.strerror}") from error
+def seconds_option(default: float, help: str, panel: str) -> Any:
+    """Declare `--seconds`: how long is measured."""
+
+    def check(value: float, label: str) -> float:
+        if not value > 0:
+            raise OptionError(f"{label} {value:g}: must be above 0")
+        return value
+
+    return option(default, "S", help, panel, check=check)
+
+
+def result_option(default: str, help: str, panel: str) -> Any:
+    """Declare `--out`: the JSON file of the results, which must be writable before hours pass."""
+
+    def check(out: Path, label: str) -> Path:
+        if out.suffix != ".json":
+            raise OptionError(f"{label} {out}: must be the name of a .json file")
+        if out.is_dir():
+            raise OptionError(f"{label} {out}: is a folder; give the name of a file")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=out.parent):
+                pass
+            if out.exists() and not os.access(out, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise OptionError(f"{label} {out}: cannot be written: {error.strerror}") from error
+        return out
+
+    return option(Path(default), "FILE.json", help, panel, check=check)
 
 
 def full_batches(
     recipe: Recipe, config: Config, *, rank: int = 0, ranks: int = 1
 ) -> tuple[Config, Callable[[], Any]]:
-    """The settings as the data has them, and a function that gives the next full batch.
+    """Return the settings as the data has them, and a function that returns the next full batch.
 
     Of several ranks this one's share; epoch after epoch.
     """
-    from wholebatch.cli.recipes import Batches
     from wholebatch.cli.training_run import fitted_to
 
-    batches = Batches(
-        recipe.build_data,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        collate=recipe.collate,
-        rank=rank,
-        ranks=ranks,
-    )
+    batches = recipe.build_batches(config.batch_size, seed=config.seed, rank=rank, ranks=ranks)
     config = fitted_to(config, batches)
     whole = None if batches.length is None else batches.length // config.batch_size
 
@@ -81,10 +100,12 @@ def full_batches(
 def made(
     recipe: Recipe, config: Config, where: torch.device
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The recipe's model on its device and its optimizer, the same every time."""
+    """Return the recipe's model on its device and its optimizer, the same every time."""
     import torch
 
-    torch.manual_seed(config.seed)
+    from wholebatch.cli.training_run import seed_generators
+
+    seed_generators(config.seed)
     model = recipe.build_model()
     if config.precision == "bf16-pure":
         model.to(torch.bfloat16)
@@ -93,10 +114,17 @@ def made(
 
 
 def page_beside(out: Path) -> Path | None:
-    """The page beside the file; None without the package that draws it."""
-    from wholebatch.cli.report.page import write_report
+    """Write the page beside the file; return None without the package that draws it."""
+    from wholebatch.cli.report.html_report import write_report
 
     try:
         return write_report([out], out.with_suffix(".html"))
     except MissingExtraError:
         return None
+
+
+def print_written(console: Console, out: Path, page: Path | None) -> None:
+    """Print where the results are."""
+    console.print(f"written to {escape(path_from_here(out))}", highlight=False, soft_wrap=True)
+    if page is not None:
+        console.print(f"page       {escape(path_from_here(page))}", highlight=False, soft_wrap=True)

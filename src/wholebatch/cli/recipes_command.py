@@ -1,28 +1,33 @@
-"""`wholebatch recipes`: what is embedded, and its source to begin one's own from."""
+"""`wholebatch recipes`: the embedded recipes, and their source to begin one's own from."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
 from rich.console import Console
 from rich.table import Table
+
+from wholebatch.cli.command_options import argument, command
 
 __all__ = ["recipes"]
 
 _WIDE = 60  # columns that the table needs
 
 
-def recipes(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="Print the source of this one.", show_default=False),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class RecipesOptions:
+    """The argument of `wholebatch recipes`."""
+
+    name: str | None = argument(None, None, "Print the source of this one.")
+
+
+@command(RecipesOptions)
+def recipes(options: RecipesOptions) -> None:
     """List the embedded recipes, or print one: [bold]wholebatch recipes bytes-gpt > mine.py[/]."""
     from wholebatch.cli.recipes import EMBEDDED, load_recipe, source_of
     from wholebatch.errors import RecipeError
 
+    name = options.name
     if name is not None:
         if name not in EMBEDDED:
             raise RecipeError(f"recipe {name!r} is not embedded; there are: {', '.join(EMBEDDED)}")

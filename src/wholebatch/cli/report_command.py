@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from wholebatch.cli.command_options import argument, command, must_be, option
 from wholebatch.core.readable_sizes import bytes_said
-from wholebatch.errors import OptionError
 
 __all__ = ["report"]
 
 
-def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...",
-            help="Folders of runs, side by side; also files that [bold]plan --json[/], "
-            "[bold]verify --json[/], [bold]tune[/] and the benchmarks write.",
-            show_default=False,
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of `wholebatch report`."""
+
+    runs: list[Path] = argument(
+        MISSING,
+        "RUN...",
+        "Folders of runs, side by side; also files that [bold]plan --json[/], "
+        "[bold]verify --json[/], [bold]tune[/] and the benchmarks write.",
+    )
+    out: Path | None = option(
+        None,
+        "FILE.html",
+        "Where the page is written. Default: report.html in the run's folder, or here for several.",
+        check=must_be(
+            "the name of an .html file", lambda out: out.suffix.lower() in (".html", ".htm")
         ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.html",
-            help="Where the page is written. Default: report.html in the run's folder, or here "
-            "for several.",
-        ),
-    ] = None,
-    title: Annotated[str | None, typer.Option(metavar="TEXT", help="The page's title.")] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
-) -> None:
+    )
+    title: str | None = option(None, "TEXT", "The page's title.")
+    show: bool = option(False, None, "Open it in the browser.", flag="--open")
+
+
+@command(ReportOptions)
+def report(options: ReportOptions) -> None:
     """Write one self-contained HTML page: loss, speed and memory, the time split, the verdict.
 
     It needs no network, neither to be made nor to be read.
     """
-    if out is not None and out.suffix.lower() not in (".html", ".htm"):
-        raise OptionError(f"--out {out}: must be the name of an .html file")
+    runs, out = options.runs, options.out
     if out is None:
         out = (
             runs[0] / "report.html" if len(runs) == 1 and runs[0].is_dir() else Path("report.html")
         )
 
-    from wholebatch.cli.report.page import write_report
+    from wholebatch.cli.report.html_report import write_report
 
-    written = write_report(runs, out, title=title)
+    written = write_report(runs, out, title=options.title)
     print(f"{written} ({bytes_said(written.stat().st_size)}, one file, works offline)")
-    if show:
+    if options.show:
         import webbrowser
 
         if not webbrowser.open(written.resolve().as_uri()):

@@ -1,130 +1,358 @@
-"""The settings of a run: the command line, else the stored run, else the recipe, else a default.
+"""The options of `wholebatch train` and the settings of a run that come from them.
 
-Nothing here imports torch: a wrong option is refused at once.
+A setting comes from the command line, else from the file of `--from`, else from the stored run,
+else from the recipe, else it is the default. Nothing here imports torch: a wrong option is refused
+at once.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, get_type_hints
 
+from wholebatch.cli.command_options import (
+    flag_of,
+    must_be,
+    one_of,
+    option,
+    positive_number,
+    recipe_argument,
+    whole_number,
+)
 from wholebatch.core.json_files import read_json
 from wholebatch.core.plain_files import reason
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount
 
 __all__ = [
-    "PARALLEL",
     "PRECISIONS",
     "Config",
     "Given",
+    "SettingsFile",
     "check",
-    "check_recipe",
     "config_text",
+    "given_of",
     "read_config",
+    "read_settings_file",
     "refuse_idle",
     "resolve",
 ]
 
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
-PARALLEL = ("ddp", "fsdp2", "deepspeed", "pipeline")
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
-_FALLBACK: dict[str, Any] = {
-    "batch_size": 32,
-    "micro_batch": "auto",
-    "steps": 100,
-    "precision": "full",
-    "clip_norm": None,
-    "lr": None,
-    "seed": 0,
-    "checkpoint_every": 50,
-    "memory": None,
-    "checkpointing": False,
-    "zero": 1,
-    "schedule": "1f1b",
-    "batch_schedule": None,
-    "lr_rule": "none",
-    "base_batch": None,
-    "betas": "keep",
-    "warmup": None,
-    "execute": "auto",
-    "gradients": "device",
-    "noise": "auto",
-    "wandb": None,
-    "lr_steps": None,
+_BATCH, _RUN, _FOLLOWS = "The batch and the update", "The run", "What follows the batch"
+# In every config.json; later settings have their default where they are absent.
+_ALWAYS_STORED = {
+    "batch_size",
+    "micro_batch",
+    "steps",
+    "precision",
+    "clip_norm",
+    "lr",
+    "seed",
+    "checkpoint_every",
 }
-_ONE_OF = {
-    "lr_rule": ("none", "linear", "sqrt"),
-    "betas": ("keep", "beta2", "both"),
-    "execute": ("auto", "eager", "compile", "graph"),
-    "gradients": ("device", "host", "swap", "release", "moments"),
-}
-# What a resumed run may change without becoming another run.
-_MAY_CHANGE = ("steps", "lr_steps", "checkpoint_every", "memory", "wandb", "schedule")
+
+Given: TypeAlias = dict[str, Any]
+"""The options that the user gave, by name."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the user wrote; None where nothing was written."""
+# --------------------------------------------------------------------- checks of single settings
 
-    batch_size: int | None = None
-    micro_batch: str | None = None
-    steps: int | None = None
-    precision: str | None = None
-    clip_norm: float | None = None
-    lr: float | None = None
-    seed: int | None = None
-    checkpoint_every: int | None = None
-    memory: str | None = None
-    checkpointing: bool | None = None
-    fit: bool | None = None
-    zero: int | None = None
-    schedule: str | None = None
-    batch_schedule: str | None = None
-    lr_rule: str | None = None
-    base_batch: int | None = None
-    betas: str | None = None
-    warmup: str | None = None
-    execute: str | None = None
-    gradients: str | None = None
-    noise: int | str | None = None
-    wandb: str | None = None
-    lr_steps: int | None = None
+
+def _micro_batch(value: Any, label: str) -> int | str:
+    text = str(value).strip()
+    match = _TOKENS.fullmatch(text)
+    if match and int(match[1]) > 0:
+        return f"{int(match[1])} tokens"
+    if text == "auto":
+        return text
+    if _is_count(text):
+        return int(text)
+    raise OptionError(
+        f'{label} {text}: must be "auto", a number of samples, or a budget such as "4096 tokens"'
+    )
+
+
+def _noise(value: Any, label: str) -> int | str:
+    text = str(value).strip()
+    if text in ("auto", "off"):
+        return text
+    if _is_count(text):
+        return int(text)
+    raise OptionError(f'{label} {text}: must be "auto", "off", or every how many windows')
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
+def _precision(value: Any, label: str) -> str:
+    return "full" if one_of(*PRECISIONS)(value, label) == "fp32" else str(value)
+
+
+def _memory(value: Any, label: str) -> str:
+    text = str(value).strip()
+    if text == "free" or re.fullmatch(r"\d+(\.\d+)?\s*([kKMGT]i?B|B|%)", text, re.IGNORECASE):
+        return text
+    with suppress(ValueError):
+        if 0 < float(text) <= 1 and "." in text:
+            return text
+    raise OptionError(
+        f"{label} {text}: must be a size such as 20GiB, a share of the device such as 0.8 or 80%, "
+        'or "free" for what is free now'
+    )
+
+
+def _switch(value: Any, label: str) -> bool | None:
+    return must_be("true or false", lambda it: isinstance(it, bool))(value, label) or None
+
+
+def _batch_schedule(value: Any, label: str) -> str:
+    return str(BatchSchedule.parse(str(value), label))
+
+
+def _warmup(value: Any, label: str) -> str:
+    return str(parse_amount(str(value), label))
+
+
+_zero = must_be("a stage of ZeRO, 0 to 3", lambda it: it in range(4) and not isinstance(it, bool))
+_wandb = must_be('the name of a project, or "off"', lambda it: bool(str(it).strip()))
+
+
+# --------------------------------------------------------------------------------- the settings
+
+
+def _setting(*shown: Any, may_change: bool = False, **more: Any) -> Any:
+    """Declare an option that `config.json` keeps; one that `may_change` leaves the run the same."""
+    return option(*shown, stored=True, may_change=may_change, **more)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run, as `config.json` keeps it."""
+    """Every option of `wholebatch train`; those that decide a run are kept in `config.json`."""
 
-    batch_size: int
-    micro_batch: int | str
-    steps: int
-    precision: str
-    clip_norm: float | None
-    lr: float | None
-    seed: int
-    checkpoint_every: int
-    memory: str | None = None
-    checkpointing: bool = False
-    zero: int = 1
-    schedule: str = "1f1b"
-    batch_schedule: str | None = None
-    lr_rule: str = "none"
-    base_batch: int | None = None
-    betas: str = "keep"
-    warmup: str | None = None
-    execute: str = "auto"
-    gradients: str = "device"
-    noise: int | str = "auto"
-    wandb: str | None = None
-    lr_steps: int | None = None
+    recipe: str | None = recipe_argument(
+        "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
+        "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
+    )
+    batch_size: int = _setting(
+        32,
+        "N|SCHEDULE",
+        "Samples that make one update, those of all ranks together; or a schedule over updates, "
+        "epochs or tokens: 64@0,128@1000 or 64@0,128@2ep or 64@0,128@2Mtok.",
+        _BATCH,
+        typed=str,
+        check=whole_number(),
+    )
+    batch_schedule: str | None = field(
+        default=None, metadata={"stored": True, "check": _batch_schedule}
+    )  # given as --batch-size, which is then its largest
+    micro_batch: int | str = _setting(
+        "auto",
+        'auto|N|"N tokens"',
+        "How much of the batch is in memory at a time.",
+        _BATCH,
+        typed=str,
+        check=_micro_batch,
+    )
+    precision: str = _setting(
+        "full",
+        "NAME",
+        "full (or fp32): as the model is; bf16, fp16: autocast; bf16-pure: 16-bit parameters, "
+        "their gradients added in fp32.",
+        _BATCH,
+        check=_precision,
+    )
+    memory: str | None = _setting(
+        None,
+        "SIZE|SHARE|free",
+        "How much memory to use, such as 20GiB, 0.8 of the device, or what is free: the largest "
+        "micro-batch that fits is chosen, if --micro-batch is not given.",
+        _BATCH,
+        check=_memory,
+        may_change=True,
+    )
+    fit: bool = option(
+        False,
+        None,
+        "If not even one sample fits: bf16 autocast, then checkpointing of the model's repeated "
+        "blocks too, then gradients on the host.",
+        _BATCH,
+        flag="--fit",
+        check=_switch,
+        in_file=True,
+    )
+    checkpointing: bool = _setting(
+        False,
+        None,
+        "Compute the activations of the model's repeated blocks again in the backward pass, "
+        "instead of keeping them.",
+        _BATCH,
+        flag="--checkpointing",
+        check=_switch,
+    )
+    clip_norm: float | None = _setting(
+        None,
+        "NORM",
+        "Clip the gradient of the whole batch to this norm.",
+        _BATCH,
+        check=positive_number,
+    )
+    lr: float | None = _setting(
+        None, "RATE", "Learning rate, over the recipe's own.", _BATCH, check=positive_number
+    )
+    execute: str = _setting(
+        "auto",
+        "auto|eager|compile|graph",
+        "How a micro-batch is run.",
+        _BATCH,
+        check=one_of("auto", "eager", "compile", "graph"),
+    )
+    gradients: str = _setting(
+        "device",
+        "device|host|swap|release|moments",
+        "Where gradients go: they stay on the device, are summed on the host, take the place of "
+        "Adam's moments, which wait on the host, are used and freed in the last backward, or go "
+        "into Adam's moments (an approximation).",
+        _BATCH,
+        check=one_of("device", "host", "swap", "release", "moments"),
+    )
+    lr_steps: int | None = _setting(
+        None,
+        "N",
+        "Updates that the learning-rate schedule is made for; then the rate stays. Default: "
+        "--steps of the run's beginning.",
+        _FOLLOWS,
+        check=whole_number(),
+        may_change=True,
+    )
+    lr_rule: str = _setting(
+        "none",
+        "none|linear|sqrt",
+        "How the learning rate follows the batch size (linear: SGD; sqrt: Adam).",
+        _FOLLOWS,
+        check=one_of("none", "linear", "sqrt"),
+    )
+    base_batch: int | None = _setting(
+        None,
+        "N",
+        "The batch size that the learning rate and the betas are meant for. Default: the "
+        "schedule's first, else the recipe's own.",
+        _FOLLOWS,
+        check=whole_number(),
+    )
+    betas: str = _setting(
+        "keep",
+        "keep|beta2|both",
+        "Which of Adam's betas keep their half-life in tokens when the batch changes.",
+        _FOLLOWS,
+        check=one_of("keep", "beta2", "both"),
+    )
+    warmup: str | None = _setting(
+        None,
+        "N|Nep|Ntok",
+        "Raise the learning rate over so many updates, epochs (5ep) or tokens (2Mtok), from that "
+        "of the base batch (from 0 where --lr-rule does not raise it).",
+        _FOLLOWS,
+        check=_warmup,
+    )
+    steps: int = _setting(
+        100, "N", "Updates to make in all.", _RUN, check=whole_number(), may_change=True
+    )
+    out: Path | None = option(
+        None, "DIR", "Where everything is written. Default: runs/RECIPE-TIME.", _RUN
+    )
+    resume: bool = option(
+        False,
+        None,
+        "Continue the run in --out (else the newest in runs/), bit for bit.",
+        _RUN,
+        flag="--resume",
+    )
+    auto_resume: bool = option(
+        False,
+        None,
+        "Continue the run in --out if it has begun, else begin it: one command line for both. A "
+        "restart by torchrun does so by itself.",
+        _RUN,
+        flag="--auto-resume",
+    )
+    checkpoint_every: int = _setting(
+        50, "N", "Updates between two checkpoints.", _RUN, check=whole_number(), may_change=True
+    )
+    seed: int = _setting(
+        0, "N", "Of the weights and the order of the data.", _RUN, check=whole_number(0)
+    )
+    noise: int | str = _setting(
+        "auto",
+        "auto|off|N",
+        "Estimate the gradient noise scale from every N-th window (auto: one in 16), and say what "
+        "it means for the batch size.",
+        _RUN,
+        typed=str,
+        check=_noise,
+    )
+    wandb: str | None = _setting(
+        None,
+        "PROJECT|off",
+        "Log to this project of Weights & Biases too (WANDB_MODE=offline: without network).",
+        _RUN,
+        check=_wandb,
+        may_change=True,
+    )
+    source: Path | None = option(
+        None,
+        "FILE",
+        "Settings from a JSON file: manifest.json of a run makes it again, tune.json takes what "
+        "was found. The command line wins.",
+        _RUN,
+        flag="--from",
+    )
+    device: str = option("auto", "auto|cpu|cuda", "Where to train.", _RUN, in_file=True)
+    parallel: str = option(
+        "ddp",
+        "ddp|fsdp2|deepspeed|pipeline",
+        "Under torchrun: the model whole on every rank, sharded over them, in a DeepSpeed engine, "
+        "or cut into stages.",
+        _RUN,
+        check=one_of("ddp", "fsdp2", "deepspeed", "pipeline"),
+        in_file=True,
+    )
+    zero: int = _setting(
+        1,
+        "0|1|2|3",
+        "With --parallel deepspeed: what is sharded; nothing, optimizer state (the default), "
+        "gradients too, parameters too.",
+        _RUN,
+        check=_zero,
+    )
+    schedule: str = _setting(
+        "1f1b",
+        "1f1b|gpipe|interleaved",
+        "With --parallel pipeline: the order of forwards and backwards; interleaved has two stages "
+        "on every rank.",
+        _RUN,
+        check=one_of("1f1b", "gpipe", "interleaved"),
+        may_change=True,
+    )
+    deadline: str | None = option(
+        None,
+        "SECONDS|auto|off",
+        "Under torchrun: end all ranks if one makes no progress for this long. auto: ten times the "
+        "slowest window so far, at least 5 minutes.",
+        _RUN,
+    )
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The settings that `config.json` keeps."""
+        return {name: getattr(self, name) for name, one in _FIELDS.items() if _is_stored(one)}
 
     @property
     def horizon(self) -> int:
@@ -139,128 +367,87 @@ class Config:
 
     @property
     def budget(self) -> float | str | None:
-        """What `WholeBatch(memory=)` is given: a share of the device is a number there."""
+        """The argument of `WholeBatch(memory=)`: a share of the device is a number there."""
         with suppress(ValueError):
             return None if self.memory is None else float(self.memory)
         return self.memory
 
     @property
     def autocast(self) -> str:
-        """What `WholeBatch(precision=)` is given; pure 16-bit parameters need no autocast."""
+        """The argument of `WholeBatch(precision=)`: pure 16-bit parameters need no autocast."""
         return "full" if self.precision == "bf16-pure" else self.precision
 
 
+_FIELDS = {one.name: one for one in fields(Config)}
+
+
+def _is_stored(one: Field[Any]) -> bool:
+    return bool(one.metadata.get("stored"))
+
+
+def check(name: str, value: Any, label: str) -> Any:
+    """Return the value as it is meant, or refuse it with what is allowed. None stays None."""
+    checked = _FIELDS[name].metadata.get("check")
+    return value if value is None or checked is None else checked(value, label)
+
+
+# ----------------------------------------------------------------------------------- precedence
+
+
 def resolve(
-    given: Given, defaults: Mapping[str, Any], *, stored: Mapping[str, Any] | None
+    given: Mapping[str, Any], defaults: Mapping[str, Any], *, stored: Mapping[str, Any] | None
 ) -> Config:
-    """The settings, each from the first place that says it; a stored run is not changed."""
-    values: dict[str, Any] = {}
-    if stored is not None and given.batch_size is not None:
+    """Return the settings, each from the first place that has it; a stored run is not changed."""
+    if stored is not None and given.get("batch_size") is not None:
         _same_schedule(given, stored.get("batch_schedule"))
-    for field in fields(Config):
-        name = field.name
-        asked = check(name, getattr(given, name), _flag(name))
-        if stored is not None:
-            kept = stored.get(name, _FALLBACK[name])  # a run of before there was this setting
-            if asked is not None and asked != kept and name not in _MAY_CHANGE:
-                has = "none given" if kept is None else kept
-                raise OptionError(
-                    f"{_flag(name)} {asked}: the run that --resume continues has {has}; leave it "
-                    "out, or begin a new run in another --out"
-                )
-            values[name] = kept if asked is None else asked
-        elif asked is not None:
+    values: dict[str, Any] = {}
+    for name, one in _FIELDS.items():
+        asked = check(name, given.get(name), flag_of(one))
+        if asked is not None and stored is not None:
+            _check_unchanged(one, asked, stored)
+        if asked is not None:
             values[name] = asked
-        elif name == "micro_batch" and (given.memory is not None or given.fit):
-            values[name] = "auto"  # who says how much memory there is, wants it used
-        elif name == "lr":
-            values[name] = None  # the recipe's own affair: its optimizer, or defaults["lr"]
-        elif name in defaults:
-            values[name] = check(name, defaults[name], f"the recipe's defaults[{name!r}]")
+        elif stored is not None and _is_stored(one):
+            values[name] = stored.get(name, one.default)  # absent: of before there was it
         else:
-            values[name] = _FALLBACK[name]
+            values[name] = _default(name, given, defaults)
     if stored is not None and values["lr_steps"] is None and stored["steps"] != values["steps"]:
         values["lr_steps"] = stored["steps"]  # more updates do not change the schedule
-    if values["precision"] == "fp32":
-        values["precision"] = "full"
     if values["wandb"] == "off":
         values["wandb"] = None
-    if given.fit and values["memory"] is None:
+    if given.get("fit") and values["memory"] is None:
         values["memory"] = "free"
     return Config(**values)
 
 
-def _same_schedule(given: Given, kept: str | None) -> None:
-    asked = check("batch_schedule", given.batch_schedule, "--batch-size")
+def _default(name: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+    """Return the value of a setting that was not given: the recipe's, else the default."""
+    if name == "micro_batch" and (given.get("memory") is not None or given.get("fit")):
+        return "auto"  # who says how much memory there is, wants it used
+    if name in defaults and name != "lr":  # the rate is the recipe's own affair: its optimizer's
+        return check(name, defaults[name], f"the recipe's defaults[{name!r}]")
+    return _FIELDS[name].default
+
+
+def _check_unchanged(one: Field[Any], asked: Any, stored: Mapping[str, Any]) -> None:
+    kept = stored.get(one.name, one.default)
+    if _is_stored(one) and asked != kept and not one.metadata.get("may_change"):
+        _refuse_change(f"{flag_of(one)} {asked}", kept)
+
+
+def _same_schedule(given: Mapping[str, Any], kept: str | None) -> None:
+    asked = check("batch_schedule", given.get("batch_schedule"), "--batch-size")
     if asked != kept:
-        has = kept or "one batch size throughout"
-        raise OptionError(
-            f"--batch-size {asked or given.batch_size}: the run that --resume continues has {has}; "
-            "leave it out, or begin a new run in another --out"
+        _refuse_change(
+            f"--batch-size {asked or given['batch_size']}", kept or "one batch size throughout"
         )
 
 
-def check(name: str, value: Any, label: str) -> Any:
-    """The value as it is meant, or an OptionError that says what is allowed. None stays None."""
-    if value is None:
-        return None
-    if name == "micro_batch":
-        return _micro_batch(value, label)
-    if name == "precision":
-        if value not in PRECISIONS:
-            raise OptionError(f"{label} {value}: must be one of {', '.join(PRECISIONS)}")
-        return "full" if value == "fp32" else value
-    if name == "parallel":
-        if value not in PARALLEL:
-            raise OptionError(f"{label} {value}: must be one of {', '.join(PARALLEL)}")
-        return value
-    if name == "memory":
-        return _memory(value, label)
-    if name == "schedule":
-        if value not in SCHEDULES:
-            raise OptionError(f"{label} {value}: must be one of {', '.join(SCHEDULES)}")
-        return value
-    if name == "zero":
-        if value not in (0, 1, 2, 3) or isinstance(value, bool):
-            raise OptionError(f"{label} {value}: must be a stage of ZeRO, 0 to 3")
-        return value
-    if name in _ONE_OF:
-        if value not in _ONE_OF[name]:
-            raise OptionError(f"{label} {value}: must be one of {', '.join(_ONE_OF[name])}")
-        return value
-    if name == "batch_schedule":
-        return str(BatchSchedule.parse(str(value), label))
-    if name == "warmup":
-        return str(parse_amount(str(value), label))
-    if name == "noise":
-        return _noise(value, label)
-    if name == "wandb":
-        if not str(value).strip():
-            raise OptionError(f'{label} {value}: must be the name of a project, or "off"')
-        return str(value)
-    if name in ("checkpointing", "fit"):
-        if not isinstance(value, bool):
-            raise OptionError(f"{label} {value}: must be true or false")
-        return value or None
-    if name in ("clip_norm", "lr"):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
-            raise OptionError(f"{label} {value}: must be a number above 0")
-        return float(value)
-    least = 0 if name == "seed" else 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{label} {value}: must be a whole number, at least {least}")
-    if value >= 1 << 63:  # torch's own limit for a seed; of anything else nobody has so many
-        raise OptionError(f"{label} {value}: must be a whole number below 2**63")
-    return value
-
-
-def check_recipe(name: str | None) -> None:
-    """Refuse an empty name (a variable of a script that is not set): it is not the default."""
-    if name is not None and not name.strip():
-        from wholebatch.cli.recipes import load_recipe
-
-        load_recipe(name)  # says which there are
+def _refuse_change(asked: str, kept: Any) -> None:
+    raise OptionError(
+        f"{asked}: the run that --resume continues has {'none given' if kept is None else kept}; "
+        "leave it out, or begin a new run in another --out"
+    )
 
 
 def refuse_idle(
@@ -282,57 +469,144 @@ def refuse_idle(
             value = getattr(config, name)
             if name in typed and value not in plain:
                 raise OptionError(
-                    f"{_flag(name)} {value} with --parallel pipeline: its stages do not have it; "
+                    f"--{name} {value} with --parallel pipeline: its stages do not have it; "
                     "leave it out"
                 )
 
 
-def _micro_batch(value: Any, label: str) -> int | str:
-    text = str(value).strip()
-    match = _TOKENS.fullmatch(text)
-    if match and int(match[1]) > 0:
-        return f"{int(match[1])} tokens"
-    if text == "auto":
-        return text
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    raise OptionError(
-        f'{label} {text}: must be "auto", a number of samples, or a budget such as "4096 tokens"'
+# ------------------------------------------------------------------------------ the file of --from
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """The content of the file of `--from`; empty where none was given."""
+
+    path: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    digest: str | None = None
+    threads: int | None = None
+    ranks: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def notes(self, *, digest: str, versions: Mapping[str, str], ranks: int) -> list[str]:
+        """Return one line for each difference from here, by which the numbers may differ."""
+        found = []
+        if self.digest is not None and self.digest != digest:
+            found.append(f"the recipe has changed since {self.path} was written")
+        if self.ranks not in (None, ranks):
+            found.append(f"{self.path} was written by {self.ranks} ranks, here there are {ranks}")
+        for name, here in versions.items():
+            then = self.versions.get(name, here)
+            if here != then:
+                found.append(f"{self.path} was written with {name} {then}, here it is {here}")
+        return found
+
+
+def read_settings_file(path: Path | None) -> SettingsFile:
+    """Read the file of `--from`; an OptionError says what is wrong with it."""
+    if path is None:
+        return SettingsFile()
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise OptionError(f"--from {path}: cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise OptionError(f"--from {path}: is not JSON: {error}") from None
+    settings = content.get("settings") if isinstance(content, dict) else None
+    if not isinstance(settings, dict):
+        raise OptionError(
+            f'--from {path}: has no object "settings"; give manifest.json of a run, or what '
+            "wholebatch tune wrote"
+        )
+    known = [n for n, one in _FIELDS.items() if _is_stored(one) or one.metadata.get("in_file")]
+    for name in settings:
+        if name not in known:
+            raise OptionError(
+                f"--from {path}: the setting {name!r} is none of train's: {', '.join(known)}"
+            )
+    device, versions = content.get("device"), content.get("versions")
+    here = device if isinstance(device, dict) else {}
+    return SettingsFile(
+        path,
+        settings={name: value for name, value in settings.items() if value is not None},
+        recipe=_recipe_in(content.get("recipe"), path),
+        digest=content.get("recipe_sha256"),
+        threads=_count(here.get("threads")),
+        ranks=_count(here.get("ranks")),
+        versions=versions if isinstance(versions, dict) else {},
     )
 
 
-def _noise(value: Any, label: str) -> int | str:
-    text = str(value).strip()
-    if text in ("auto", "off"):
-        return text
-    if text.isascii() and text.isdigit() and int(text) > 0:
-        return int(text)
-    raise OptionError(f'{label} {text}: must be "auto", "off", or every how many windows')
-
-
-def _memory(value: Any, label: str) -> str:
-    text = str(value).strip()
-    if text == "free" or re.fullmatch(r"\d+(\.\d+)?\s*([kKMGT]i?B|B|%)", text, re.IGNORECASE):
-        return text
-    with suppress(ValueError):
-        if 0 < float(text) <= 1 and "." in text:
-            return text
-    raise OptionError(
-        f"{label} {text}: must be a size such as 20GiB, a share of the device such as 0.8 or 80%, "
-        'or "free" for what is free now'
+def given_of(typed: Mapping[str, Any], source: SettingsFile) -> Given:
+    """Return the options that were given, on the command line or else in the file, checked."""
+    label = f"--from {source.path}:"
+    told = _with_schedule(
+        {name: _number(name, value) for name, value in source.settings.items()},
+        f"{label} batch_size",
     )
+    for name, value in told.items():
+        check(name, value, f"{label} {name}")
+    typed = _with_schedule(dict(typed), "--batch-size")
+    for name, value in typed.items():
+        check(name, value, flag_of(_FIELDS[name]))
+    if "batch_size" in typed:  # the schedule of the file is not that of another size
+        told.pop("batch_schedule", None)
+    if source.recipe is not None:
+        told["recipe"] = source.recipe
+    return {**told, **typed}
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _number(name: str, value: Any) -> Any:
+    """Convert a number that is written as a string, as one types it after an option."""
+    kind = _FIELDS[name].metadata.get("typed") or get_type_hints(Config)[name]
+    for number in (int, float):
+        if isinstance(value, str) and kind in (number, number | None):
+            with suppress(ValueError):
+                return number(value)
+    return value
+
+
+def _with_schedule(settings: Given, label: str) -> Given:
+    """Read a `batch_size` that is a schedule: the batch size is then its largest."""
+    text = settings.get("batch_schedule", settings.get("batch_size"))
+    if text is None or isinstance(text, int):
+        return settings
+    text = str(text).strip()
+    if text.isascii() and text.isdigit():
+        return {**settings, "batch_size": int(text)}
+    if "@" not in text:
+        raise OptionError(
+            f"{label} {text}: must be a whole number of samples, or a schedule such as "
+            "64@0,128@1000"
+        )
+    schedule = BatchSchedule.parse(text, label)
+    if len(schedule.changes) == 1:
+        return {**settings, "batch_size": schedule.first, "batch_schedule": None}
+    return {**settings, "batch_size": schedule.largest, "batch_schedule": str(schedule)}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _recipe_in(name: Any, path: Path) -> str | None:
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise OptionError(f'--from {path}: "recipe" must be a name or a path')
+    beside = path.parent / name
+    return str(beside) if name.endswith(".py") and beside.is_file() else name
+
+
+# ----------------------------------------------------------------------------------- config.json
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What `config.json` of a run says: the recipe and its settings."""
+    """Return the content of a run's `config.json`: the recipe and its settings."""
     try:
         stored = read_json(path)
-        wanted = {field.name for field in fields(Config) if field.default is MISSING}
-        if not wanted <= stored["settings"].keys() or not isinstance(stored["recipe"], str):
+        if not stored["settings"].keys() >= _ALWAYS_STORED or not isinstance(stored["recipe"], str):
             raise KeyError
     except OSError as error:
         raise StateError(f"{path} cannot be read: {reason(error)}") from error
@@ -346,6 +620,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_text(config: Config, *, recipe: str, digest: str, about: Mapping[str, Any]) -> str:
-    """What is written to `config.json`."""
-    content = {"recipe": recipe, "recipe_sha256": digest, "settings": asdict(config), **about}
+    """Return the text of `config.json`."""
+    content = {"recipe": recipe, "recipe_sha256": digest, "settings": config.stored, **about}
     return json.dumps(content, indent=2) + "\n"

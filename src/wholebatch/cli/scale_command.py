@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from wholebatch.cli.run_settings import check
+from wholebatch.cli.command_options import (
+    command,
+    one_of,
+    option,
+    positive_number,
+    whole_number,
+    whole_numbers,
+)
 from wholebatch.errors import OptionError
 from wholebatch.tune.batch_scaling import (
     Arithmetic,
@@ -27,6 +35,7 @@ __all__ = ["scale"]
 
 _WIDE = 60  # columns that the table needs
 _FOLLOWS = "What follows the batch"
+_COUNT = whole_number()
 _SOURCE = {
     "linear": "Goyal et al. 2017, SGD",
     "sqrt": "Krizhevsky 2014; Malladi et al. 2022, Adam",
@@ -34,204 +43,179 @@ _SOURCE = {
 }
 
 
-def scale(
-    batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples that make one update, on all ranks together."),
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Samples in memory at a time, on a rank.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Micro-batches that make one update, on a rank.")
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Ranks (GPUs). Default: 1, 2, 4, 8; what is needed, where all others are given.",
-        ),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATE", help="A learning rate good for --base-batch.", rich_help_panel=_FOLLOWS
-        ),
-    ] = None,
-    base_batch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="The batch that --lr, --warmup and the betas were good for.",
-            rich_help_panel=_FOLLOWS,
-        ),
-    ] = None,
-    lr_rule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="linear|sqrt|none",
-            help="How the learning rate follows; without --lr the factor is shown. Default: "
-            "linear.",
-            rich_help_panel=_FOLLOWS,
-        ),
-    ] = None,
-    warmup: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|Nep",
-            help="Warm-up at --base-batch, in updates or epochs (epochs need --samples).",
-            rich_help_panel=_FOLLOWS,
-        ),
-    ] = None,
-    betas: Annotated[
-        str | None,
-        typer.Option(
-            metavar="B1,B2", help="Adam's betas at --base-batch.", rich_help_panel=_FOLLOWS
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples of an epoch.", rich_help_panel=_FOLLOWS),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class ScaleOptions:
+    """The options of `wholebatch scale`."""
+
+    batch_size: int | None = option(
+        None, "N", "Samples that make one update, on all ranks together.", check=_COUNT
+    )
+    micro_batch: int | None = option(
+        None, "N", "Samples in memory at a time, on a rank.", check=_COUNT
+    )
+    steps: int | None = option(
+        None, "N", "Micro-batches that make one update, on a rank.", check=_COUNT
+    )
+    ranks: list[int] | None = option(
+        None,
+        "N,N,…",
+        "Ranks (GPUs). Default: 1, 2, 4, 8; what is needed, where all others are given.",
+        typed=str | None,
+        check=whole_numbers("numbers of ranks, such as 8 or 1,2,4,8"),
+    )
+    lr: float | None = option(
+        None,
+        "RATE",
+        "A learning rate good for --base-batch.",
+        _FOLLOWS,
+        check=positive_number,
+    )
+    base_batch: int | None = option(
+        None,
+        "N",
+        "The batch that --lr, --warmup and the betas were good for.",
+        _FOLLOWS,
+        check=_COUNT,
+    )
+    lr_rule: str | None = option(
+        None,
+        "linear|sqrt|none",
+        "How the learning rate follows; without --lr the factor is shown. Default: linear.",
+        _FOLLOWS,
+        check=one_of("none", "linear", "sqrt"),
+    )
+    warmup: str | None = option(
+        None,
+        "N|Nep",
+        "Warm-up at --base-batch, in updates or epochs (epochs need --samples).",
+        _FOLLOWS,
+    )
+    betas: str | None = option(None, "B1,B2", "Adam's betas at --base-batch.", _FOLLOWS)
+    samples: int | None = option(None, "N", "Samples of an epoch.", _FOLLOWS, check=_COUNT)
+    as_json: bool = option(False, None, "Print JSON.", flag="--json")
+
+
+@command(ScaleOptions)
+def scale(options: ScaleOptions) -> None:
     """The arithmetic of a batch: any of batch, micro-batch, steps and ranks from the others.
 
     With --base-batch also the learning rate, the warm-up and Adam's betas at the new batch size.
     Every remainder is shown: the share of every rank, the size of every micro-batch.
     """
-    sizes = {"batch_size": batch_size, "micro_batch": micro_batch, "steps": steps}
-    for name, value in {**sizes, "base_batch": base_batch, "samples": samples}.items():
-        if value is not None and value < 1:
-            flag = "--" + name.replace("_", "-")
-            raise OptionError(f"{flag} {value}: must be a whole number, at least 1")
-    check("lr", lr, "--lr")
-    check("lr_rule", lr_rule, "--lr-rule")
-    table = _solved(batch_size, micro_batch, steps, _numbers(ranks))
-    follows = _follows(
-        table[0].global_batch if _is_one(table) else None,
-        lr=lr,
-        base=base_batch,
-        rule=lr_rule,
-        warmup=warmup,
-        betas=betas,
-        samples=samples,
-    )
-    if as_json:
-        content = {"batches": [one.as_dict() for one in table], **follows["values"]}
+    table = _solved(options.batch_size, options.micro_batch, options.steps, options.ranks)
+    batches = {one.global_batch for one in table}
+    follows = _follows(options, batches.pop() if len(batches) == 1 else None)
+    if options.as_json:
+        values = {one.name: one.value for one in follows}
+        content = {"batches": [one.as_dict() for one in table], **values}
         print(json.dumps(content, indent=2))
         return
-    _show(table, follows["said"])
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise OptionError(f"--ranks {text}: must be numbers of ranks, such as 8 or 1,2,4,8")
-    return [int(part) for part in parts]
+    _show(table, follows)
 
 
 def _solved(
     batch: int | None, micro: int | None, steps: int | None, ranks: list[int] | None
 ) -> list[Arithmetic]:
-    if sum(value is not None for value in (batch, micro, steps)) < 2:
+    known = sum(value is not None for value in (batch, micro, steps))
+    if known < 2:
         raise OptionError(
             "give two of --batch-size, --micro-batch and --steps; the rest follows "
             "(--ranks: 1, 2, 4 and 8 unless given)"
         )
-    if None not in (batch, micro, steps):
-        given: list[int | None] = [None] if ranks is None else [*ranks]
-        return [
-            solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in given
-        ]
-    return [
-        solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one)
-        for one in ranks or (1, 2, 4, 8)
-    ]
+    over: Sequence[int | None] = ranks or ((None,) if known == 3 else (1, 2, 4, 8))
+    return [solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in over]
 
 
-def _is_one(table: list[Arithmetic]) -> bool:
-    return len({one.global_batch for one in table}) == 1
+@dataclass(frozen=True)
+class _Follower:
+    """A value that goes with the batch size: for JSON, and as a line for people."""
+
+    name: str
+    value: dict[str, Any]
+    label: str
+    line: str
 
 
-def _follows(
-    batch: int | None,
-    *,
-    lr: float | None,
-    base: int | None,
-    rule: str | None,
-    warmup: str | None,
-    betas: str | None,
-    samples: int | None,
-) -> dict[str, Any]:
-    """What goes with the batch: values for JSON, and lines for people."""
-    values: dict[str, Any] = {}
-    said: list[tuple[str, str]] = []
-    asks = {"--lr": lr, "--lr-rule": rule, "--warmup": warmup, "--betas": betas}
-    asked = [flag for flag, value in asks.items() if value is not None]
-    if asked and base is None:
+def _follows(options: ScaleOptions, batch: int | None) -> list[_Follower]:
+    """Return the values that go with the batch; `batch` is None where it differs by rank count."""
+    base, samples = options.base_batch, options.samples
+    asked = _asked(options, batch)
+    found: list[_Follower] = []
+    if batch is None:
+        return found
+    if samples is not None:
+        found.append(_epoch(samples, batch))
+    if base is None:
+        return found
+    if "--lr" in asked or "--lr-rule" in asked or not {"--warmup", "--betas"} & asked:
+        found.append(_rate(options.lr, options.lr_rule or "linear", base, batch))
+    if options.warmup is not None:
+        found.append(_warmup(options.warmup, samples, base, batch))
+    if options.betas is not None:
+        found.append(_betas(_pair(options.betas), base, batch))
+    return found
+
+
+def _asked(options: ScaleOptions, batch: int | None) -> set[str]:
+    """Return the options that ask for something that follows; refuse one without its partner."""
+    names = ("lr", "lr_rule", "warmup", "betas", "base_batch", "samples")
+    asked = ["--" + n.replace("_", "-") for n in names if getattr(options, n) is not None]
+    if asked and options.base_batch is None and asked[0] != "--samples":
         raise OptionError(f"{asked[0]}: also give --base-batch, the batch size that it is for")
-    shows_rate = lr is not None or rule is not None or not asked
-    asked += [flag for flag, at in (("--base-batch", base), ("--samples", samples)) if at]
     if asked and batch is None:
         raise OptionError(
             f"{asked[0]}: the batch differs between the ranks given; give one --ranks, or a "
             "--batch-size"
         )
-    if samples is not None and batch is not None:
-        updates = -(-samples // batch)
-        last = samples - (updates - 1) * batch
-        values["epoch"] = {"updates": updates, "last_batch": last}
-        short = "" if last == batch else f", the last with {last}"
-        many = "1 update" if updates == 1 else f"{updates:,} updates"
-        said.append(("epoch", f"{samples:,} samples: {many}{short}"))
-    if base is None or batch is None:
-        return {"values": values, "said": said}
-    if shows_rate:
-        rule = rule or "linear"
-        factor = lr_factor(base_batch=base, batch=batch, rule=rule)
-        scaled = None if lr is None else lr * factor
-        if scaled == math.inf:
-            raise OptionError(f"--lr {lr:g}: times {factor:g} is more than a number can be")
-        values["lr"] = {"rule": rule, "factor": factor, "base": lr, "scaled": scaled}
-        rates = (
-            f"{base} → {batch}" if lr is None else f"{lr:g} for {base} → {scaled:.6g} for {batch}"
-        )
-        said.append(("learning rate", f"{rates}: ×{factor:.6g} ({rule}: {_SOURCE[rule]})"))
-    if warmup is not None:
-        amount = parse_amount(warmup, f"--warmup {warmup}")
-        if amount.by == "tokens" or (amount.by == "epochs" and samples is None):
-            raise OptionError(f"--warmup {warmup}: must be updates, or epochs beside --samples")
-        at_base = amount.number
-        if amount.by == "epochs":
-            assert samples is not None
-            at_base = epochs_in_updates(amount.number, samples=samples, batch=base)
-            same = epochs_in_updates(amount.number, samples=samples, batch=batch)
-        else:
-            same = scale_warmup(at_base, base_batch=base, batch=batch)
-        values["warmup"] = {"base": at_base, "same_samples": same, "same_updates": at_base}
-        said.append(
-            (
-                "warm-up",
-                f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples "
-                f"(Goyal et al. 2017); {at_base:,} over the same updates (You et al. 2019)",
-            )
-        )
-    if betas is not None:
-        pair = _pair(betas)
-        new = adam_betas(pair, base_batch=base, batch=batch, first=True)
-        values["betas"] = {"base": list(pair), "scaled": list(new)}
-        said.append(
-            (
-                "betas",
-                f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), half-life "
-                f"{half_life(pair[1], tokens=base):,.0f} samples for β2 either way "
-                "(Marek et al. 2025)",
-            )
-        )
-    return {"values": values, "said": said}
+    return set(asked)
+
+
+def _epoch(samples: int, batch: int) -> _Follower:
+    updates = -(-samples // batch)
+    last = samples - (updates - 1) * batch
+    short = "" if last == batch else f", the last with {last}"
+    many = "1 update" if updates == 1 else f"{updates:,} updates"
+    value = {"updates": updates, "last_batch": last}
+    return _Follower("epoch", value, "epoch", f"{samples:,} samples: {many}{short}")
+
+
+def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
+    factor = lr_factor(base_batch=base, batch=batch, rule=rule)
+    scaled = None if lr is None else lr * factor
+    if scaled == math.inf:
+        raise OptionError(f"--lr {lr:g}: times {factor:g} is more than a number can be")
+    rates = f"{base} → {batch}" if lr is None else f"{lr:g} for {base} → {scaled:.6g} for {batch}"
+    value = {"rule": rule, "factor": factor, "base": lr, "scaled": scaled}
+    line = f"{rates}: ×{factor:.6g} ({rule}: {_SOURCE[rule]})"
+    return _Follower("lr", value, "learning rate", line)
+
+
+def _warmup(text: str, samples: int | None, base: int, batch: int) -> _Follower:
+    amount = parse_amount(text, f"--warmup {text}")
+    if amount.by == "tokens" or (amount.by == "epochs" and samples is None):
+        raise OptionError(f"--warmup {text}: must be updates, or epochs beside --samples")
+    at_base = amount.number
+    if amount.by == "epochs":
+        assert samples is not None
+        at_base = epochs_in_updates(amount.number, samples=samples, batch=base)
+        same = epochs_in_updates(amount.number, samples=samples, batch=batch)
+    else:
+        same = scale_warmup(at_base, base_batch=base, batch=batch)
+    line = (
+        f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples "
+        f"(Goyal et al. 2017); {at_base:,} over the same updates (You et al. 2019)"
+    )
+    value = {"base": at_base, "same_samples": same, "same_updates": at_base}
+    return _Follower("warmup", value, "warm-up", line)
+
+
+def _betas(pair: tuple[float, float], base: int, batch: int) -> _Follower:
+    new = adam_betas(pair, base_batch=base, batch=batch, first=True)
+    line = (
+        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), half-life "
+        f"{half_life(pair[1], tokens=base):,.0f} samples for β2 either way (Marek et al. 2025)"
+    )
+    return _Follower("betas", {"base": list(pair), "scaled": list(new)}, "betas", line)
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -246,15 +230,21 @@ def _pair(text: str) -> tuple[float, float]:
     return first, second
 
 
-def _show(table: list[Arithmetic], said: list[tuple[str, str]]) -> None:
+def _show(table: list[Arithmetic], follows: list[_Follower]) -> None:
     console = Console()
-    if console.width < _WIDE:
+    if console.width >= _WIDE:
+        console.print(_grid(table))
+    else:
         for one in table:
             facts = f"batch {one.global_batch}, micro-batch {one.micro_batch}, steps {one.steps}"
             line = f"{one.ranks} rank{'' if one.ranks == 1 else 's'}: {facts}: {one}"
             console.print(line, highlight=False, markup=False)
-        _say(console, said)
-        return
+    for follower in follows:
+        line = f"{follower.label:<14} {follower.line}"
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _grid(table: list[Arithmetic]) -> Table:
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("ranks", "batch", "micro-batch", "steps", "on a rank"):
         grid.add_column(name, justify="right", no_wrap=True)
@@ -269,10 +259,4 @@ def _show(table: list[Arithmetic], said: list[tuple[str, str]]) -> None:
             " or ".join(map(str, shares)),
             str(one),
         )
-    console.print(grid)
-    _say(console, said)
-
-
-def _say(console: Console, said: list[tuple[str, str]]) -> None:
-    for label, line in said:
-        console.print(f"{label:<14} {line}", highlight=False, soft_wrap=True, markup=False)
+    return grid

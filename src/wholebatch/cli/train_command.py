@@ -1,300 +1,162 @@
-"""`wholebatch train`: a recipe, trained with the update of the whole batch."""
+"""`wholebatch train`: a recipe, trained with the update of the whole batch.
+
+The options are in `run_settings`, what they become in `training_run`, the loop in `train_loop`.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from wholebatch import __version__
-from wholebatch.cli.from_file import given_of, read_source
-from wholebatch.cli.run_settings import check, check_recipe
-from wholebatch.cli.train_flags import (
-    AutoResume,
-    BaseBatch,
-    BatchSize,
-    Betas,
-    Checkpointing,
-    Deadline,
-    Execute,
-    Fit,
-    From,
-    Gradients,
-    LrRule,
-    LrSteps,
-    Memory,
-    Noise,
-    Resume,
-    Schedule,
-    Wandb,
-    Warmup,
-    Zero,
-)
-from wholebatch.distributed.deadline import DEADLINE, parse_deadline
+from wholebatch.cli.command_options import command
+from wholebatch.cli.run_settings import Config, Given, SettingsFile, given_of, read_settings_file
 from wholebatch.errors import OptionError
+from wholebatch.tune.batch_scaling import Arithmetic
+from wholebatch.tune.batch_scaling.batch_arithmetic import runs_said
 
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Found
-    from wholebatch.cli.parallel_ranks import Crew
+    from wholebatch.cli.parallel_ranks import World
     from wholebatch.cli.report.terminal_output import Terminal
-    from wholebatch.cli.run_choice import Asked
-    from wholebatch.cli.run_folder import RunFolder
+    from wholebatch.cli.run_folder import RunFolder, RunStart
+    from wholebatch.cli.train_loop import Outcome
     from wholebatch.cli.training_run import Session
 
-__all__ = ["train"]
+__all__ = ["batch_text", "train"]
 
-_BATCH, _RUN = "The batch and the update", "The run"
+Rows = list[tuple[str, str]]
 
 
-def train(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE",
-            help="A Python file with model(), data() and loss(model, micro), or an embedded "
-            "recipe: [bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/].",
-            show_default=False,
-        ),
-    ] = None,
-    batch_size: BatchSize = None,
-    micro_batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar='auto|N|"N tokens"',
-            help="How much of the batch is in memory at a time.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="full (or fp32): as the model is; bf16, fp16: autocast; bf16-pure: 16-bit "
-            "parameters, their gradients added in fp32.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    memory: Memory = None,
-    fit: Fit = False,
-    checkpointing: Checkpointing = False,
-    clip_norm: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NORM",
-            help="Clip the gradient of the whole batch to this norm.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATE", help="Learning rate, over the recipe's own.", rich_help_panel=_BATCH
-        ),
-    ] = None,
-    execute: Execute = None,
-    gradients: Gradients = None,
-    lr_steps: LrSteps = None,
-    lr_rule: LrRule = None,
-    base_batch: BaseBatch = None,
-    betas: Betas = None,
-    warmup: Warmup = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Updates to make in all.", rich_help_panel=_RUN),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where everything is written. Default: runs/RECIPE-TIME.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    resume: Resume = False,
-    auto_resume: AutoResume = False,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Updates between two checkpoints.", rich_help_panel=_RUN),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Of the weights and the order of the data.", rich_help_panel=_RUN
-        ),
-    ] = None,
-    noise: Noise = None,
-    wandb: Wandb = None,
-    source: From = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="auto|cpu|cuda", help="Where to train.", rich_help_panel=_RUN),
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ddp|fsdp2|deepspeed|pipeline",
-            help="Under torchrun: the model whole on every rank, sharded over them, in a DeepSpeed "
-            "engine, or cut into stages.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    zero: Zero = None,
-    schedule: Schedule = None,
-    deadline: Deadline = None,
-) -> None:
+@command(Config, partial=True)
+def train(typed: Given) -> None:
     """Train a recipe: every update is that of the whole batch, in the memory of a micro-batch.
 
     Defaults come from the recipe. Ctrl-C stops cleanly, and says how to go on from there.
     Under torchrun, every rank takes its share of the batch.
     """
-    for flag, is_given in {"--from": source is not None, "--fit": fit}.items():
-        if resume and is_given:
+    for flag, name in (("--from", "source"), ("--fit", "fit")):
+        if "resume" in typed and name in typed:
             raise OptionError(f"{flag} with --resume: a run goes on with its own settings")
-    check_recipe(recipe)
-    told = read_source(source)
-    typed = {
-        "batch_size": batch_size,
-        "micro_batch": micro_batch,
-        "steps": steps,
-        "precision": precision,
-        "clip_norm": clip_norm,
-        "lr": lr,
-        "seed": seed,
-        "checkpoint_every": checkpoint_every,
-        "memory": memory,
-        "checkpointing": checkpointing or None,
-        "fit": fit or None,
-        "zero": zero,
-        "schedule": schedule,
-        "lr_steps": lr_steps,
-        "lr_rule": lr_rule,
-        "base_batch": base_batch,
-        "betas": betas,
-        "warmup": warmup,
-        "execute": execute,
-        "gradients": gradients,
-        "noise": noise,
-        "wandb": wandb,
-    }
-    given = given_of(typed, told)
-    device = device or told.settings.get("device", "auto")
-    parallel = check("parallel", parallel or told.settings.get("parallel", "ddp"), "--parallel")
-    for flag, value, engine in (("zero", zero, "deepspeed"), ("schedule", schedule, "pipeline")):
-        if value is not None and parallel != engine:
-            raise OptionError(f"--{flag} {value}: belongs to --parallel {engine}")
-    recipe = recipe or told.recipe
-    given_deadline = deadline or os.environ.get(DEADLINE) or "auto"
-    allowed = parse_deadline(given_deadline, DEADLINE if deadline is None else "--deadline")
+    source = read_settings_file(typed.get("source"))
+    given = given_of(typed, source)
+    parallel = given.get("parallel", "ddp")
+    for name, engine in (("zero", "deepspeed"), ("schedule", "pipeline")):
+        if name in typed and parallel != engine:
+            raise OptionError(f"--{name} {typed[name]}: belongs to --parallel {engine}")
 
     # Torch is imported from here on: a wrong option was told at once.
     import torch
 
     from wholebatch.cli.error_messages import short_warnings
-    from wholebatch.cli.parallel_ranks import Crew
-    from wholebatch.cli.run_choice import Asked
-    from wholebatch.cli.torchrun import process_group
+    from wholebatch.cli.parallel_ranks import World, process_group
+    from wholebatch.distributed.rank_progress import DEADLINE, parse_deadline
 
-    if told.threads is not None:
-        torch.set_num_threads(told.threads)
-    asked = Asked(
-        recipe,
-        given,
-        out=out,
-        resume=resume,
-        auto_resume=auto_resume,
-        source=told,
-        typed=frozenset(name for name, value in typed.items() if value is not None),
+    deadline = parse_deadline(
+        given.get("deadline") or os.environ.get(DEADLINE) or "auto",
+        "--deadline" if "deadline" in given else DEADLINE,
     )
-    with process_group(device, deadline=allowed) as (rank, where):
-        crew = Crew(rank, device=where, parallel=parallel, deadline=allowed)
-        with crew.failures(), short_warnings(shown=crew.is_first):
-            status = _train(asked, crew)
+    if source.threads is not None:
+        torch.set_num_threads(source.threads)
+    with process_group(given.get("device", "auto"), deadline=deadline) as (rank, where):
+        world = World(rank, device=where, parallel=parallel, deadline=deadline)
+        with world.failures(), short_warnings(shown=world.is_first):
+            status = _train(given, source, world, typed=frozenset(typed))
     raise typer.Exit(status)
 
 
-def _train(asked: Asked, crew: Crew) -> int:
+def _train(given: Given, source: SettingsFile, world: World, *, typed: frozenset[str]) -> int:
     from wholebatch.cli.error_messages import training_failures
-    from wholebatch.cli.report.manifest import versions_here
     from wholebatch.cli.report.terminal_output import Terminal
-    from wholebatch.cli.run_choice import checkpoint_of, find
-    from wholebatch.cli.run_folder import resume_command
-    from wholebatch.cli.summary import head_rows, schedule_said
+    from wholebatch.cli.run_folder import checkpoint_of, find, resume_command
     from wholebatch.cli.training_run import build
 
-    start = find(asked, crew)
+    start = find(given, world, typed=typed)
     recipe, folder = start.recipe, start.folder
     # The other ranks are quiet; a bar that draws nothing would cost them time all the same.
-    console = Console() if crew.is_first else Console(quiet=True, force_terminal=False)
+    console = Console() if world.is_first else Console(quiet=True, force_terminal=False)
     terminal = Terminal(console, name=recipe.name, unit=recipe.unit)
-    with folder.held(start.wait) if crew.is_first else nullcontext():
-        found = checkpoint_of(start, crew)
-        fits = bool(asked.given.fit) and not start.is_resumed
-        session = crew.together(
-            lambda: build(
-                recipe,
-                start.config,
-                crew,
-                fits=fits,
-                keeps_precision=asked.given.precision is not None,
-            )
+    with folder.held(start.wait) if world.is_first else nullcontext():
+        found = checkpoint_of(start, world)
+        fits = start.config.fit and not start.is_resumed
+        keeps = "precision" in given
+        session = world.together(
+            lambda: build(recipe, start.config, world, fits=fits, keeps_precision=keeps)
         )
-        crew.together(lambda: _take_up(session, found, asked.given.batch_size))
-        with training_failures(recipe.path, folder.path, crew):  # a first batch may be read here
+        world.together(lambda: _take_up(session, found, given.get("batch_size")))
+        with training_failures(recipe.path, folder.path, world):  # a first batch may be read here
             with terminal.working("choosing the micro-batch"):
-                chosen = crew.together(session.choose)
+                chosen = world.together(session.choose)
             rows = head_rows(session, found, folder=folder.path, chosen=chosen)
         # Everything fits: from here on the folder is written.
-        if start.has_changed:
-            terminal.note(f"note: {recipe.path} has changed since this run began")
-        for note in asked.source.notes(
-            digest=recipe.digest, versions=versions_here(), ranks=crew.ranks
-        ):
+        for note in _differences(start, source, session, found):
             terminal.note(f"note: {note}")
-        if found is not None and (goes_on := schedule_said(session, found)):
-            terminal.note(f"note: {goes_on}")
-        crew.first(lambda: _begin(session, folder, found, terminal))
+        world.first(lambda: _begin(session, folder, found, terminal))
         about = f": {recipe.description}" if recipe.description else ""
         terminal.rows(f"wholebatch {__version__}  {recipe.name}{about}", rows)
-        precision = session.config.precision
-        if session.device.type == "cpu" and precision != "full":
-            terminal.note(f"note: {precision} is slow on a CPU without hardware for it")
-        if crew.asked != crew.parallel:
-            terminal.note(f"note: --parallel {crew.asked} is for torchrun; this is one process")
-        if crew.deadline is not None and crew.ranks == 1:
-            terminal.note("note: a deadline is for the ranks of torchrun; this is one process")
+        for note in _idle(session):
+            terminal.note(f"note: {note}")
         if session.train.updates >= session.config.steps:
             done = session.train.updates
             terminal.note(f"nothing to do: the run has its {done} updates; give --steps for more")
             return 0
-        again = resume_command(folder.path, parallel=crew.parallel)
+        again = resume_command(folder.path, parallel=world.parallel)
         with (
-            training_failures(recipe.path, folder.path, crew),
-            crew.failures(),
-            crew.watched(advice=f"  go on from the last checkpoint: {again}"),
+            training_failures(recipe.path, folder.path, world),
+            world.failures(),
+            world.watched(advice=f"  go on from the last checkpoint: {again}"),
         ):
             return _run(session, folder, found, terminal)
 
 
 def _take_up(session: Session, found: Found | None, batch_size: int | None) -> None:
+    from wholebatch.cli.run_checkpoint import restore_run
+
     if batch_size not in (None, session.config.batch_size):
         raise OptionError(
             f"--batch-size {batch_size}: the recipe's DataLoader gives batches of "
             f"{session.config.batch_size}; change it there"
         )
     if found is not None:
-        session.restore(found)
+        restore_run(session, found)
+
+
+def _differences(
+    start: RunStart, source: SettingsFile, session: Session, found: Found | None
+) -> Iterator[str]:
+    """Yield a note for each thing that is not as it was in the run that is resumed or repeated."""
+    from wholebatch.cli.run_folder import versions_here
+
+    recipe = start.recipe
+    if start.has_changed:
+        yield f"{recipe.path} has changed since this run began"
+    ranks = session.world.ranks
+    yield from source.notes(digest=recipe.digest, versions=versions_here(), ranks=ranks)
+    if found is not None and (goes_on := schedule_text(session, found)):
+        yield goes_on
+
+
+def _idle(session: Session) -> Iterator[str]:
+    """Yield a note for each option that does little or nothing here."""
+    world, precision = session.world, session.config.precision
+    if session.device.type == "cpu" and precision != "full":
+        yield f"{precision} is slow on a CPU without hardware for it"
+    if world.asked != world.parallel:
+        yield f"--parallel {world.asked} is for torchrun; this is one process"
+    if world.deadline is not None and world.ranks == 1:
+        yield "a deadline is for the ranks of torchrun; this is one process"
 
 
 def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> None:
     """Put the folder in order: what was left half written goes, what is damaged steps aside."""
-    from wholebatch.cli.checkpoints import Checkpoints, write_atomically
-    from wholebatch.cli.run_settings import config_text
-    from wholebatch.cli.training_run import about_here
+    from wholebatch.cli.checkpoints import Checkpoints
+    from wholebatch.cli.run_folder import describe_run
 
     checkpoints = Checkpoints(folder.checkpoints)
     checkpoints.clean()
@@ -304,77 +166,200 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
         for _, reason in found.damaged:
             terminal.note(f"note: {reason}; going back to {found.path.name}")
         checkpoints.set_aside(found)
-    recipe = session.recipe
-    known = recipe.name if recipe.is_embedded else str(recipe.path)
-    crew = session.crew
-    parallel = {"ranks": crew.ranks, "sharded": crew.is_sharded, "parallel": crew.parallel}
-    about = {"device": str(session.device), **parallel, **about_here()}
-    write_atomically(
-        folder.config,
-        config_text(session.config, recipe=known, digest=recipe.digest, about=about),
-    )
-    _write_manifest(session, folder)
-
-
-def _write_manifest(session: Session, folder: RunFolder) -> None:
-    """What `train --from` takes to make this run again; "auto" is written as what it chose."""
-    from wholebatch.cli.checkpoints import write_atomically
-    from wholebatch.cli.report.manifest import arithmetic_of, commit_of, manifest_text
-
-    recipe, config, crew = session.recipe, session.config, session.crew
-    size = session.train.micro_batch_size
-    settings = asdict(config)
-    if config.micro_batch == "auto" and size is not None:
-        settings["micro_batch"] = size
-    settings["device"] = session.device.type
-    settings["parallel"] = crew.parallel
-    text = manifest_text(
-        recipe=recipe.name if recipe.is_embedded else str(recipe.path),
-        digest=recipe.digest,
-        unit=recipe.unit,
-        settings=settings,
-        arithmetic=arithmetic_of(
-            config.batch_size, config.batch_schedule, micro_batch=size, ranks=crew.ranks
-        ),
-        device=session.device,
-        ranks=crew.ranks,
-        commit=commit_of(recipe.path),
-    )
-    write_atomically(folder.manifest, text)
+    describe_run(folder, session)
 
 
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
-    from wholebatch.cli.report.terminal_output import time_said
-    from wholebatch.cli.run_folder import resume_command, shown
+    from wholebatch.cli.report.terminal_output import path_from_here, short_duration
+    from wholebatch.cli.run_folder import resume_command
     from wholebatch.cli.stop_signal import STOPPED
-    from wholebatch.cli.summary import summary_rows
     from wholebatch.cli.train_loop import run_loop
 
-    crew = session.crew
-    mid_window = crew.ranks == 1 and bool(found and found.state["train"]["window"] is not None)
+    world = session.world
+    mid_window = world.ranks == 1 and bool(found and found.state["train"]["window"] is not None)
     outcome = run_loop(session, folder, terminal, mid_window=mid_window)
     updates = session.train.updates
     if not outcome.finished:
         place = f"after update {updates} of {session.config.steps}"
         if outcome.of:
             place += f", {outcome.micro_batches} of {outcome.of} micro-batches into the next"
-        terminal.note(f"stopped {place}; checkpoint {shown(outcome.checkpoint)}")
-        again = resume_command(folder.path, parallel=crew.parallel)
+        terminal.note(f"stopped {place}; checkpoint {path_from_here(outcome.checkpoint)}")
+        again = resume_command(folder.path, parallel=world.parallel)
         terminal.note(f"go on with: {again}")
         return STOPPED
-    if not crew.is_first:
+    if not world.is_first:
         return 0
-    if crew.ranks > 1:
-        memory = session.memory.measured_said()
+    if world.ranks > 1:
+        memory = session.memory.share_text()
     else:
         with terminal.working("predicting the memory of the whole batch at once"):
-            memory = session.memory.said(
+            memory = session.memory.text(
                 session.recipe.loss, outcome.batch, precision=session.config.autocast
             )
     rows = summary_rows(session, outcome, memory=memory, folder=folder.path)
-    title = f"{session.recipe.name}: {updates} updates, {time_said(outcome.seconds)}"
+    title = f"{session.recipe.name}: {updates} updates, {short_duration(outcome.seconds)}"
     terminal.rows(title, rows, boxed=True)
     # Outside the box: a line to copy.
-    again = resume_command(folder.path, steps=2 * updates, parallel=crew.parallel)
+    again = resume_command(folder.path, steps=2 * updates, parallel=world.parallel)
     terminal.note(f"go on with: {again}")
     return 0
+
+
+# --------------------------------------------------------------------------- the rows on the screen
+
+
+def head_rows(session: Session, found: Found | None, *, folder: Path, chosen: str | None) -> Rows:
+    """Return what will be done, with the arithmetic of the batch and how it was chosen."""
+    from wholebatch.cli.report.terminal_output import path_from_here
+
+    config = session.config
+    group = session.optimizer.param_groups[0]
+    rate = float(group.get("initial_lr", group["lr"]))
+    clip = f"clipped to norm {config.clip_norm:g}" if config.clip_norm else "not clipped"
+    update = (
+        f"{type(session.optimizer).__name__}, learning rate {rate:g}, {clip}, "
+        f"precision {config.precision}"
+    )
+    rows = [
+        ("model", _model_text(session)),
+        ("data", _data_text(session)),
+        *_batch_rows(session),
+        *(
+            ("" if place else "memory", line)
+            for place, line in enumerate(_memory_text(session, chosen))
+        ),
+        ("update", update),
+        ("run", f"{config.steps} updates, seed {config.seed}, in {path_from_here(folder)}/"),
+    ]
+    if found is not None:
+        rows.append(("resumed", _resumed_text(found, session)))
+    return rows
+
+
+def _model_text(session: Session) -> str:
+    import torch
+
+    model, place = session.model, str(session.device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    name = type(model).__name__
+    if session.world.is_sharded:  # FSDP2 makes a subclass
+        name = name.removeprefix("FSDP")
+    if session.device.type == "cpu":
+        threads = torch.get_num_threads()
+        place += f" ({threads} thread{'' if threads == 1 else 's'})"
+    spread = "" if session.world.ranks == 1 else f", {_spread_text(session)}"
+    return f"{name}, {parameters:,} parameters, {dtype} on {place}{spread}"
+
+
+def _spread_text(session: Session) -> str:
+    config, world = session.config, session.world
+    stages = world.ranks * (2 if config.schedule == "interleaved" else 1)
+    return {
+        "ddp": "DDP",
+        "fsdp2": "sharded (FSDP2)",
+        "deepspeed": f"DeepSpeed ZeRO {config.zero}",
+        "pipeline": f"a pipeline of {stages} stages ({config.schedule})",
+    }[world.parallel]
+
+
+def _data_text(session: Session) -> str:
+    batches = session.batches
+    if batches.length is not None and session.pace.schedule is not None:
+        return f"{batches.length:,} samples"
+    if batches.length is not None:
+        count = -(-batches.length // session.config.batch_size)
+        return f"{batches.length:,} samples, {count:,} batches an epoch"
+    return "batches of a DataLoader" if batches.kind == "loader" else "a stream of samples"
+
+
+def _batch_rows(session: Session) -> Rows:
+    """Return the arithmetic of the batch; of every size, where there is a schedule."""
+    config, ranks, schedule = session.config, session.world.shares, session.pace.schedule
+    size = session.train.micro_batch_size
+    if schedule is None or size is None:
+        return [("batch", batch_text(session.micro_batches(), config, ranks=ranks))]
+    what = schedule.by.removesuffix("s")
+    return [
+        (
+            "batch" if not place else "",
+            f"from {what} {place:,}: {Arithmetic(samples, size, ranks)} samples an update",
+        )
+        for place, samples in schedule.changes
+    ]
+
+
+def batch_text(sizes: Sequence[Sequence[int]] | None, config: Config, *, ranks: int) -> str:
+    """Return the arithmetic of the global batch, from the micro-batches of each rank.
+
+    >>> batch_text([[12, 12, 12, 12, 12, 4]], Config(), ranks=1)
+    '(12 × 5 + 4) × 1 rank = 64 samples an update (micro-batch × steps × ranks)'
+    >>> batch_text([[2, 2], [2, 1], [2, 1]], Config(), ranks=3)
+    '2 × 2 × 1 rank + (2 × 1 + 1) × 2 ranks = 10 samples an update (micro-batch × steps × ranks)'
+    """
+    if sizes is None:
+        over = "× 1 rank" if ranks == 1 else f"over {ranks} ranks"
+        few = "as few micro-batches as memory allows"
+        return f"{config.batch_size} samples {over} an update, {few}"
+    budget = f", at most {config.micro_batch} each" if config.tokens else ""
+    return f"{runs_said(sizes)} samples an update (micro-batch × steps × ranks{budget})"
+
+
+def _memory_text(session: Session, chosen: str | None) -> list[str]:
+    lines = [] if chosen is None else chosen.split("\n")
+    if session.fitted is not None:
+        lines.append(f"--fit: {session.fitted}")
+    elif session.config.checkpointing:
+        lines.append("repeated blocks are computed again in the backward pass")
+    return lines
+
+
+def _resumed_text(found: Found, session: Session) -> str:
+    state, ranks = found.state["train"], session.world.ranks
+    into = f"after update {session.train.updates}"
+    if state["window"]:
+        into += f", {state['done']} micro-batches into the next"
+        into += " (begun again: there were no ranks)" if ranks > 1 else ""
+    then = len(found.state.get("ranks", [0]))
+    into += f", which {then} rank{'' if then == 1 else 's'} made" if then != ranks else ""
+    return into
+
+
+def schedule_text(session: Session, found: Found) -> str | None:
+    """Return how the learning-rate schedule goes on, where that is not plain; else None."""
+    horizon, steps = session.config.horizon, session.config.steps
+    groups = found.state.get("optimizer", {}).get("param_groups", [{}])
+    then, now = groups[0].get("lr"), float(session.optimizer.param_groups[0]["lr"])
+    states = found.state["train"]["schedulers"]
+    if any(state.get("horizon", horizon) != horizon for state in states):
+        was = "" if then is None else f" (it was {float(then):.3g})"
+        return f"the schedule is made anew for {horizon} updates: learning rate {now:.3g}{was}"
+    if steps == horizon or not session.recipe.schedule_ends:
+        return None
+    stays = f"the learning-rate schedule stays that of {horizon} updates"
+    if steps > horizon:
+        rate = f" at {now:.3g}" if session.train.updates >= horizon else " as it is then"
+        stays += f", after them the rate stays{rate}"
+    return f"{stays};\n  --lr-steps {steps} makes it anew"
+
+
+def summary_rows(session: Session, outcome: Outcome, *, memory: str, folder: Path) -> Rows:
+    """Return the results of a run, and the folder they are in."""
+    from wholebatch.cli.report.terminal_output import path_from_here, short_count
+
+    train = session.train
+    rows = [("loss", f"{outcome.first_loss:.4f} → {outcome.last_loss:.4f}")]
+    if train.skipped:
+        rows.append(("skipped", f"{train.skipped} windows made no update"))
+    if train.recoveries:
+        again = "the window began again in smaller micro-batches"
+        rows.append(("out of memory", f"{train.recoveries} times; {again}"))
+    rows.append(("speed", f"{short_count(outcome.units_per_second)} {session.recipe.unit}/s"))
+    if train.noise is not None and train.noise.samples >= 4:
+        rows.append(("batch size", train.noise.advice(session.recipe.unit)))
+    return [
+        *rows,
+        ("peak memory", memory),
+        ("written to", f"{path_from_here(folder)}/"),
+        ("", "metrics.jsonl  tensorboard/  checkpoints/  config.json  manifest.json"),
+    ]

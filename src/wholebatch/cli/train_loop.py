@@ -1,7 +1,8 @@
-"""The way of a run: take a batch, make the update, write it down; until done, or asked to stop."""
+"""The loop of a run: take a batch, make the update, record it; until done, or asked to stop."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,12 +12,14 @@ from typing import Any
 
 from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.recipes import Nothing
-from wholebatch.cli.report.metrics_file import MetricsFile, Sink, record_of
+from wholebatch.cli.report.metrics_writers import Events, MetricsFile, Sink, WandbRun, record_of
 from wholebatch.cli.report.terminal_output import Terminal
+from wholebatch.cli.run_checkpoint import save_run
 from wholebatch.cli.run_folder import RunFolder
 from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import Session
-from wholebatch.cli.window_log import Watch, open_sinks
+from wholebatch.core.json_files import read_json
+from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import StateError, WindowError
 
@@ -27,7 +30,7 @@ _MOST_SKIPPED_IN_A_ROW = 50
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: finished, or stopped with a checkpoint `micro_batches` into a window."""
+    """The end of a run: finished, or stopped with a checkpoint `micro_batches` into a window."""
 
     finished: bool
     checkpoint: Path
@@ -58,8 +61,8 @@ def run_loop(
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
         sinks = open_sinks(stack, session, folder)
-        after = "micro-batch" if session.crew.ranks == 1 else "window"
-        stop = stack.enter_context(StopRequest(after=after, told=session.crew.is_first))
+        after = "micro-batch" if session.world.ranks == 1 else "window"
+        stop = stack.enter_context(StopRequest(after=after, told=session.world.is_first))
         terminal.begin(done=session.train.updates, total=session.config.steps)
         stack.callback(terminal.end)
         return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
@@ -80,7 +83,7 @@ class _Loop:
         self._terminal = terminal
         self._memory = session.memory
         self._sinks = sinks
-        self._watch = Watch(session)
+        self._log = WindowLog(session)
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         for sink in sinks:
@@ -97,16 +100,16 @@ class _Loop:
 
     def run(self, mid_window: bool) -> Outcome:
         session = self._session
-        is_new = session.crew.first(lambda: not self._checkpoints.paths())
+        is_new = session.world.first(lambda: not self._checkpoints.paths())
         checkpoint = self._save() if is_new else None
         while session.train.updates < session.config.steps:
-            if session.crew.any(self._stop.requested):
+            if session.world.any(self._stop.requested):
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
             session.position = session.batches.position
             rates = session.pace.begin(samples=session.batches.samples)
             session.batches.take()
-            if session.crew.ranks == 1:
+            if session.world.ranks == 1:
                 self._remember(batch)
             try:
                 self._window(batch, rates, whole=not mid_window)
@@ -140,7 +143,7 @@ class _Loop:
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more=self._watch.more(seconds=seconds),
+            more=self._log.more(seconds=seconds),
         )
         self._write(record)
         self._note_losses(record, record)
@@ -169,15 +172,15 @@ class _Loop:
     def _after_micro(self, done: int, of: int) -> None:
         self._terminal.micro(done, of)
         # Several ranks stop together, between windows: see `run`.
-        if self._stop.requested and done < of and self._session.crew.ranks == 1:
+        if self._stop.requested and done < of and self._session.world.ranks == 1:
             raise _Stopped(self._save(micro_batches=done), done, of)
 
     def _save(self, *, micro_batches: int = 0) -> Path:
-        if self._session.crew.is_first:
+        if self._session.world.is_first:
             self._folder.check_there()
         for sink in self._sinks:
             sink.sync()
-        return self._session.save(self._checkpoints, micro_batches=micro_batches)
+        return save_run(self._session, self._checkpoints, micro_batches=micro_batches)
 
     def _watch_skipped(self, reason: str | None) -> None:
         if reason is None:
@@ -201,8 +204,8 @@ class _Loop:
     def _is_full(self, batch: Any) -> bool:
         if self._memory.settled or isinstance(batch, Nothing):
             return True
-        crew, wanted = self._session.crew, self._session.batches.batch_size
-        return crew.ranks > 1 or batch_size_of(batch) >= wanted
+        world, wanted = self._session.world, self._session.batches.batch_size
+        return world.ranks > 1 or batch_size_of(batch) >= wanted
 
     @property
     def _rate(self) -> float:
@@ -220,3 +223,65 @@ class _Loop:
             last_loss=self._last_loss,
             batch=self._largest[1],
         )
+
+
+def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Sink]:
+    """Return the writers of the first rank's records, `metrics.jsonl` first; none on others."""
+    if not session.world.is_first:
+        return []
+    sinks: list[Sink] = []
+
+    def opened(sink: Sink) -> None:
+        sinks.append(sink)
+        stack.callback(sink.close)
+
+    opened(MetricsFile(folder.metrics, windows=session.windows))
+    opened(Events(folder.events, windows=session.windows))
+    if session.config.wandb is not None:
+        manifest = read_json(folder.manifest)
+        opened(
+            WandbRun(
+                session.config.wandb,
+                folder=folder.path,
+                manifest=manifest,
+                resumed=session.windows > 0,
+            )
+        )
+    return sinks
+
+
+class WindowLog:
+    """Collects what a window has to record beside its step."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._waited = session.train.waited
+        self._noise: NoiseScale | None = session.train.noise
+
+    def more(self, *, seconds: float) -> dict[str, Any]:
+        """Return fields for `record_of`; `seconds` is how long the window took."""
+        session, train = self._session, self._session.train
+        found: dict[str, Any] = {"skipped_windows": train.skipped}
+        if session.pace.schedule is not None:
+            found["batch_size"] = session.batches.batch_size
+        noise = train.noise
+        if noise is not None and noise != self._noise:
+            self._noise = noise
+            found.update(
+                noise_scale=_rounded(noise.critical),
+                noise_low=_rounded(noise.low),
+                noise_high=_rounded(noise.high),
+                advice=noise.verdict,
+            )
+        found["memory"] = session.memory.measured
+        found["recoveries"] = train.recoveries
+        waited = train.waited
+        if waited is not None and self._waited is not None and seconds > 0:
+            found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
+        self._waited = waited
+        return found
+
+
+def _rounded(value: float) -> float:
+    """Return a number to six digits: it is not known better."""
+    return float(f"{value:.6g}") if math.isfinite(value) else value

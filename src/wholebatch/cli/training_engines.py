@@ -1,55 +1,72 @@
-"""The recipe's model, optimizer and loss put to work by the engine that was asked for."""
+"""The engines of `--parallel`: DDP and FSDP2, DeepSpeed (ZeRO 0 to 3), and a pipeline of stages.
+
+DeepSpeed writes the state of model and optimizer itself, every rank its part. A pipeline's
+checkpoints are those of one process, so that a run may go on in one, under DDP, or in another
+number of stages. A recipe says in `stages(model)` which modules run one after the other; an
+`nn.Sequential` says it by itself.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 from wholebatch import WholeBatch
-from wholebatch.cli.deepspeed_run import Zero
-from wholebatch.cli.parallel_ranks import Crew
-from wholebatch.cli.pipeline_run import Staged, stage_parts
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Recipe
 from wholebatch.cli.run_settings import Config
+from wholebatch.core.loss import Loss
 from wholebatch.core.options import Close, Memory
-from wholebatch.errors import OptionError, RecipeError
+from wholebatch.core.safe_loading import load_tensors
+from wholebatch.core.window import Step
+from wholebatch.distributed.pipeline import Pipeline
+from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
 
-__all__ = ["Trained", "micro_batch_of", "move", "train_with"]
+__all__ = [
+    "Staged",
+    "Zero",
+    "cut",
+    "micro_batch_of",
+    "move",
+    "train_with",
+]
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What makes the updates, and who keeps its state where the model cannot be asked."""
+def train_with(
+    recipe: Recipe, config: Config, world: World, model: nn.Module
+) -> tuple[torch.optim.Optimizer, WholeBatch | Staged, Zero | Staged | None]:
+    """Return the optimizer, what makes the updates, and the engine that keeps their state.
 
-    optimizer: torch.optim.Optimizer
-    train: WholeBatch | Staged
-    engine: Zero | Staged | None
-
-
-def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> Trained:
-    """Whole on one process, or spread over the ranks as `crew.parallel` says."""
-    if crew.parallel == "pipeline":
+    The model is whole on one process, or spread over the ranks as `world.parallel` says. The engine
+    is None where model and optimizer have their state themselves.
+    """
+    if world.parallel == "pipeline":
         if config.gradients != "device":
             raise OptionError(
                 f"--gradients {config.gradients} with --parallel pipeline: its stages keep their "
                 "gradients; leave it out, or use --parallel ddp"
             )
-        parts = stage_parts(recipe, config, crew, model)
+        parts = stage_parts(recipe, config, world, model)
         optimizer = recipe.build_optimizer(parts, lr=config.lr)
-        staged = Staged(recipe, config, crew, model, parts, optimizer)
-        return Trained(optimizer, staged, staged)
+        staged = Staged(recipe, config, world, model, parts, optimizer)
+        return optimizer, staged, staged
     zero = None
     given: nn.Module
-    if crew.parallel == "deepspeed":
+    if world.parallel == "deepspeed":
         optimizer = recipe.build_optimizer(model, lr=config.lr)
-        zero = Zero(model, optimizer, config, crew)
+        zero = Zero(model, optimizer, config, world)
         spread, stepped = zero.engine, zero.engine.optimizer
         given = spread  # graphs and gathered parameters are the engine's
     else:
-        spread = crew.spread(model)
+        spread = world.spread(model)
         optimizer = stepped = recipe.build_optimizer(model, lr=config.lr)
         given = model  # not DDP around it: the window reduces the gradients itself
 
@@ -72,23 +89,360 @@ def train_with(recipe: Recipe, config: Config, crew: Crew, model: nn.Module) -> 
     )
     if config.noise != "off":
         train.measure_noise(config.noise)  # type: ignore[arg-type]
-    return Trained(optimizer, train, zero)
+    return optimizer, train, zero
 
 
-def move(model: nn.Module, config: Config, crew: Crew) -> None:
-    """The model in its precision and on its device; a pipeline moves only its stages."""
+def move(model: nn.Module, config: Config, world: World) -> None:
+    """Move the model to its precision and device; a pipeline moves only its stages."""
     if config.precision == "bf16-pure":
         model.to(torch.bfloat16)
-    if crew.parallel == "pipeline":
+    if world.parallel == "pipeline":
         return
     try:
-        model.to(crew.device)
+        model.to(world.device)
     except (RuntimeError, NotImplementedError) as error:
         raise RecipeError(
-            f"the recipe's model cannot be moved to {crew.device}: {error}"
+            f"the recipe's model cannot be moved to {world.device}: {error}"
         ) from error
 
 
 def micro_batch_of(recipe: Recipe, config: Config) -> Any:
-    """How a batch is split: a number of samples, a budget of tokens, or "auto"."""
+    """Return the split of a batch: a number of samples, a budget of tokens, or "auto"."""
     return config.micro_batch if config.tokens is None else recipe.build_tokens(config.tokens)
+
+
+class Zero:
+    """A DeepSpeed engine around a model, and how it is saved."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, world: World
+    ) -> None:
+        if world.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        try:
+            import deepspeed  # type: ignore[import-untyped, unused-ignore]
+        except ImportError as error:
+            raise MissingExtraError("deepspeed", "deepspeed", "--parallel deepspeed") from error
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": 1,  # counted by the window, not by the engine
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": {"stage": config.zero},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "gradient_clipping": 0.0,
+                "steps_per_print": 2**31,
+            },
+        )
+        self.about = {"name": "deepspeed", "zero": config.zero, "ranks": world.ranks}
+
+    def write(self, folder: Path) -> None:
+        """Write the state of this rank into a folder; all ranks call it."""
+        self.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+
+    def load(self, path: Path) -> None:
+        """Load this rank's state from the folder that all ranks have written."""
+        with _loads_without_code(self.engine):
+            loaded, _ = self.engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
+            raise StateError(f"{path}: DeepSpeed finds no state of this rank in it")
+
+
+@contextmanager
+def _loads_without_code(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed read its files as we read ours: it would run whatever their pickles ask for."""
+    from deepspeed.runtime.fp16.loss_scaler import (  # type: ignore[import-untyped, unused-ignore]
+        DynamicLossScaler,
+        LossScaler,
+    )
+    from deepspeed.runtime.zero.config import (  # type: ignore[import-untyped, unused-ignore]
+        ZeroStageEnum,
+    )
+    from deepspeed.utils.tensor_fragment import (  # type: ignore[import-untyped, unused-ignore]
+        fragment_address,
+    )
+
+    known = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+    reader = engine.checkpoint_engine
+    reader.load = lambda path, map_location=None: load_tensors(Path(path), also=known)
+    try:
+        yield
+    finally:
+        del reader.load  # the class's own
+
+
+_FORMAT = 1
+
+
+class Staged:
+    """`wb.Pipeline` with the face of `WholeBatch`, as far as the command looks at it."""
+
+    recoveries = 0
+    noise = None
+    waited = 0.0
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: Config,
+        world: World,
+        model: nn.Module,
+        parts: nn.ModuleList,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        assert isinstance(config.micro_batch, int)
+        self.micro_batch = self.micro_batch_size = config.micro_batch
+        self._recipe = recipe
+        self._crew = world
+        self._model = model
+        self._parts = parts
+        self._optimizer = optimizer
+        self._order = recipe.build_optimizer(model, lr=config.lr)
+        count = len(parts) * world.ranks
+        stages = [
+            PipelineStage(part, world.rank + place * world.ranks, count, world.device)
+            for place, part in enumerate(parts)
+        ]
+        self._pipeline = Pipeline(
+            stages if len(stages) > 1 else stages[0],
+            optimizer,
+            loss=self._loss,
+            micro_batch=config.micro_batch,
+            schedule=config.schedule,
+            clip_norm=config.clip_norm,
+            scheduler=recipe.build_scheduler(optimizer, steps=config.horizon),
+        )
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._pipeline.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update."""
+        return self._pipeline.skipped
+
+    def choose(self, batch: Any) -> str | None:
+        """Choose nothing: the micro-batch was given."""
+        return None
+
+    def step(self, batch: Any, *, after_micro: Callable[[int, int], None] | None = None) -> Step:
+        """Make one update from the whole batch, which every rank has."""
+        step = self._pipeline.step(*self._inputs(batch), target=batch)
+        if after_micro is not None:
+            after_micro(step.micro_batches, step.micro_batches)
+        return step
+
+    def join(self, like: Any) -> Step:
+        raise AssertionError("every rank of a pipeline has every batch")
+
+    def _inputs(self, batch: Any) -> tuple[Any, ...]:
+        """Return the inputs that the recipe's loss gives to its model."""
+        listener = _Listener()
+        try:
+            self._recipe.loss(listener, batch)
+        except _Heard as heard:
+            if not heard.inputs or not all(isinstance(one, Tensor) for one in heard.inputs):
+                raise RecipeError(
+                    f"--parallel pipeline: {self._recipe.path}: loss() must call model(...) with "
+                    "tensors, by place and not by name"
+                ) from None
+            return heard.inputs
+        raise RecipeError(
+            f"--parallel pipeline: {self._recipe.path}: loss() never calls model(...), so what "
+            "goes into the first stage is not known"
+        )
+
+    def _loss(self, output: Any, micro: Any) -> Loss | Tensor:
+        """Return the recipe's loss on the last stage: its model returns the known output."""
+        found: Loss | Tensor = self._recipe.loss(_KnownOutput(output), micro)
+        return found
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The engine, as a checkpoint names it."""
+        return {"name": "pipeline"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress as `WholeBatch` has it: another engine may go on from there."""
+        own = self._pipeline.state_dict()
+        return {
+            **own,
+            "format": _FORMAT,
+            "kind": "WholeBatch",
+            "window": None,
+            "scaler": None,
+            "ema": None,
+            "sizing": None,
+            "most": None,
+            "done": 0,
+            "of": 0,
+            "batchnorm": None,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if saved.get("format") != _FORMAT or saved.get("kind") != "WholeBatch":
+            raise StateError("this is not the state of a run of wholebatch train")
+        self._pipeline.load_state_dict({**saved, "kind": "Pipeline"})
+
+    def gathered(self) -> dict[str, Any]:
+        """Return model and optimizer of all stages, as one process would have them."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        names |= {id(b): name for name, b in self._model.named_buffers()}
+        tensors = (*self._parts.parameters(), *self._parts.buffers())
+        place = self._places()
+        own: dict[str, dict[Any, Any]] = {
+            "model": {names[id(t)]: t.detach().cpu() for t in tensors if id(t) in names},
+            "state": {
+                place[id(parameter)]: _on_cpu(state)
+                for parameter, state in self._optimizer.state.items()
+            },
+        }
+        model = {name: value.cpu() for name, value in self._model.state_dict().items()}
+        state: dict[int, Any] = {}
+        for one in self._crew.gathered(own):
+            model.update(one["model"])
+            state.update(one["state"])
+        saved = self._order.state_dict()
+        mine = self._optimizer.state_dict()["param_groups"]
+        groups = [
+            {**now, "params": group["params"]}
+            for group, now in zip(saved["param_groups"], mine, strict=True)
+        ]
+        return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take this rank's stages out of the state of one process."""
+        self._model.load_state_dict(state["model"])
+        saved, place = state["optimizer"], self._places()
+        groups = self._optimizer.param_groups
+        if len(groups) != len(saved["param_groups"]):
+            raise StateError(
+                f"the optimizer has {len(groups)} parameter groups here and "
+                f"{len(saved['param_groups'])} in the checkpoint"
+            )
+        packed = self._optimizer.state_dict()
+        ordered = [p for group in groups for p in group["params"]]
+        self._optimizer.load_state_dict(
+            {
+                "state": {
+                    index: saved["state"][place[id(parameter)]]
+                    for index, parameter in enumerate(ordered)
+                    if place[id(parameter)] in saved["state"]
+                },
+                "param_groups": [
+                    {**there, "params": here["params"]}
+                    for here, there in zip(
+                        packed["param_groups"], saved["param_groups"], strict=True
+                    )
+                ],
+            }
+        )
+
+    def _places(self) -> dict[int, int]:
+        """Return the number of each parameter in the optimizer of one process."""
+        ordered = [p for group in self._order.param_groups for p in group["params"]]
+        return {id(parameter): number for number, parameter in enumerate(ordered)}
+
+
+def stage_parts(recipe: Recipe, config: Config, world: World, model: nn.Module) -> nn.ModuleList:
+    """Return this rank's stages, on its device; an error says why a recipe cannot be cut."""
+    if not isinstance(config.micro_batch, int):
+        raise OptionError(
+            f"--micro-batch {config.micro_batch} with --parallel pipeline: its schedules need a "
+            "number of samples; give one"
+        )
+    for flag, value, plain in (
+        ("precision", config.precision, "full"),
+        ("memory", config.memory, None),
+    ):
+        if value != plain:
+            raise OptionError(f"--{flag} {value} with --parallel pipeline: leave it out")
+    per_rank = 2 if config.schedule == "interleaved" else 1
+    count = per_rank * world.ranks
+    stages = cut(recipe.build_stages(model), count)
+    if len(stages) < count:
+        raise RecipeError(
+            f"--parallel pipeline: {recipe.path}: its {len(stages)} modules with parameters do "
+            f"not make {count} stages ({per_rank} on each of {world.ranks} ranks); start fewer "
+            "ranks"
+        )
+    owners: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            if owners.setdefault(id(parameter), number) != number:
+                raise RecipeError(
+                    f"--parallel pipeline: {recipe.path}: {name} is in stage "
+                    f"{owners[id(parameter)] + 1} and in stage {number + 1}; untie it, or use ddp"
+                )
+    mine = stages[world.rank :: world.ranks]
+    return nn.ModuleList(mine).to(world.device)
+
+
+def cut(modules: Sequence[nn.Module], count: int) -> list[nn.Sequential]:
+    """Cut modules that run in turn into `count` stages whose largest is as small as can be.
+
+    >>> [len(stage) for stage in cut([nn.Linear(4, 4) for _ in range(5)], 2)]
+    [3, 2]
+    """
+    sizes = [sum(p.numel() for p in module.parameters()) for module in modules]
+    pieces: list[list[nn.Module]] = []
+    weights: list[int] = []
+    for module, size in zip(modules, sizes, strict=True):
+        if pieces and (size == 0 or weights[-1] == 0):  # nothing to train: goes with a neighbour
+            pieces[-1].append(module)
+            weights[-1] += size
+        else:
+            pieces.append([module])
+            weights.append(size)
+    count = min(count, len(pieces))
+    # best[n][k]: the smallest largest stage of the first n pieces in k stages, and the last cut.
+    best: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (0, 0)}
+    for n in range(1, len(pieces) + 1):
+        for k in range(1, min(n, count) + 1):
+            options = [
+                (max(best[before, k - 1][0], sum(weights[before:n])), -before)
+                for before in range(k - 1, n)
+                if (before, k - 1) in best
+            ]
+            largest, place = min(options)
+            best[n, k] = (largest, -place)
+    stages: list[nn.Sequential] = []
+    n = len(pieces)
+    for k in range(count, 0, -1):
+        before = best[n, k][1]
+        stages.append(nn.Sequential(*(one for piece in pieces[before:n] for one in piece)))
+        n = before
+    return stages[::-1]
+
+
+class _Heard(Exception):
+    """Carries what a model was called with."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        super().__init__("called")
+        self.inputs = inputs
+
+
+class _Listener(nn.Module):
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        raise _Heard(() if named else inputs)
+
+
+class _KnownOutput(nn.Module):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = [output]
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self._output[0]
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -1,34 +1,32 @@
-"""A training run put together from its recipe and settings, saved and restored as one."""
+"""A training run put together from its recipe and settings: `build` makes a `Session`."""
 
 from __future__ import annotations
 
-import platform
 import random
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from wholebatch import WholeBatch, __version__
-from wholebatch.cli.checkpoints import Checkpoints, Found
-from wholebatch.cli.deepspeed_run import Zero
-from wholebatch.cli.fit_option import apply_checkpointing, fit_in
-from wholebatch.cli.parallel_ranks import Crew
+from wholebatch import WholeBatch
+from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.peak_memory import PeakMemory
-from wholebatch.cli.pipeline_run import Staged
-from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe, share_of
-from wholebatch.cli.run_checkpoint import Parts, restore, save
-from wholebatch.cli.run_schedule import Pace, paced
+from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
 from wholebatch.cli.run_settings import Config
-from wholebatch.cli.training_engines import micro_batch_of, move, train_with
+from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.coupled import batchnorms
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError, WholebatchError
+from wholebatch.memory.activation_checkpointing import with_checkpoints
+from wholebatch.memory.budget import bytes_said, parse_memory, sharing_processes
+from wholebatch.memory.choose_micro_batch import resize_batch
+from wholebatch.memory.make_it_fit import Rung, ladder, refusal
+from wholebatch.memory.trial_step import held_bytes
+from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, parse_amount
 
-__all__ = ["Session", "about_here", "build", "choose_device", "fitted_to"]
+__all__ = ["Session", "build", "fitted_to", "seed_generators"]
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Session:
 
     recipe: Recipe
     config: Config
-    crew: Crew
+    world: World
     model: nn.Module
     optimizer: torch.optim.Optimizer
     train: WholeBatch | Staged
@@ -50,101 +48,72 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        return self.crew.device
+        return self.world.device
 
     @property
     def windows(self) -> int:
         """Windows closed so far, those without an update too."""
         return self.train.updates + self.train.skipped
 
-    def save(self, checkpoints: Checkpoints, *, micro_batches: int = 0) -> Path:
-        """A checkpoint of this moment; of one process also in the middle of a window."""
-        data = {**self.batches.state_dict(self.position), **self.pace.state_dict()}
-        return save(self._parts, self.crew, checkpoints, data=data, micro_batches=micro_batches)
-
-    def restore(self, found: Found) -> None:
-        """Go on from a checkpoint; a StateError when it does not belong to this recipe."""
-        restore(self._parts, self.crew, found, data=self.batches, seed=self.config.seed)
-        self.position = self.batches.position
-        self.pace.load_state_dict(found.state["data"])
-
-    @property
-    def _parts(self) -> Parts:
-        return Parts(self.recipe.name, self.model, self.optimizer, self.train, self.engine)
-
     def choose(self) -> str | None:
-        """Let "auto" choose its micro-batch before the first step: what, and why, in two lines."""
+        """Let "auto" choose its micro-batch before the first step; return the choice and why."""
         if self.train.micro_batch_size is not None or self.train.micro_batch != "auto":
             return None  # given, or chosen by the run that is resumed
         batch = self.batches.peek()
         return self.train.choose(batch.like if isinstance(batch, Nothing) else batch)
 
     def micro_batches(self) -> list[list[int]] | None:
-        """Samples in each micro-batch of a full batch, by rank; None where it must be seen."""
-        by, ranks = self.config.micro_batch, self.crew.shares
+        """Return the samples in each micro-batch of a full batch, by rank; None if unknown."""
+        by, ranks = self.config.micro_batch, self.world.shares
         if by == "auto":
             by = self.train.micro_batch_size or by
         if isinstance(by, int) and self.batches.kind != "loader":
-            shares = [
-                share_of(self.config.batch_size, rank=rank, ranks=ranks) for rank in range(ranks)
-            ]
-            return [_pieces(share.stop - share.start, by) for share in shares]
+            return [*map(list, Arithmetic(self.config.batch_size, by, ranks).micro_batches)]
         if by == "auto":
             return None
         batch = self.batches.peek()
         how = by if isinstance(by, int) else micro_batch_of(self.recipe, self.config)
         mine = [] if isinstance(batch, Nothing) else split(batch, how)
-        return self.crew.gathered([batch_size_of(micro) for micro in mine])
-
-
-def _pieces(samples: int, by: int) -> list[int]:
-    whole, rest = divmod(samples, by)
-    return [by] * whole + [rest] * bool(rest)
+        return self.world.gathered([batch_size_of(micro) for micro in mine])
 
 
 def build(
     recipe: Recipe,
     config: Config,
-    crew: Crew,
+    world: World,
     *,
     fits: bool = False,
     keeps_precision: bool = False,
 ) -> Session:
-    """The parts of the recipe, from the seed on the same every time, on every rank.
+    """Build the parts of the recipe, from the seed on the same every time, on every rank.
 
     `fits`: let the model fit the memory, by what `--fit` may apply.
     """
-    _seed(config.seed)
-    batches = Batches(
-        recipe.build_data,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        collate=recipe.collate,
-        rank=crew.share,
-        ranks=crew.shares,
+    seed_generators(config.seed)
+    batches = recipe.build_batches(
+        config.batch_size, seed=config.seed, rank=world.share, ranks=world.shares
     )
     config = paced(fitted_to(config, batches), recipe, batches)
     model = recipe.build_model()
-    _check_last_batch(model, config, batches, crew)
-    move(model, config, crew)
+    _check_last_batch(model, config, batches, world)
+    move(model, config, world)
     fitted = None
     if fits:
         config, fitted = fit_in(
-            recipe, config, model, batches, crew, keeps_precision=keeps_precision
+            recipe, config, model, batches, world, keeps_precision=keeps_precision
         )
     if config.checkpointing:
         apply_checkpointing(model)
-    trained = train_with(recipe, config, crew, model)
-    optimizer, train = trained.optimizer, trained.train
-    memory = PeakMemory(model, optimizer, device=crew.device)
+    optimizer, train, engine = train_with(recipe, config, world, model)
+    memory = PeakMemory(model, optimizer, device=world.device)
     # The meter knows whole tensors only.
-    memory.settled = memory.settled or crew.parallel != "ddp"
-    if crew.rank:  # dropout of its own on every rank
-        _seed(config.seed + crew.rank)
+    memory.settled = memory.settled or world.parallel != "ddp"
+    if world.rank:  # dropout of its own on every rank
+        seed_generators(config.seed + world.rank)
     return Session(
         recipe,
         config,
-        crew,
+        world,
         model,
         optimizer,
         train,
@@ -153,40 +122,12 @@ def build(
         batches.position,
         Pace(config, batches=batches, optimizer=optimizer, train=train),
         fitted,
-        trained.engine,
+        engine,
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one; what is asked for and not there is refused."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            there = f"there are {count} CUDA devices" if count else "there is no CUDA device here"
-            raise OptionError(f"--device {name}: {there}")
-    return device
-
-
-def about_here() -> dict[str, Any]:
-    """What else a reader of `config.json` may want to know."""
-    return {
-        "wholebatch": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-    }
-
-
 def fitted_to(config: Config, batches: Batches) -> Config:
-    """The settings, with the batch size that the data really has."""
+    """Return the settings with the batch size that the data really has."""
     if batches.kind == "loader":
         size = batches.loader_batch_size
         if size is None:  # batches of the loader's own making: each is taken whole
@@ -205,21 +146,206 @@ def fitted_to(config: Config, batches: Batches) -> Config:
     return config
 
 
-def _check_last_batch(model: nn.Module, config: Config, batches: Batches, crew: Crew) -> None:
-    """Exact BatchNorm meets on all ranks at every layer: each must have a sample."""
+def _check_last_batch(model: nn.Module, config: Config, batches: Batches, world: World) -> None:
+    """Refuse a batch without a sample for every rank: exact BatchNorm needs one on each."""
     if batches.length is None or not batchnorms(model):
         return
     for size in (config.batch_size, batches.length % config.batch_size):
-        if 0 < size < crew.shares:
+        if 0 < size < world.shares:
             raise OptionError(
                 f"--batch-size {config.batch_size}: a batch of an epoch has {size} samples for "
-                f"{crew.shares} ranks, and exact BatchNorm needs one on every rank; choose another"
+                f"{world.shares} ranks, and exact BatchNorm needs one on every rank; choose another"
             )
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, Python and, if imported, NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+_REFUSED = -1
+
+
+def fit_in(
+    recipe: Recipe,
+    config: Config,
+    model: nn.Module,
+    batches: Batches,
+    world: World,
+    *,
+    keeps_precision: bool,
+) -> tuple[Config, str]:
+    """Return settings with which one sample fits on every rank, and a line on what was applied.
+
+    Mixed precision first (unless the user has named one), then checkpointing as well, then sums of
+    the gradients on the host: each makes the update of the whole batch. The model's
+    blocks are checkpointed by `apply_checkpointing`, as in a run that is resumed.
+    """
+    chosen = _REFUSED
+    rungs: list[Rung] = []
+    problem: WholebatchError | None = None
+    try:
+        rungs, budget = _rungs(recipe, config, model, batches, world, lowers=not keeps_precision)
+        own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
+        if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
+            own = (place for place in own if rungs[place].gradients == "device")
+        chosen = next(own, _REFUSED)
+        if chosen == _REFUSED:
+            problem = OptionError(f"--fit: {refusal(rungs, budget)}")
+    except WholebatchError as error:
+        problem = error
+    everyones = world.gathered(chosen)
+    if problem is not None:
+        raise problem
+    if _REFUSED in everyones:
+        raise OptionError("--fit: the model does not fit the memory of another rank")
+    chosen = max(everyones)
+    rung = rungs[chosen]
+    text = "nothing was needed: one sample fits as it is"
+    if chosen:
+        before, after = bytes_said(rungs[0].peak), bytes_said(rung.peak)
+        text = f"applied {rung.what}: one sample needs {after} instead of {before}"
+    gradients = config.gradients if rung.gradients == "device" else rung.gradients
+    return (
+        replace(
+            config,
+            precision=rung.precision,
+            checkpointing=rung.checkpoints,
+            gradients=gradients,
+        ),
+        text,
+    )
+
+
+def apply_checkpointing(model: nn.Module) -> None:
+    """Let the model's repeated blocks keep only their inputs."""
+    try:
+        with_checkpoints(model)
+    except UnsupportedError as error:
+        raise OptionError(f"--checkpointing: {error}") from error
+
+
+def _rungs(
+    recipe: Recipe,
+    config: Config,
+    model: nn.Module,
+    batches: Batches,
+    world: World,
+    *,
+    lowers: bool,
+) -> tuple[list[Rung], int]:
+    assert config.budget is not None
+    budget = parse_memory(
+        config.budget,
+        device=world.device,
+        held=held_bytes(model),
+        processes=sharing_processes(world.device, world.ranks),
+    )
+    batch = batches.peek()
+    whole = batch.like if isinstance(batch, Nothing) else batch
+    rungs = ladder(
+        model,
+        recipe.loss,
+        resize_batch(whole, 1),
+        budget=budget,
+        optimizer=recipe.build_optimizer(model, lr=config.lr),
+        precision=config.autocast,
+        lowers=lowers and config.precision != "bf16-pure",
+    )
+    # Pure 16-bit parameters run without autocast, and keep their name.
+    kept = config.precision if config.precision == "bf16-pure" else None
+    return [replace(rung, precision=kept or rung.precision) for rung in rungs], budget
+
+
+def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:
+    """Return the settings with the base batch set; refuse what is impossible."""
+    if config.batch_schedule is not None and batches.kind == "loader":
+        raise OptionError(
+            f"--batch-size {config.batch_schedule}: the recipe's DataLoader makes the batches; "
+            "return the dataset from data() instead"
+        )
+    warmup = None if config.warmup is None else parse_amount(config.warmup)
+    if warmup is not None and warmup.by == "epochs" and batches.length is None:
+        raise OptionError(
+            f"--warmup {config.warmup}: how long an epoch is, is not known before its end; give "
+            "updates (500) or tokens (2Mtok)"
+        )
+    if config.base_batch is not None:
+        return config
+    if config.batch_schedule is not None:
+        base = BatchSchedule.parse(config.batch_schedule).first
+    elif batches.kind == "loader":
+        base = config.batch_size
+    else:
+        base = recipe.defaults.get("batch_size", config.batch_size)
+    return replace(config, base_batch=base)
+
+
+class Pace:
+    """Sets the size of every batch before it is read, and the rate before the update is made."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        batches: Batches,
+        optimizer: torch.optim.Optimizer,
+        train: WholeBatch | Staged,
+    ) -> None:
+        self.tokens = 0.0  # units of all windows so far
+        self._batches = batches
+        self._train = train
+        text = config.batch_schedule
+        self.schedule = None if text is None else BatchSchedule.parse(text)
+        self._warmup = None if config.warmup is None else parse_amount(config.warmup)
+        assert config.base_batch is not None
+        self._follow = Follow(
+            optimizer,
+            base_batch=config.base_batch,
+            rule=config.lr_rule,
+            betas=config.betas,
+            first_batch=None if self.schedule is None else self.schedule.first,
+        )
+        if self.schedule is not None:
+            batches.follow(self._size_at)
+
+    def _size_at(self, epoch: int) -> int:
+        assert self.schedule is not None
+        return self.schedule.at(update=self._train.updates, epoch=epoch, tokens=self.tokens)
+
+    def begin(self, *, samples: int) -> list[float]:
+        """Set the learning rates for the batch that was read last, and return them.
+
+        `samples` of this epoch were taken before it.
+        """
+        size = self._batches.batch_size
+        if self._batches.kind == "loader":
+            size = self._follow.base_batch
+        self._follow.set(size, warmth=self._warmth(samples))
+        return self._follow.rates()
+
+    def closed(self, units: float) -> None:
+        """Count the units of a closed window."""
+        self.tokens += units
+
+    def _warmth(self, samples: int) -> float:
+        if self._warmup is None or self._warmup.number == 0:
+            return 1.0
+        done: float
+        if self._warmup.by == "epochs":
+            assert self._batches.length is not None
+            done = self._batches.position.epoch + samples / self._batches.length
+        else:
+            done = self._train.updates if self._warmup.by == "updates" else self.tokens
+        return min(1.0, done / self._warmup.number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that the place in the data does not have."""
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens = float(state.get("tokens", 0.0))

@@ -2,178 +2,190 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
 
-from wholebatch.cli.recipe_measuring import CLOCKS, check_measuring, full_batches, made, page_beside
-from wholebatch.cli.run_settings import PRECISIONS, check, check_recipe
+from wholebatch.cli.command_options import (
+    Check,
+    command,
+    option,
+    recipe_argument,
+    whole_number,
+    whole_numbers,
+)
+from wholebatch.cli.recipe_measuring import (
+    CLOCKS,
+    clock_option,
+    full_batches,
+    made,
+    page_beside,
+    print_written,
+    result_option,
+    seconds_option,
+)
+from wholebatch.cli.report.terminal_output import (
+    path_from_here,
+    plain_table,
+    short_count,
+    short_duration,
+)
+from wholebatch.cli.run_settings import PRECISIONS, resolve
+from wholebatch.core.readable_sizes import PARTS, bytes_said
 from wholebatch.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
 
     from wholebatch.cli.recipes import Recipe
-    from wholebatch.tune import Tuned
+    from wholebatch.tune import Setting, Trial, Tuned
 
 __all__ = ["tune"]
 
-_EXECUTES = ("eager", "compile", "graph")
 _WHAT, _HOW, _OUT = "What is tuned", "How long, and over what", "Output"
+_NUMBERS = whole_numbers("whole numbers with commas, such as 8,16,32")
 
 
-def tune(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE",
-            help="A recipe as for [bold]wholebatch train[/].",
-            show_default=False,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples that make one update.", rich_help_panel=_WHAT),
-    ] = None,
-    memory: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help='What may be used: "20GiB", "80%", or what is free.',
-            rich_help_panel=_WHAT,
-        ),
-    ] = "free",
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.", rich_help_panel=_WHAT)
-    ] = "auto",
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Of full, bf16, fp16, with commas. Default: the recipe's, and bf16 too on CUDA.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    execute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Of eager, compile, graph. Default: eager, and graph too on CUDA.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    micro_batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZES",
-            help="With commas. Default: the batch in 1, 2, 4, … parts.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="S", help="Begin no new setting after this long.", rich_help_panel=_HOW
-        ),
-    ] = 300.0,
-    clock: Annotated[
-        str,
-        typer.Option(
-            metavar="wall|cpu",
-            help="cpu: count this process's own time; for a CPU that others use too, and one "
-            "thread.",
-            rich_help_panel=_HOW,
-        ),
-    ] = "wall",
-    exhaustive: Annotated[
-        bool,
-        typer.Option("--exhaustive", help="Measure everything that fits.", rich_help_panel=_HOW),
-    ] = False,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE",
-            help='Of one rank\'s link, such as "25GB/s": adds a model of more ranks.',
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBERS",
-            help="For the model of --bandwidth. Default: 2,4,8,16,32,64.",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE.json",
-            help="For [bold]wholebatch train --from[/]; the page is written beside it.",
-            rich_help_panel=_OUT,
-        ),
-    ] = Path("tune.json"),
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print what FILE.json has, too.", rich_help_panel=_OUT),
-    ] = False,
-) -> None:
+def _names(*allowed: str) -> Check:
+    """Return a check for names with commas; it returns a tuple of them."""
+
+    def check(value: str, label: str) -> tuple[str, ...]:
+        names = [part.strip() for part in value.split(",") if part.strip()]
+        for name in names or [value]:
+            if name not in allowed:
+                raise OptionError(f"{label} {name}: must be one of {', '.join(allowed)}")
+        return tuple("full" if name == "fp32" else name for name in names)
+
+    return check
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options of `wholebatch tune`."""
+
+    recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
+    batch_size: int | None = option(
+        None, "N", "Samples that make one update.", _WHAT, check=whole_number()
+    )
+    memory: str = option(
+        "free", "SIZE", 'What may be used: "20GiB", "80%", or what is free.', _WHAT
+    )
+    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _WHAT)
+    precision: tuple[str, ...] | None = option(
+        None,
+        "NAMES",
+        "Of full, bf16, fp16, with commas. Default: the recipe's, and bf16 too on CUDA.",
+        _HOW,
+        typed=str | None,
+        check=_names(*PRECISIONS),
+    )
+    execute: tuple[str, ...] | None = option(
+        None,
+        "NAMES",
+        "Of eager, compile, graph. Default: eager, and graph too on CUDA.",
+        _HOW,
+        typed=str | None,
+        check=_names("eager", "compile", "graph"),
+    )
+    micro_batch: list[int] | None = option(
+        None,
+        "SIZES",
+        "With commas. Default: the batch in 1, 2, 4, … parts.",
+        _HOW,
+        typed=str | None,
+        check=_NUMBERS,
+    )
+    seconds: float = seconds_option(300.0, "Begin no new setting after this long.", _HOW)
+    clock: str = clock_option(_HOW)
+    exhaustive: bool = option(
+        False, None, "Measure everything that fits.", _HOW, flag="--exhaustive"
+    )
+    bandwidth: str | None = option(
+        None,
+        "RATE",
+        'Of one rank\'s link, such as "25GB/s": adds a model of more ranks.',
+        _HOW,
+    )
+    ranks: list[int] | None = option(
+        None,
+        "NUMBERS",
+        "For the model of --bandwidth. Default: 2,4,8,16,32,64.",
+        _HOW,
+        typed=str | None,
+        check=_NUMBERS,
+    )
+    out: Path = result_option(
+        "tune.json",
+        "For [bold]wholebatch train --from[/]; the page is written beside it.",
+        _OUT,
+    )
+    as_json: bool = option(False, None, "Print what FILE.json has, too.", _OUT, flag="--json")
+
+
+@command(TuneOptions)
+def tune(options: TuneOptions) -> None:
     """Find the fastest settings for a batch here, what holds them back, and whether to accumulate.
 
     Then: wholebatch train --from tune.json
     """
-    check_recipe(recipe)
-    check("batch_size", batch_size, "--batch-size")
-    names = None if precision is None else _names("--precision", precision, PRECISIONS)
-    sizes = None if micro_batch is None else _numbers("--micro-batch", micro_batch)
-    numbers = _numbers("--ranks", "2,4,8,16,32,64" if ranks is None else ranks)
-    if ranks is not None and bandwidth is None:
-        raise OptionError(f"--ranks {ranks}: belongs to --bandwidth, the rate of one rank's link")
-    ways = None if execute is None else _names("--execute", execute, _EXECUTES)
-    check_measuring(out=out, clock=clock, seconds=seconds)
+    ranks, out = options.ranks, options.out
+    if ranks is not None and options.bandwidth is None:
+        given = ",".join(map(str, ranks))
+        raise OptionError(f"--ranks {given}: belongs to --bandwidth, the rate of one rank's link")
 
     # Torch is imported from here on: a wrong option was told at once.
     from wholebatch.cli.error_messages import short_warnings
-    from wholebatch.cli.recipes import EMBEDDED, load_recipe
-    from wholebatch.cli.torchrun import process_group
-    from wholebatch.cli.tune_show import Bar, show
+    from wholebatch.cli.parallel_ranks import process_group
+    from wholebatch.cli.recipes import load_recipe
     from wholebatch.memory.budget import parse_memory
     from wholebatch.tune import Limits, parse_bandwidth
 
-    link = None if bandwidth is None else parse_bandwidth(bandwidth)
-    with process_group(device) as (rank, where), short_warnings(shown=rank == 0):
-        parse_memory(memory, device=where)
-        found = load_recipe(recipe or next(iter(EMBEDDED)))
-        console = (
-            Console(stderr=as_json) if rank == 0 else Console(quiet=True, force_terminal=False)
-        )
-        with Bar(console, unit=found.unit) as bar:
+    link = None if options.bandwidth is None else parse_bandwidth(options.bandwidth)
+    with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
+        parse_memory(options.memory, device=where)
+        recipe = load_recipe(options.recipe)
+        console = Console(stderr=options.as_json)
+        if rank:
+            console = Console(quiet=True, force_terminal=False)
+        with TuneProgress(console, unit=recipe.unit) as progress:
             tuned = _tune(
-                found,
+                recipe,
                 where=where,
                 rank=rank,
-                batch_size=batch_size,
-                precisions=names,
-                memory=memory,
-                micro_batches=sizes,
-                executes=ways,
-                limits=Limits(total=seconds),
-                exhaustive=exhaustive,
+                batch_size=options.batch_size,
+                precisions=options.precision,
+                memory=options.memory,
+                micro_batches=options.micro_batch,
+                executes=options.execute,
+                limits=Limits(total=options.seconds),
+                exhaustive=options.exhaustive,
                 bandwidth=link,
-                ranks=numbers,
-                watch=bar,
-                clock=CLOCKS[clock],
+                ranks=ranks or [2, 4, 8, 16, 32, 64],
+                watch=progress,
+                clock=CLOCKS[options.clock],
             )
     if rank:
         return
     tuned.write(out)
     page = page_beside(out)
-    if as_json:
+    if options.as_json:
         print(out.read_text(encoding="utf-8"), end="")
         return
-    show(console, tuned, subject=found.name, out=out, page=page)
+    _show(console, tuned, subject=recipe.name)
+    print_written(console, out, page)
+    console.print(
+        f"train so:  wholebatch train --from {escape(path_from_here(out))}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _tune(
@@ -185,16 +197,13 @@ def _tune(
     precisions: tuple[str, ...] | None,
     **options: Any,
 ) -> Tuned:
-    import dataclasses
-
     import torch
 
-    from wholebatch.cli.run_settings import Given, resolve
-    from wholebatch.cli.training_run import about_here
+    from wholebatch.cli.run_folder import about_here
     from wholebatch.tune import tune as tuned_by
 
     # The micro-batch is what is looked for: the recipe's own does not bind.
-    given = Given(batch_size=batch_size, micro_batch="auto")
+    given = {"batch_size": batch_size, "micro_batch": "auto"}
     config = resolve(given, recipe.defaults, stored=None)
     is_pure = config.precision == "bf16-pure"
     if precisions is None:
@@ -232,27 +241,107 @@ def _tune(
         settings["precision"] = "bf16-pure"
     about = {
         "subject": recipe.name,
-        "recipe": recipe.name if recipe.is_embedded else str(recipe.path),
+        "recipe": recipe.known_as,
         "recipe_sha256": recipe.digest,
         "versions": about_here(),
         "measured_on_ranks": world,
     }
-    return dataclasses.replace(tuned, settings=settings, about=about)
+    return replace(tuned, settings=settings, about=about)
 
 
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+class TuneProgress(Progress):
+    """Shows what is measured now, the best so far, the time left; lines without a terminal."""
+
+    def __init__(self, console: Console, *, unit: str) -> None:
+        super().__init__(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("[green]{task.fields[best]}"),
+            console=console,
+            expand=True,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._setting = self.add_task("predicting memory", total=None, best="")
+        self._unit = unit
+        self._began = time.perf_counter()
+        self._done = 0
+        self._best = 0.0
+
+    def begin(self, setting: Setting, *, of: int) -> None:
+        """Show that this setting is measured now; at most `of` are left with it."""
+        best = f"best {short_count(self._best)} {self._unit}/s" if self._best else ""
+        if self._done:
+            each = (time.perf_counter() - self._began) / self._done
+            best += f"  at most {short_duration(each * of)} left"
+        self.update(
+            self._setting,
+            description=escape(setting.said()),
+            completed=self._done,
+            total=self._done + of,
+            best=best,
+        )
+
+    def end(self, trial: Trial) -> None:
+        """Print what was found."""
+        self._done += 1
+        rate = trial.units_per_second
+        if rate and trial.is_measured:
+            self._best = max(self._best, rate)
+        speed = f"{short_count(rate)} {self._unit}/s" if rate else "no speed"
+        peak = f", {bytes_said(trial.peak)}" if trial.peak else ""
+        line = f"{trial.setting.said()}: {speed}{peak} ({trial.why})"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 
 
-def _names(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    for name in _split(text) or [text]:
-        if name not in allowed:
-            raise OptionError(f"{option} {name}: must be one of {', '.join(allowed)}")
-    return tuple("full" if name == "fp32" else name for name in _split(text))
+def _show(console: Console, tuned: Tuned, *, subject: str) -> None:
+    """Print the recommendation and why."""
+    head, *more = tuned.advice
+    body = [Text(head, style="bold green"), *(Text(line) for line in more)]
+    console.print(
+        Panel(
+            Group(*body),
+            title=f"[bold]{escape(subject)}[/]: batch of {tuned.batch_size} on {tuned.device}",
+            title_align="left",
+            border_style="green",
+            expand=False,
+            padding=(1, 2),
+        )
+    )
+    console.print(_split_table(tuned), highlight=False)
+    console.print(f"[bold]bottleneck: {tuned.bottleneck.kind}[/]", highlight=False)
+    for line in (*tuned.bottleneck.evidence, *tuned.accumulation):
+        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+    if tuned.ranks is not None:
+        console.print(_ranks(tuned), highlight=False)
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    parts = _split(text)
-    if not parts or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise OptionError(f"{option} {text}: must be whole numbers with commas, such as 8,16,32")
-    return [int(part) for part in parts]
+def _split_table(tuned: Tuned) -> Table:
+    table = plain_table("a window", ">ms", ">")
+    split = tuned.best.split
+    window = sum(split.values()) or 1.0
+    for part in PARTS:
+        if split.get(part):
+            table.add_row(part, f"{1000 * split[part]:.2f}", f"{split[part] / window:.0%}")
+    return table
+
+
+def _ranks(tuned: Tuned) -> Table:
+    assert tuned.ranks is not None
+    table = plain_table(
+        ">ranks",
+        f">{tuned.unit}/s, nothing overlapped",
+        ">all overlapped",
+        ">reduction",
+        title=escape(tuned.ranks["said"]),
+        title_justify="left",
+        title_style="italic",
+    )
+    for point in tuned.ranks["points"]:
+        table.add_row(
+            str(point["ranks"]),
+            short_count(point["units_per_second"]),
+            short_count(point["units_per_second_overlapped"]),
+            f"{point['communication_share']:.0%}",
+        )
+    return table

@@ -1,249 +1,380 @@
-"""`wholebatch verify`: the proof on a recipe, or on someone's own training loop."""
+"""`wholebatch verify`: the proof on a recipe, or on someone's own training loop.
+
+A loop comes out of a file, with the file's own model and data where it has them:
+
+```python
+def train(model, optimizer, micro_batches): ...      # one window, in your own way
+
+# Optional; without them the built-in models are used:
+def model(): ...
+def loss(model, micro): ...                          # wb.Loss(total, units): what is right
+def data(): ...                                      # samples, as in a recipe
+def micro_batches(): ...                             # or: a list of micro-batches, a window's worth
+def optimizer(model): ...                            # default: SGD
+steps = 8                                            # what the loop calls a full window
+micro_batch = 4                                      # samples in each, with data()
+```
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from wholebatch.cli.run_settings import Given, check, check_recipe, resolve
-from wholebatch.errors import OptionError
+from wholebatch.cli.command_options import (
+    command,
+    flag_of,
+    one_of,
+    option,
+    positive_number,
+    recipe_argument,
+    whole_number,
+)
+from wholebatch.cli.recipe_measuring import made
+from wholebatch.cli.report.terminal_output import plain_table
+from wholebatch.cli.run_settings import check, resolve
+from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
-    from wholebatch.verification import LoopVerdict, Verdict
+    import torch
+
+    from wholebatch.verification import Case, LoopVerdict, Trial, Verdict
+    from wholebatch.verification.run_distance import Comparison
 
 __all__ = ["verify"]
 
 _BATCH, _LOOP, _OUT = "The batch and the update", "A loop of your own", "Output"
 
-_BATCHNORM = ("exact", "statistics", "freeze", "group", "layer", "sync", "refuse")
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The options of `wholebatch verify`; those of a recipe do not go with `--loop`."""
+
+    recipe: str | None = recipe_argument(
+        "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
+        "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
+    )
+    batch_size: int | None = option(
+        None, "N", "Samples that make one update.", _BATCH, check=whole_number(), of_recipes=True
+    )
+    micro_batch: str | None = option(
+        None,
+        'N|"N tokens"',
+        "How the batch is divided. Default: the recipe's, else about four, unevenly.",
+        _BATCH,
+        check=lambda value, label: check("micro_batch", value, label),
+        of_recipes=True,
+    )
+    precision: str | None = option(
+        None,
+        "NAME",
+        "full (or fp32), bf16, fp16.",
+        _BATCH,
+        check=lambda value, label: check("precision", value, label),
+        of_recipes=True,
+    )
+    clip_norm: float | None = option(
+        None,
+        "NORM",
+        "Clip to this norm. With --loop: what a loop that clips by hand clips to; torch's "
+        "clip_grad_norm_ is noticed by itself.",
+        _BATCH,
+        check=positive_number,
+    )
+    batchnorm: str = option(
+        "exact",
+        "POLICY",
+        "As in WholeBatch.",
+        _BATCH,
+        check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
+        of_recipes=True,
+    )
+    execute: str | None = option(
+        None,
+        "MODE",
+        "As in WholeBatch.",
+        _BATCH,
+        check=lambda value, label: check("execute", value, label),
+        of_recipes=True,
+    )
+    gradients: str | None = option(
+        None,
+        "device|host|swap|release|moments",
+        "As in WholeBatch; release and moments without the recipe's clipping.",
+        _BATCH,
+        check=lambda value, label: check("gradients", value, label),
+        of_recipes=True,
+    )
+    float64: bool = option(
+        True, None, "Prove it in float64 too, on a copy of the model.", _BATCH, of_recipes=True
+    )
+    loop: str | None = option(
+        None,
+        "FILE.py:FUNCTION",
+        "Hold function(model, optimizer, micro_batches), which trains one window, against the "
+        "undivided batch and every known mistake.",
+        _LOOP,
+    )
+    model: str = option(
+        "all",
+        "mlp|lm|cnn|all",
+        "The built-in models to try the loop on, if FILE.py has no model() of its own.",
+        _LOOP,
+    )
+    steps: int | None = option(
+        None,
+        "N",
+        "What the loop calls a full window, in micro-batches. Default: 4, or [bold]steps[/] in "
+        "FILE.py.",
+        _LOOP,
+    )
+    equal: bool = option(
+        False,
+        None,
+        "The loop's micro-batches always have equally many units: do not try uneven ones.",
+        _LOOP,
+        flag="--equal",
+    )
+    ddp: bool = option(
+        False,
+        None,
+        "Under torchrun: hand the model over in DistributedDataParallel.",
+        _LOOP,
+        flag="--ddp",
+    )
+    seed: int = option(0, "N", "Of the weights and the data.", _BATCH, check=whole_number(0))
+    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _BATCH)
+    as_json: bool = option(False, None, "Print JSON instead.", _OUT, flag="--json")
 
 
-def verify(
-    recipe: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RECIPE",
-            help="A Python file with model(), data() and loss(model, micro), or an embedded "
-            "recipe: [bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/].",
-            show_default=False,
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples that make one update.", rich_help_panel=_BATCH),
-    ] = None,
-    micro_batch: Annotated[
-        str | None,
-        typer.Option(
-            metavar='N|"N tokens"',
-            help="How the batch is divided. Default: the recipe's, else about four, unevenly.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="full (or fp32), bf16, fp16.", rich_help_panel=_BATCH),
-    ] = None,
-    clip_norm: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NORM",
-            help="Clip to this norm. With --loop: what a loop that clips by hand clips to; "
-            "torch's clip_grad_norm_ is noticed by itself.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    batchnorm: Annotated[
-        str, typer.Option(metavar="POLICY", help="As in WholeBatch.", rich_help_panel=_BATCH)
-    ] = "exact",
-    execute: Annotated[
-        str | None,
-        typer.Option(metavar="MODE", help="As in WholeBatch.", rich_help_panel=_BATCH),
-    ] = None,
-    gradients: Annotated[
-        str | None,
-        typer.Option(
-            metavar="device|host|swap|release|moments",
-            help="As in WholeBatch; release and moments without the recipe's clipping.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    float64: Annotated[
-        bool,
-        typer.Option(
-            help="Prove it in float64 too, on a copy of the model.", rich_help_panel=_BATCH
-        ),
-    ] = True,
-    loop: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="Hold function(model, optimizer, micro_batches), which trains one window, against "
-            "the undivided batch and every known mistake.",
-            rich_help_panel=_LOOP,
-        ),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="mlp|lm|cnn|all",
-            help="The built-in models to try the loop on, if FILE.py has no model() of its own.",
-            rich_help_panel=_LOOP,
-        ),
-    ] = "all",
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="What the loop calls a full window, in micro-batches. Default: 4, or "
-            "[bold]steps[/] in FILE.py.",
-            rich_help_panel=_LOOP,
-        ),
-    ] = None,
-    equal: Annotated[
-        bool,
-        typer.Option(
-            "--equal",
-            help="The loop's micro-batches always have equally many units: do not try uneven ones.",
-            rich_help_panel=_LOOP,
-        ),
-    ] = False,
-    ddp: Annotated[
-        bool,
-        typer.Option(
-            "--ddp",
-            help="Under torchrun: hand the model over in DistributedDataParallel.",
-            rich_help_panel=_LOOP,
-        ),
-    ] = False,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Of the weights and the data.", rich_help_panel=_BATCH)
-    ] = 0,
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.", rich_help_panel=_BATCH)
-    ] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead.", rich_help_panel=_OUT)
-    ] = False,
-) -> None:
+@command(VerifyOptions)
+def verify(options: VerifyOptions) -> None:
     """Prove that accumulation makes the update of the undivided batch, or find out why not.
 
     Exit status: 0 the same update, 1 another one, 2 wrong usage.
     """
-    given = Given(batch_size, micro_batch, None, precision, clip_norm, None, seed, None)
-    for name, value in vars(given).items():
-        check(name, value, "--" + name.replace("_", "-"))
-    check_recipe(recipe)
-    check("execute", execute, "--execute")
-    if batchnorm not in _BATCHNORM:
-        raise OptionError(f"--batchnorm {batchnorm}: must be one of {', '.join(_BATCHNORM)}")
-    if loop is not None and recipe is not None:
-        raise OptionError("RECIPE and --loop together: a loop's FILE.py brings its own model")
-    if loop is None and (steps is not None or equal or model != "all"):
-        raise OptionError("--steps, --equal and --model belong to --loop FILE.py:FUNCTION")
-    if loop is not None:
-        of_recipes = {
-            "--batch-size": batch_size is not None,
-            "--micro-batch": micro_batch is not None,
-            "--precision": precision is not None,
-            "--batchnorm": batchnorm != "exact",
-            "--execute": execute is not None,
-            "--gradients": gradients is not None,
-            "--no-float64": not float64,
-        }
-        for flag in (flag for flag, is_given in of_recipes.items() if is_given):
-            raise OptionError(f"{flag}: belongs to a RECIPE; a --loop has its own way to train")
-    if ddp and "WORLD_SIZE" not in os.environ:
-        raise OptionError("--ddp: belongs to torchrun; this is one process")
-    from wholebatch.cli.torchrun import process_group
+    _check_partners(options)
+    import torch
+
+    from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
-    with process_group(device) as (rank, where):
-        if loop is None:
-            options = {"batchnorm": batchnorm, "float64": float64, "ddp": ddp}
-            if execute is not None:
-                options["execute"] = execute
-            if gradients is not None:
-                options["gradients"] = check("gradients", gradients, "--gradients")
-            title, verdict = _recipe(recipe, given, where=where, rank=rank, options=options)
+    with process_group(options.device) as (rank, where):
+        if options.loop is None:
+            title, verdict = _verify_recipe(options, where=where, rank=rank)
         else:
-            from wholebatch.cli.loop_file import verify_file
-
-            title = loop
-            verdict = verify_file(
-                loop,
-                model=model,
-                steps=steps,
-                clip_norm=clip_norm,
-                uneven=not equal,
-                ddp=ddp,
-                seed=seed,
-                device=where,
-            )
-    if rank == 0:
-        _show(title, verdict, as_json=as_json)
+            title, verdict = options.loop, _verify_loop(options.loop, options, where)
+        if rank == 0:
+            _show(title, verdict, as_json=options.as_json)
+            sys.stdout.flush()
+        if torch.distributed.is_initialized():
+            # torchrun ends all ranks once one exits with 1: not before the first has printed.
+            torch.distributed.barrier()
     raise typer.Exit(verdict.exit_status)
 
 
-def _recipe(
-    name: str | None, given: Given, *, where: Any, rank: int, options: dict[str, Any]
-) -> tuple[str, Verdict]:
-    """The proof on the first batch of a recipe, with its own optimizer and settings."""
-    import random
+def _check_partners(options: VerifyOptions) -> None:
+    """Refuse an option of a recipe beside a loop, and the other way round."""
+    loop = options.loop
+    if loop is not None and options.recipe is not None:
+        raise OptionError("RECIPE and --loop together: a loop's FILE.py brings its own model")
+    if loop is None and (options.steps is not None or options.equal or options.model != "all"):
+        raise OptionError("--steps, --equal and --model belong to --loop FILE.py:FUNCTION")
+    for one in fields(options):
+        is_given = getattr(options, one.name) != one.default
+        if loop is not None and is_given and one.metadata.get("of_recipes"):
+            flag = "--no-float64" if one.name == "float64" else flag_of(one)
+            raise OptionError(f"{flag}: belongs to a RECIPE; a --loop has its own way to train")
+    if options.ddp and "WORLD_SIZE" not in os.environ:
+        raise OptionError("--ddp: belongs to torchrun; this is one process")
 
+
+def _verify_recipe(
+    options: VerifyOptions, *, where: torch.device, rank: int
+) -> tuple[str, Verdict]:
+    """Return the title and the proof on the first batch of a recipe, with its own optimizer."""
     import torch
 
-    from wholebatch.cli.recipes import EMBEDDED, Batches, load_recipe
+    from wholebatch.cli.recipes import load_recipe
+    from wholebatch.cli.training_engines import micro_batch_of
     from wholebatch.cli.training_run import fitted_to
     from wholebatch.verification import verify as prove
 
-    recipe = load_recipe(name or next(iter(EMBEDDED)))
+    recipe = load_recipe(options.recipe)
+    names = ("batch_size", "micro_batch", "precision", "clip_norm", "seed")
+    given = {name: getattr(options, name) for name in names}
     config = resolve(given, recipe.defaults, stored=None)
-    torch.manual_seed(config.seed)
-    random.seed(config.seed)
-    model = recipe.build_model()
-    if config.precision == "bf16-pure":
-        model.to(torch.bfloat16)
-    model.to(where)
-    batches = Batches(
-        recipe.build_data,
-        batch_size=config.batch_size,
-        seed=config.seed + rank,
-        collate=recipe.collate,
-    )
-    if given.batch_size is not None:
+    model, optimizer = made(recipe, config, where)
+    batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
+    if options.batch_size is not None:
         config = fitted_to(config, batches)
-    optimizer = recipe.build_optimizer(model, lr=None)
     wrapped: torch.nn.Module = model
-    if options.pop("ddp") and torch.distributed.is_initialized():
+    if options.ddp and torch.distributed.is_initialized():
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    micro = config.micro_batch if config.tokens is None else recipe.build_tokens(config.tokens)
     clip_norm = config.clip_norm
-    if options.get("gradients") in ("release", "moments"):
-        clip_norm = given.clip_norm  # there is never a whole gradient to clip
-    if options.get("gradients") == "release":
-        options["nonfinite"] = "skip"
+    more: dict[str, Any] = {"batchnorm": options.batchnorm, "float64": options.float64}
+    more |= {} if options.execute is None else {"execute": options.execute}
+    more |= {} if options.gradients is None else {"gradients": options.gradients}
+    if options.gradients in ("release", "moments"):
+        clip_norm = options.clip_norm  # there is never a whole gradient to clip
+    if options.gradients == "release":
+        more["nonfinite"] = "skip"
     verdict = prove(
         wrapped,
         recipe.loss,
         batches.peek(),
-        micro_batch=micro,
+        micro_batch=micro_batch_of(recipe, config),
         optimizer=optimizer,
         precision=config.autocast,
         clip_norm=clip_norm,
         units=recipe.units,
-        **options,
+        **more,
     )
     about = f": {recipe.description}" if recipe.description else ""
     return f"{recipe.name}{about}", verdict
 
 
+# ------------------------------------------------------------------------- a loop out of a file
+
+
+def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> LoopVerdict:
+    """Return the verdict on `FILE.py:function`."""
+    from wholebatch.cli.recipes import place_of, run_file
+    from wholebatch.verification import verify_loop
+
+    path, name = _parsed(loop)
+    module = run_file(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        has = [n for n, value in vars(module).items() if callable(value) and n[:1] != "_"]
+        raise RecipeError(
+            f"{path} has no function {name}; it has {', '.join(has) or 'none'}. The function takes "
+            "(model, optimizer, micro_batches) and trains one window"
+        )
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError as error:
+        raise RecipeError(
+            f"{path}: {name}() does not take (model, optimizer, micro_batches), which trains one "
+            f"window: {error}"
+        ) from None
+    except ValueError:  # it has no signature that could be read: it is seen when it is called
+        pass
+    count = options.steps if options.steps is not None else int(getattr(module, "steps", 4))
+    try:
+        return verify_loop(
+            function,
+            case=_cases(module, path, options.model, options.seed),
+            steps=count,
+            optimizer=getattr(module, "optimizer", None),
+            clip_norm=options.clip_norm,
+            uneven=not options.equal,
+            ddp=options.ddp,
+            device=device,
+            name=f"{path.name}:{name}",
+        )
+    except WholebatchError:
+        raise
+    except Exception as error:
+        place = place_of(error, path)
+        if place is None:
+            raise
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise RecipeError(f"{place}: {type(error).__name__}: {line}") from error
+
+
+def _parsed(loop: str) -> tuple[Path, str]:
+    file, _, name = loop.rpartition(":")
+    if not file or not name.isidentifier():
+        raise OptionError(f"--loop {loop}: must be FILE.py:FUNCTION, such as train.py:one_window")
+    path = Path(file)
+    if not path.is_file():
+        raise OptionError(f"--loop {loop}: there is no file {file}")
+    return path.resolve(), name
+
+
+def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case]:
+    import torch
+
+    from wholebatch.verification import ZOO, Case
+
+    parts = ("model", "loss")
+    there = [name for name in (*parts, "data", "micro_batches") if hasattr(module, name)]
+    if not there:
+        if model != "all" and model not in ZOO:
+            raise OptionError(f"--model {model}: must be one of {', '.join(ZOO)} or all")
+        return list(ZOO.values()) if model == "all" else [ZOO[model]]
+    if model != "all":
+        raise OptionError(f"--model {model}: {path.name} has a model of its own")
+    missing = [f"{name}()" for name in parts if name not in there]
+    if "data" not in there and "micro_batches" not in there:
+        missing.append("data() or micro_batches()")
+    if missing:
+        has = ", ".join(f"{name}()" for name in there)
+        raise RecipeError(
+            f"{path} has {has} but no {' nor '.join(missing)}: "
+            "give all of model(), loss(model, micro) and data(), or none for the built-in models"
+        )
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(seed)
+        built = module.model()
+        if not isinstance(built, torch.nn.Module):
+            raise RecipeError(f"{path}: model() returned {type(built).__name__}, not an nn.Module")
+        return built
+
+    return [Case(path.stem, build, module.loss, _window(module, path, seed))]
+
+
+def _window(module: ModuleType, path: Path, seed: int) -> Callable[[int, bool, int], list[Any]]:
+    import torch
+
+    from wholebatch.cli.recipes import Batches
+    from wholebatch.core.splitting import split
+    from wholebatch.verification.rejoined_batch import thinned
+
+    def window(steps: int, even: bool, rank: int) -> list[Any]:
+        torch.manual_seed(seed + rank)
+        if hasattr(module, "micro_batches"):
+            micros = list(module.micro_batches())
+            if len(micros) < steps:
+                raise RecipeError(
+                    f"{path}: micro_batches() gave {len(micros)}, and a full window has {steps}; "
+                    "give that many, or say --steps"
+                )
+            micros = micros[:steps]
+        else:
+            size = int(getattr(module, "micro_batch", 4))
+            batches = Batches(
+                module.data,
+                batch_size=size * steps,
+                seed=seed + rank,
+                collate=getattr(module, "collate", None),
+            )
+            micros = split(batches.peek(), size)
+        return micros if even else thinned(micros)
+
+    return window
+
+
+# ------------------------------------------------------------------------------- on the screen
+
+
 def _show(title: str, verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
-    from wholebatch.cli.verify_show import show_loop, show_verdict
     from wholebatch.verification import Verdict
 
     if as_json:
@@ -251,6 +382,164 @@ def _show(title: str, verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
         return
     console = Console(file=sys.stdout)
     if isinstance(verdict, Verdict):
-        show_verdict(console, title, verdict)
+        _show_verdict(console, title, verdict)
     else:
-        show_loop(console, verdict)
+        _show_loop(console, verdict)
+
+
+def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
+    """Print the proof on one model and batch: the answer, the evidence, what to do."""
+    size = f"{verdict.samples} samples in {verdict.micro_batches} micro-batches"
+    if verdict.samples < verdict.of_samples:
+        size += f" (the largest part of {verdict.of_samples} that fits undivided)"
+    if verdict.ranks > 1:
+        size += f", on each of {verdict.ranks} ranks"
+    body: list[RenderableType] = [
+        _answer(verdict.same, ": an approximation, as asked for" if verdict.approximate else ""),
+        Text(f"{size} · {verdict.precision} · {verdict.device} · {verdict.seconds:.1f} s", "dim"),
+        Text(),
+        _distances(verdict),
+    ]
+    console.print(_panel(title, body, is_good=verdict.same))
+    console.print(_worst(verdict.gradient, 4 if verdict.same else 8))
+    if not verdict.same:
+        for cause in verdict.causes:
+            where = f" in [bold]{escape(_listed(cause.where))}[/]" if cause.where else ""
+            _block(console, f"[red bold]{escape(cause.kind)}[/]{where}", cause.evidence)
+            _block(console, "[green]instead[/]", cause.advice)
+    for note in verdict.notes:
+        _block(console, "[yellow]note[/]", note)
+
+
+def _panel(title: str, body: list[RenderableType], *, is_good: bool) -> Panel:
+    return Panel(
+        Group(*body),
+        title=f"[bold]{escape(title)}[/]",
+        title_align="left",
+        border_style="green" if is_good else "red",
+        expand=False,
+        padding=(1, 2),
+    )
+
+
+def _answer(same: bool, what: str = "") -> Text:
+    if same:
+        return Text("✓ the same update as the undivided batch", style="bold green")
+    return Text(f"✗ not the update of the undivided batch{what}", style="bold red")
+
+
+def _distances(verdict: Verdict) -> Table:
+    from wholebatch.verification.verdict import said as distance
+
+    table = plain_table("", ">off by", ">rounding explains", "")
+    rows = [verdict.gradient, verdict.update]
+    if verdict.float64 is not None:
+        rows.append(verdict.float64)
+    for row in rows:
+        mark = "[green]✓[/]" if row.same else "[red]✗[/]"
+        table.add_row(row.what, distance(row.distance), distance(row.tolerance), mark)
+    if verdict.to_float64 is not None and verdict.precision != "full":
+        whole, ours = verdict.to_float64
+        table.add_row("from float64: undivided", distance(whole), "", "")
+        table.add_row("from float64: accumulated", distance(ours), distance(1.25 * whole), "")
+    return table
+
+
+def _worst(comparison: Comparison, number: int) -> Table:
+    from wholebatch.verification.verdict import said as distance
+
+    table = plain_table(
+        *("parameter", ">numbers", ">off by", ">rounding alone"),
+        title="the gradients that are furthest off, by what rounding explains",
+        title_justify="left",
+        title_style="bold",
+    )
+    for line in comparison.worst(number):
+        style = "red" if line.differs else "dim"
+        table.add_row(
+            escape(line.name),
+            f"{line.numbers:,}",
+            distance(line.distance),
+            distance(line.floor),
+            style=style,
+        )
+    return table
+
+
+def _show_loop(console: Console, verdict: LoopVerdict) -> None:
+    """Print the verdict on someone's loop: every window it was given, and the evidence."""
+    from wholebatch.verification.mistakes import MISTAKES, RIGHT
+
+    mistake = verdict.mistake
+    body: list[RenderableType] = []
+    if verdict.same:
+        body.append(_answer(True))
+    elif mistake is not None:
+        body.append(_answer(False, f": {mistake.name}"))
+        body.append(Text(mistake.does))
+        body.append(Text(f"Instead: {mistake.instead}", "green"))
+    else:
+        body.append(_answer(False, ", and no known mistake fits"))
+    ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
+    about = f"{len(verdict.trials)} windows · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
+    body.append(Text(about, "dim"))
+    console.print(_panel(verdict.loop, body, is_good=verdict.same))
+    console.print(_windows(verdict))
+    wrong = next((trial for trial in verdict.trials if trial.found != RIGHT), None)
+    if wrong is not None:
+        console.print()
+        console.print(_evidence(wrong))
+    for key in verdict.mistakes[1:]:
+        also = MISTAKES[key]
+        _block(console, f"[red]also: {also.name}[/]", f"{also.does}. Instead: {also.instead}")
+    for note in dict.fromkeys(note for trial in verdict.trials for note in trial.notes):
+        _block(console, "[yellow]note[/]", note)
+
+
+def _windows(verdict: LoopVerdict) -> Table:
+    from wholebatch.verification.mistakes import MISTAKES, RIGHT
+    from wholebatch.verification.verdict import said as distance
+
+    table = plain_table("model", "window", ">steps", ">off by", "found")
+    before = ""
+    for trial in verdict.trials:
+        if trial.found == RIGHT:
+            found = "[green]✓ right[/]"
+        elif trial.found is None:
+            found = "[red]✗ nothing known fits[/]"
+        else:
+            found = f"[red]✗ {MISTAKES[trial.found].name}[/]"
+        case = "" if trial.case == before else trial.case
+        before = trial.case
+        off = distance(trial.right.distance) if trial.optimizer_steps <= 1 else "-"
+        table.add_row(escape(case), trial.name, str(trial.optimizer_steps), off, found)
+    return table
+
+
+def _evidence(trial: Trial) -> Table:
+    from wholebatch.verification.mistakes import RIGHT
+    from wholebatch.verification.verdict import said as distance
+
+    what = "gradients that the optimizer saw" if trial.observed_by == "gradients" else "update"
+    table = plain_table(
+        *("hypothesis", ">distance", "", "as"),
+        title=f"how far the {what} are from each hypothesis ({trial.case}: {trial.name})",
+        title_justify="left",
+        title_style="bold",
+    )
+    for fit in trial.fits[:9]:
+        mark = "[green]fits[/]" if fit.fits else ""
+        style = "bold" if fit.key == trial.found else "" if fit.key == RIGHT else "dim"
+        table.add_row(fit.name, distance(fit.distance), mark, escape(fit.variant), style=style)
+    table.add_row("(fits within)", distance(trial.tolerance), "", "", style="dim")
+    return table
+
+
+def _block(console: Console, head: str, text: str) -> None:
+    console.print(head, highlight=False)
+    console.print(Padding(escape(text), (0, 0, 0, 2)), highlight=False)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(name or "(the model itself)" for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,7 +1,6 @@
 """Running one micro-step: eagerly, as one compiled graph, or as a CUDA graph of it."""
 
-from wholebatch.compile.messages import ExecuteWarning
+from wholebatch.compile.execute_mode import Execute, ExecuteWarning, check_execute
 from wholebatch.compile.micro_step import Executor
-from wholebatch.compile.when_to_compile import Execute, check_execute
 
 __all__ = ["Execute", "ExecuteWarning", "Executor", "check_execute"]

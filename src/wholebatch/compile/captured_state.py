@@ -1,24 +1,32 @@
-"""The state that the Python of a loss function and a model can read and change.
+"""The Python state that a graph was traced with: read values stay, changes are refused.
 
-After the trace, that Python does not run again. So the values it reads (a weight in a dictionary, a
-setting of an object, a global number) must stay as they were, and its changes (a list that grows, a
-counter) would happen only once. Both are detected by comparing all reachable state: closures,
-defaults, the globals that the code names, the object that a method is bound to, and the containers
-that modules hold.
+Tracing runs the Python of the model and of the loss function once and bakes every value it meets
+into the graph. Afterwards that Python does not run again. So the values it reads (an annealed
+weight, `training`, a global number) are compared again at every window, and if one has changed, the
+graph is made again. Its changes (a list that grows, a counter) would happen only once: they are
+undone, and refused. Both are detected by comparing all reachable state: the attributes of modules,
+closures, defaults, the globals that the code names, the object that a method is bound to, and the
+containers that modules hold.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
+import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Reach"]
+from wholebatch.compile.execute_mode import CannotTrace
+
+__all__ = ["PLAIN", "Fingerprint", "Reach", "only_reads", "refuse_hooks"]
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
@@ -35,6 +43,17 @@ Later changes to such a tensor would be missed. Larger ones are read from memory
 _KEPT = 2**16
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
+
+_Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
+_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
+"""Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
+_COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 class Reach:
@@ -104,38 +123,37 @@ class Reach:
         if depth > _DEPTH or len(self._things) >= _THINGS:
             return
         self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            self._things.append(_Thing(name, value, _tensor))
-            return
+        look, inner = self._inside(value, name, mentioned=mentioned)
+        if look is not None:
+            self._things.append(_Thing(name, value, look))
         if isinstance(value, nn.Module):
-            self._things.append(_Thing(name, value, _numbers))
-            inner = [(f"{name}.{key}", child) for key, child in value.named_children()]
             depth -= 1  # Modules are nested deeply.
-        elif isinstance(value, (*_CONTAINERS, tuple)):
-            if not isinstance(value, tuple):  # A different tuple has a different identity.
-                self._things.append(_Thing(name, value, _items))
-            inner = [(f"{name}[{key!r}]", item) for key, item in _children(value)]
-        elif isinstance(value, _FUNCTIONS):
-            if _is_foreign(_bare(value)):
-                return
-            self._things.append(_Thing(name, value, _bindings))
-            inner = list(_reached(value))
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-            if _is_foreign(type(value)):
-                return
-            # If the code names none of its attributes, the object may use `__getattr__`: record
-            # them all.
-            wanted = self._names if mentioned and self._names & vars(value).keys() else None
-            self._things.append(_Thing(name, value, functools.partial(_attributes, wanted)))
-            inner = [
-                (f"{name}.{key}", item)
-                for key, item in vars(value).items()
-                if wanted is None or key in wanted
-            ]
-        else:
-            return
         for key, item in inner[:_ITEMS]:
             self._visit(item, key, depth + 1, mentioned=mentioned)
+
+    def _inside(self, value: Any, name: str, *, mentioned: bool) -> _Inside:
+        """Return how to look at this value (None: it is not compared), and the values inside it."""
+        if isinstance(value, Tensor):
+            return _tensor, []
+        if isinstance(value, nn.Module):
+            return _numbers, [(f"{name}.{key}", child) for key, child in value.named_children()]
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            # A different tuple has a different identity.
+            look = None if isinstance(value, tuple) else _items
+            return look, [(f"{name}[{key!r}]", item) for key, item in _children(value)]
+        if isinstance(value, _FUNCTIONS):
+            if _is_foreign(_bare(value)):
+                return None, []
+            return _bindings, list(_reached(value))
+        if not _is_own_object(value):
+            return None, []
+        # If the code names none of its attributes, the object may use `__getattr__`: record all.
+        wanted = self._names if mentioned and self._names & vars(value).keys() else None
+        return functools.partial(_attributes, wanted), [
+            (f"{name}.{key}", item)
+            for key, item in vars(value).items()
+            if wanted is None or key in wanted
+        ]
 
 
 class _Thing:
@@ -288,7 +306,150 @@ def _methods(kind: type[Any]) -> list[types.FunctionType]:
     return found
 
 
+def _is_own_object(value: Any) -> bool:
+    """True if it is an object of the user's, with attributes."""
+    if isinstance(value, (type, types.ModuleType)):
+        return False
+    return hasattr(value, "__dict__") and not _is_foreign(type(value))
+
+
 def _is_foreign(thing: Any) -> bool:
     """True if it belongs to a library, whose state is not the user's."""
     module = getattr(thing, "__module__", None) or "builtins"
     return module.partition(".")[0] in _FOREIGN
+
+
+class Fingerprint:
+    """All plain values that the forward of a model under a loss function may read.
+
+    `changed()` runs at every window while the device waits, so it must be cheap. Plain values are
+    compared by name, and a module that gained or lost attributes counts as changed.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
+        self._reach = Reach(model, loss)
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def changed(self) -> str | None:
+        """Return the name of the first thing that has changed, or None."""
+        if self._deterministic != torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms"
+        for module in self._modules:
+            if not module.hold():
+                return module.name
+        return self._reach.changed()
+
+    def holds(self) -> bool:
+        """True if nothing has changed."""
+        return self.changed() is None
+
+
+class _Attributes:
+    """The plain attributes of one module, and the identities of its tensors and submodules."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = f"an attribute of {name or 'the model'}"
+        self._all = vars(module)
+        self._number = len(self._all)
+        plain = {name: value for name, value in self._all.items() if _is_plain(value)}
+        names = tuple(plain)
+        self._read = operator.itemgetter(*names) if names else _nothing
+        self._values = self._read(self._all)
+        self._parts = (module._parameters, module._buffers, module._modules)
+        self._ids = self._identities()
+
+    def _identities(self) -> list[int]:
+        return [id(value) for part in self._parts for value in part.values()]
+
+    def hold(self) -> bool:
+        if len(self._all) != self._number or self._identities() != self._ids:
+            return False
+        try:
+            return bool(self._read(self._all) == self._values)
+        except KeyError:
+            return False
+
+
+def _nothing(_: object) -> None:
+    return None
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(item, PLAIN) for item in value)
+    return isinstance(value, PLAIN)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise CannotTrace for a model with hooks: a graph would run their Python only once.
+
+    Modules made by torch.compile or torch.jit are refused too: their forward is no longer Python.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ in _COMPILED:
+            raise CannotTrace(f"{name or 'the model'} is an {type(module).__name__}")
+        for kind in _HOOKS:
+            if getattr(module, kind, None):
+                raise CannotTrace(
+                    f"{name or 'the model'} has {kind.strip('_').replace('_', ' ')}, which a graph "
+                    "would run only once"
+                )
+
+
+@contextmanager
+def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+    """Run the model's Python without side effects; raise CannotTrace if it had any.
+
+    Its changes (a counter, a tensor kept for later) are undone.
+    """
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    reach = Reach(model, loss)
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        changed = sorted(set(_put_back(before)))[:3]
+        written = reach.written()
+        reach.restore()
+        by_python = random.getstate() != python
+        random.setstate(python)
+        by_numpy = numpy is not None and not _same_state(numpy.random.get_state(), drawn)
+        if by_numpy:
+            numpy.random.set_state(drawn)  # type: ignore[union-attr]
+    if changed:
+        raise CannotTrace(f"its forward changes {', '.join(changed)}")
+    if written is not None:
+        raise CannotTrace(f"it changes {written}, which a graph would do only once")
+    if by_python:
+        raise CannotTrace("its forward draws from Python's random module")
+    if by_numpy:
+        raise CannotTrace("its forward draws from numpy's random module")
+
+
+def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
+    """Restore the attributes of the modules, and yield the names of those that had changed."""
+    for module, found in before:
+        now = vars(module)
+        for name in now.keys() | found.keys():
+            if _same(now.get(name, now), found.get(name, found)):
+                continue
+            if not (isinstance(module, nn.RNNBase) and name in _OF_RNNS):
+                yield f"{type(module).__name__}.{name}"
+            if name in found:
+                now[name] = found[name]
+            else:
+                del now[name]
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    """Compare two states of NumPy's generator: its numbers, and its position in them."""
+    return bool(one[1].tobytes() == other[1].tobytes() and one[2:] == other[2:])
+
+
+def _same(now: object, found: object) -> bool:
+    if now is found:
+        return True
+    return isinstance(now, PLAIN) and now == found

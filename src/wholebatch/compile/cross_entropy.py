@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fx_nodes import PRODUCTS, VIEWS
-from wholebatch.compile.kernels import computes_rightly
-from wholebatch.compile.symbolic_sizes import same_shape
+from wholebatch.compile.fusion import PRODUCTS, VIEWS, computes_rightly, same_shape
 
 __all__ = ["can_fuse_entropy", "fuse_entropy"]
 
@@ -38,9 +36,9 @@ def _operation() -> Any:
     def operation(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
         if not logits.is_cuda:
             return _by_operations(logits, labels, seed, ignored)
-        from wholebatch.compile.kernels.cross_entropy_rows import launch
+        from wholebatch.compile.triton_kernels import cross_entropy
 
-        return launch(logits, labels, seed, ignored)
+        return cross_entropy(logits, labels, seed, ignored)
 
     @operation.register_fake
     def _(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
@@ -65,7 +63,7 @@ def _by_operations(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -
 @cache
 def can_fuse_entropy(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "entropy", _operation, _agrees)
+    return computes_rightly(device, _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
@@ -131,37 +129,52 @@ def _bring_forward(graph: fx.Graph, seed: fx.Node, loss: fx.Node) -> bool:
 
 
 def _matched(loss: fx.Node) -> _Loss | None:
-    shares, labels, weight, reduction, ignored = loss.args
+    """Return the parts of this cross-entropy, or None if the fused op cannot replace it."""
+    shares, labels, _, reduction, ignored = loss.args
     assert isinstance(shares, fx.Node)
     assert isinstance(labels, fx.Node)
-    if weight is not None or reduction not in (_SUM, _MEAN) or loss.meta["val"][0].dim():
-        return None
-    if shares.target is not aten._log_softmax.default or shares.args[1:] != (1, False):
+    if not _is_plain(loss, shares):
         return None
     of_loss = _only(shares.users, aten.nll_loss_backward.default)
     of_shares = _only(shares.users, aten._log_softmax_backward_data.default)
     if of_loss is None or of_shares is None or set(shares.users) != {loss, of_loss, of_shares}:
         return None
-    seed, read, *rest = of_loss.args
-    weights = [user for user in loss.users if user.args[1:] == (1,)]
-    if not (
-        isinstance(seed, fx.Node)
-        and read is shares
-        and rest[:4] == [labels, None, reduction, ignored]
-        and list(of_loss.users) == [of_shares]
-        and of_shares.args[:3] == (of_loss, shares, 1)
-        and all(list(weight.users) == [of_loss] for weight in weights)
-    ):
+    seed = of_loss.args[0]
+    if not isinstance(seed, fx.Node) or not _is_its_backward(loss, of_loss, of_shares):
         return None
     logits = _source(shares)
-    if logits is None:
-        return None
-    gradient = _end(of_shares, logits.meta["val"])
-    if gradient is None:
+    gradient = None if logits is None else _end(of_shares, logits.meta["val"])
+    if logits is None or gradient is None:
         return None
     assert isinstance(reduction, int)
     assert isinstance(ignored, int)
     return _Loss(loss, logits, labels, seed, gradient, reduction, ignored)
+
+
+def _is_plain(loss: fx.Node, shares: fx.Node) -> bool:
+    """True if it is the sum or mean, without class weights, over log-softmax rows of a matrix."""
+    _, _, weight, reduction, _ = loss.args
+    return (
+        weight is None
+        and reduction in (_SUM, _MEAN)
+        and not loss.meta["val"][0].dim()
+        and shares.target is aten._log_softmax.default
+        and shares.args[1:] == (1, False)
+    )
+
+
+def _is_its_backward(loss: fx.Node, of_loss: fx.Node, of_shares: fx.Node) -> bool:
+    """True if these two nodes are the backward of this loss, and nothing else reads between."""
+    shares, labels, _, reduction, ignored = loss.args
+    _, read, *rest = of_loss.args
+    weights = [user for user in loss.users if user.args[1:] == (1,)]
+    return (
+        read is shares
+        and rest[:4] == [labels, None, reduction, ignored]
+        and list(of_loss.users) == [of_shares]
+        and of_shares.args[:3] == (of_loss, shares, 1)
+        and all(list(weight.users) == [of_loss] for weight in weights)
+    )
 
 
 def _only(users: Any, target: Any) -> fx.Node | None:

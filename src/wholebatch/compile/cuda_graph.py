@@ -18,10 +18,10 @@ from torch import Tensor
 
 from wholebatch.compile.joint_graph import Results, Runnable
 
-__all__ = ["Captured", "rehearse"]
+__all__ = ["CapturedGraph", "rehearse"]
 
 
-class Captured:
+class CapturedGraph:
     """`run` captured as a CUDA graph and replayed, on tensors like those given."""
 
     def __init__(

@@ -1,19 +1,53 @@
-"""Weight gradients accumulated by the matrix product itself: 16-bit inputs, an fp32 buffer.
+"""Weight gradients that the matrix product itself adds into the gradient buffer.
 
-`dW = dYᵀ X` in bf16 is written, read again, cast and added into the fp32 buffer: about 10 bytes of
-traffic per parameter and micro-batch. cuBLAS can save it, because its products accept an fp32
-addend. The CPU has no kernel for this.
+Autograd computes the gradient of a linear layer's weight, `dW = dYᵀ X`, in the dtype of the
+product, casts it, and adds it to `.grad`: three passes over the weight for every micro-batch, about
+10 bytes per parameter. cuBLAS can save it, because its 16-bit products accept an fp32 addend. The
+CPU has no kernel for this.
+
+Compiled graphs use it as an operation (`add_product`). In eager code (`Adding`) the matrix product
+adds into `.grad`, and an embedding scatters its rows into it, only where the sum is the only
+visible difference. Everywhere else the layer runs as written:
+
+- The layer's forward is replaced only while the loss function runs, and only if it is torch's own.
+  A subclass with its own forward, a parametrised weight, and a weight used by other code are left
+  alone.
+- Only the window's own backward adds this way. A backward inside the loss function (a gradient
+  penalty) gets ordinary gradients and can be differentiated again.
+- Autograd adds as usual in checkpointed blocks and under other saved-tensor hooks, under
+  torch.func, modes and torch.compile, on a stream of the user's own, and where something waits for
+  the gradient of a parameter (several ranks that reduce during the last backward).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
 
-__all__ = ["add_product", "can_add_any_product", "can_add_products"]
+from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.precision import SIXTEEN_BIT, Precision
+
+if TYPE_CHECKING:
+    from wholebatch.core.window import Window
+
+__all__ = ["Adding", "add_product", "can_add_any_product", "can_add_products"]
+_CAN_LOOK = (
+    hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    and hasattr(torch._C, "_are_functorch_transforms_active")
+    and hasattr(torch._C, "_len_torch_dispatch_stack")
+    and hasattr(torch._C, "_len_torch_function_stack")
+    and hasattr(forward_ad, "_current_level")
+)
+"""True if this torch has the private functions that report hooks, modes and transforms."""
+LossFunction = Callable[[Any, Any], Any]
 
 
 @cache
@@ -70,3 +104,287 @@ def _adds(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int])
     except (RuntimeError, TypeError):
         return False
     return torch.equal(made, wanted) and torch.equal(buffer, wanted + before)
+
+
+class Adding:
+    """`eager(micro, loss)` with weight gradients added directly into `.grad` where possible."""
+
+    anywhere = False
+    """Set by tests: also use it on devices without an fp32-accumulating product."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        window: Window,
+        precision: Precision,
+        device: torch.device,
+        eager: Callable[[Any, LossFunction], Loss | Terms],
+    ) -> None:
+        self.plain = eager
+        self.allowed = True
+        """Set to False to measure the gain."""
+        self.added = 0
+        """The number of gradients added without autograd."""
+        self._window = window
+        self._precision = precision
+        self._device = device
+        self._model = model
+        self._layers: list[tuple[nn.Module, MethodType]] = []
+        self._own: set[int] = set()
+        self._adds = False  # True while the window's own backward runs.
+        self._stream: Any = None
+
+    @property
+    def possible(self) -> bool:
+        """True if autograd may not see some of the gradients."""
+        return self._window.store.only_eager is None and self.replaces
+
+    @property
+    def replaces(self) -> bool:
+        """True if the forwards of layers are replaced: not where something waits for gradients."""
+        if not self.allowed or not _CAN_LOOK:
+            return False
+        sync = self._window.sync
+        able = self.anywhere or can_add_any_product(self._device)
+        return able and sync.takes_graphs and not sync.counts_must_agree
+
+    def __call__(self, micro: Any, loss: LossFunction) -> Loss | Terms:
+        """Run one micro-step eagerly."""
+        window = self._window
+        # Buckets of gradients are sent to the other ranks as autograd produces them.
+        if not self.replaces or (window.closing and window.sync.ranks > 1):
+            return self.plain(micro, loss)
+        self._look_at_the_window()
+
+        def forward(model: Any, micro: Any) -> Any:
+            with self._in_place():
+                result = loss(model, micro)
+            self._adds = True  # The window's backward comes next.
+            return result
+
+        try:
+            return self.plain(micro, forward)
+        finally:
+            self._adds = False
+
+    def _look_at_the_window(self) -> None:
+        if not self._layers:
+            self._layers = [
+                (module, MethodType(self._forward_of(module), module))
+                for module in self._model.modules()
+                if getattr(type(module), "forward", None) in _FORWARDS
+            ]
+        if self._window.micro_batches == 0 or not self._own:
+            self._own = {id(p) for group in self._window.target.groups() for p in group}
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Replace the forwards of the layers within this context."""
+        replaced = []
+        try:
+            for module, forward in self._layers:
+                # Skip a module whose forward other code has replaced.
+                if "forward" not in module.__dict__:
+                    module.__dict__["forward"] = forward
+                    replaced.append(module)
+            yield
+        finally:
+            for module in replaced:
+                module.__dict__.pop("forward", None)
+
+    def _forward_of(self, module: nn.Module) -> Callable[[Any, Tensor], Tensor]:
+        # Bind the function to the module with MethodType: a copy of the module that is made while
+        # the loss function runs then gets a method of its own.
+        ours: Callable[..., Tensor | None] = _FORWARDS[type(module).forward]
+
+        def forward(layer: Any, x: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling() and self._may_add(layer, x):
+                result = ours(self, layer, x)
+                if result is not None:
+                    return result
+            plain: Tensor = type(layer).forward(layer, x)
+            return plain
+
+        return forward
+
+    def _may_add(self, layer: Any, x: Tensor) -> bool:
+        """True if no hook, mode or transform observes this call."""
+        weight = layer._parameters.get("weight")
+        return (
+            id(weight) in self._own
+            and type(weight) is nn.Parameter
+            and weight.requires_grad
+            and weight.is_contiguous()
+            and type(x) is Tensor
+            and x.device == weight.device
+            and torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            and not torch._C._are_functorch_transforms_active()
+            and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._len_torch_function_stack()
+            and forward_ad._current_level < 0
+            and (self._stream is None or torch.cuda.current_stream(x.device) == self._stream)
+        )
+
+    def adds_to(self, weight: Tensor) -> bool:
+        """True if the current backward may add to this weight's `.grad` without autograd."""
+        if not self._adds or torch.is_grad_enabled():
+            return False
+        if weight._post_accumulate_grad_hooks or weight._backward_hooks:
+            return False
+        buffer = weight.grad
+        return buffer is None or (
+            type(buffer) is Tensor and not buffer.is_sparse and buffer.is_contiguous()
+        )
+
+    # ----------------------------------------------------------------- layers
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor | None:
+        """Return the layer's output, or None if its dtypes are not supported."""
+        weight, bias = layer.weight, layer.bias
+        kind = weight.device.type
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            given = (x.dtype, weight.dtype, dtype if bias is None else bias.dtype)
+            if any(one not in (torch.float32, *SIXTEEN_BIT) for one in given):
+                return None  # Autocast does not cast this dtype.
+        elif x.dtype is not dtype or (bias is not None and bias.dtype is not dtype):
+            return None
+        if dtype not in SIXTEEN_BIT and not self.anywhere:
+            return None
+        result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            x.to(dtype),
+            weight,
+            bias,
+            self._precision.copy_of(weight, dtype),
+            None if bias is None else self._precision.copy_of(bias, dtype),
+            self,
+        )
+        return result
+
+    def embedding(self, layer: nn.Embedding, tokens: Tensor) -> Tensor | None:
+        """Return the layer's output, or None if its gradient is of another kind."""
+        if layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None:
+            return None
+        padding = -1 if layer.padding_idx is None else layer.padding_idx
+        result: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
+            tokens, layer.weight, padding, self
+        )
+        return result
+
+
+_FORWARDS: dict[Any, Any] = {
+    nn.Linear.forward: Adding.linear,
+    nn.Embedding.forward: Adding.embedding,
+}
+
+
+class _Linear(torch.autograd.Function):
+    """`linear(x, w, b)`, where `w` and `b` are the weight and bias in the dtype of `x`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        w: Tensor,
+        b: Tensor | None,
+        adding: Adding,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.w, ctx.adding = w, adding
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return functional.linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        # A backward that will be differentiated again must depend on the weight itself.
+        w = weight.to(x.dtype) if torch.is_grad_enabled() else ctx.w
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = torch.matmul(dy, w) if wants_x else None
+        dw = db = None
+        if wants_weight:
+            left, right = rows.t(), x.reshape(-1, x.shape[-1])
+            if not ctx.adding.adds_to(weight) or not _add_product(weight, left, right):
+                dw = _product(left, right, weight.dtype)
+            else:
+                ctx.adding.added += 1
+        if wants_bias:
+            db = rows.sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `left @ right` in this dtype.
+
+    On CUDA a 16-bit product is computed in float32 directly, unless it is differentiated again.
+    """
+    if (
+        dtype is torch.float32
+        and left.dtype in SIXTEEN_BIT
+        and not torch.is_grad_enabled()
+        and left.numel()
+        and right.numel()
+        and can_add_any_product(left.device)
+    ):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).to(dtype)
+
+
+@torch.no_grad()
+def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Add `left @ right` to the weight's `.grad`; return False if autograd should add it."""
+    buffer = weight.grad
+    if not left.numel() or not right.numel():  # For example an expert without tokens.
+        return False
+    if left.dtype not in SIXTEEN_BIT:
+        if buffer is None or buffer.dtype is not left.dtype:
+            return False
+        buffer.addmm_(left, right)
+    elif buffer is None:
+        if not can_add_any_product(left.device):
+            return False
+        weight.grad = torch.mm(left, right, out_dtype=torch.float32)
+    elif buffer.dtype is not torch.float32:
+        return False
+    elif can_add_any_product(left.device):
+        torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
+        # `Gradients.take_back` detects the change by the version.
+        torch.autograd.graph.increment_version(buffer)
+    else:
+        buffer.add_(torch.mm(left, right))
+    return True
+
+
+class _Embedding(torch.autograd.Function):
+    """An embedding lookup: the rows of the weight for these tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int, adding: Adding) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        ctx.padding, ctx.adding = padding, adding
+        return functional.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weight = ctx.saved_tensors
+        buffer = weight.grad
+        if buffer is None or not ctx.adding.adds_to(weight):
+            dw = torch.ops.aten.embedding_dense_backward(
+                dy, tokens, weight.shape[0], ctx.padding, False
+            )
+            return None, dw, None, None
+        with torch.no_grad():
+            rows = dy.reshape(-1, dy.shape[-1]).to(buffer.dtype)
+            which = tokens.reshape(-1)
+            if ctx.padding >= 0:  # The padding row gets no gradient.
+                rows = rows.masked_fill((which == ctx.padding).unsqueeze(-1), 0.0)
+            buffer.index_put_((which,), rows, accumulate=True)
+        ctx.adding.added += 1
+        return None, None, None, None

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fx_nodes import column_sum_into_buffer
-from wholebatch.compile.kernels import computes_rightly
+from wholebatch.compile.fusion import column_sum_into_buffer, computes_rightly
 from wholebatch.core.precision import SIXTEEN_BIT
 
 __all__ = ["CUBIC", "LINEAR", "can_fuse_gelu", "fuse_gelu", "simplify_gelu"]
@@ -44,10 +43,10 @@ def _operation() -> Any:
         gradient, x = gradient.contiguous(), x.contiguous()
         if not x.is_cuda:
             return _by_operations(gradient, x, bias_sum, approximate)
-        from wholebatch.compile.kernels.gelu_backward import launch
+        from wholebatch.compile.triton_kernels import gelu_backward
 
         tanh = approximate == "tanh"
-        return launch(gradient, x, bias_sum, is_tanh=tanh, linear=LINEAR, cubic=CUBIC)
+        return gelu_backward(gradient, x, bias_sum, is_tanh=tanh, linear=LINEAR, cubic=CUBIC)
 
     @operation.register_fake
     def _(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: str) -> Tensor:
@@ -67,7 +66,7 @@ def _by_operations(gradient: Tensor, x: Tensor, bias_sum: Tensor, approximate: s
 @cache
 def can_fuse_gelu(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "gelu", _operation, _agrees)
+    return computes_rightly(device, _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.precision import SIXTEEN_BIT
-from wholebatch.offload import DeviceStore
 
 if TYPE_CHECKING:
     from wholebatch.core.window import Window

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.messages import CannotTrace
 from wholebatch.compile.trace import Form, totals_of
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["Check", "Eagerly", "differs", "gradients_in_full", "is_as_near"]
+__all__ = ["Check", "EagerResult", "differs", "gradients_in_full", "is_as_near"]
 
 
 @dataclass(frozen=True)
-class Eagerly:
+class EagerResult:
     """The eager result of one micro-batch, to compare a graph with."""
 
     inputs: Inputs
@@ -47,18 +47,6 @@ class Eagerly:
         if any(after.dtype in SIXTEEN_BIT for after, _ in pairs):
             return None  # A 16-bit sum is too coarse to recover the last addend.
         return [after if before is None else after - before for after, before in pairs]
-
-    def gradients_in_full(
-        self,
-        model: nn.Module,
-        loss: Callable[[Any, Any], Any],
-        parameters: Sequence[nn.Parameter],
-        seeds: Sequence[Tensor],
-    ) -> list[Tensor]:
-        """Return the gradients of this micro-batch without autocast, from the state before it."""
-        self.before.restore()
-        micro = self.inputs.around(self.inputs.tensors)
-        return gradients_in_full(model, loss, micro, parameters, seeds)
 
 
 class Check:

@@ -1,4 +1,4 @@
-"""Micro-batches as inputs of a graph: their tensors, and the key that a graph is made for.
+"""Micro-batches as inputs of a graph: copied to the device, taken apart, and recognised by a key.
 
 A traced graph is valid for one shape, dtype and stride of every tensor, and for the exact values of
 everything else in the micro-batch. Together these are its `Key`.
@@ -13,10 +13,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from wholebatch.compile.messages import CannotTrace
+from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import Structure, flatten
 
-__all__ = ["Inputs", "Key", "take_apart"]
+__all__ = [
+    "DeviceCopies",
+    "Inputs",
+    "Key",
+    "dense_strides",
+    "is_dense",
+    "memory_order",
+    "take_apart",
+]
 
 Key: TypeAlias = tuple[Hashable, ...]
 
@@ -54,7 +63,7 @@ def take_apart(micro: Any) -> Inputs:
                     f"{value.layout}, and a graph takes dense tensors"
                 )
             # A slice of a wider tensor: its strides are not part of the kind.
-            if not _is_dense(value):
+            if not is_dense(value, memory_order(value)):
                 value = value.contiguous()
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
         elif isinstance(value, _VALUES):
@@ -69,16 +78,52 @@ def take_apart(micro: Any) -> Inputs:
     return Inputs(tensors, tuple(parts), tuple(values), structure)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """True if the elements fill one block of memory, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=_by_stride):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def memory_order(tensor: Tensor) -> list[int]:
+    """Return the dimensions in memory order, the innermost first."""
+    return sorted(
+        range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim], -dim)
+    )
 
 
-def _by_stride(dimension: tuple[int, int]) -> tuple[int, int]:
-    return dimension[1], dimension[0]
+def dense_strides(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """Return the strides without gaps for dimensions in this memory order."""
+    strides, expected = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = expected
+        expected *= shape[dim]
+    return strides
+
+
+def is_dense(tensor: Tensor, order: Sequence[int]) -> bool:
+    """True if the elements fill one block of memory, with the dimensions in this order."""
+    return all(
+        size <= 1 or stride == wanted
+        for size, stride, wanted in zip(
+            tensor.shape, tensor.stride(), dense_strides(tensor.shape, order), strict=True
+        )
+    )
+
+
+class DeviceCopies:
+    """Copies micro-batches to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, micro: Any) -> Any:
+        """Return the micro-batch on the device, ready for later work on the current stream."""
+        if self._device.type != "cuda":
+            return to_device(micro, self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = to_device(micro, self._device)
+        if moved is micro:
+            return micro
+        current.wait_stream(self._stream)
+        for leaf in flatten(moved)[0]:
+            if isinstance(leaf.value, Tensor) and leaf.value.is_cuda:
+                leaf.value.record_stream(current)
+        return moved

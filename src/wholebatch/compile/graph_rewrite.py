@@ -21,27 +21,25 @@ from torch import fx
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.cross_entropy import fuse_entropy
-from wholebatch.compile.fx_nodes import cast_to
+from wholebatch.compile.fusion import cast_to, same_shape
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.layer_norm import fuse_norms
-from wholebatch.compile.symbolic_sizes import same_shape
 from wholebatch.compile.trace import Traced
 from wholebatch.core.precision import SIXTEEN_BIT
 
-__all__ = ["Options", "Rewritten", "rewrite"]
+__all__ = ["Fusions", "Rewritten", "rewrite"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Options:
+class Fusions:
     """The fusions to apply; which of them pay depends on how the graph runs."""
 
     products: bool = False
     """Add 16-bit products into fp32 buffers in the matrix product itself (CUDA only)."""
     products_in_full: bool = False
     """Add products of the buffer's own dtype with `addmm_`; pays if nothing fuses with them."""
-    embeddings: bool = True
     entropy: bool = False
     """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
     norms: bool = False
@@ -70,7 +68,7 @@ class Rewritten:
 
 
 def rewrite(
-    traced: Traced, trained: int, buffer_dtypes: list[torch.dtype], options: Options
+    traced: Traced, trained: int, buffer_dtypes: list[torch.dtype], options: Fusions
 ) -> Rewritten:
     """Return the same micro-step with gradients added into buffers instead of returned.
 
@@ -144,7 +142,7 @@ def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
 class _Adder:
     """Adds each gradient into its buffer right after it is computed."""
 
-    def __init__(self, graph: fx.Graph, options: Options) -> None:
+    def __init__(self, graph: fx.Graph, options: Fusions) -> None:
         self._graph = graph
         self._options = options
         self.products = 0
@@ -181,7 +179,7 @@ class _Adder:
         return True
 
     def _rows(self, buffer: fx.Node, part: fx.Node) -> bool:
-        if part.target is not aten.embedding_dense_backward.default or not self._options.embeddings:
+        if part.target is not aten.embedding_dense_backward.default:
             return False
         rows, indices, _, padding, by_frequency = part.args
         if by_frequency or part.kwargs:

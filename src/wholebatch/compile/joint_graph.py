@@ -8,6 +8,7 @@ seeds. Its outputs are the totals and units, which stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
-from wholebatch.compile.graph_rewrite import Options, rewrite
+from wholebatch.compile.graph_rewrite import Fusions, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.trace import Form, State, Traced
@@ -35,20 +36,10 @@ class JointStep:
     It adds the gradients, times the seeds, into the buffers of `used`.
     """
 
-    fuses_products = True
-    """Accumulate weight gradients in the matrix product where the device can."""
-
-    fuses_entropy = True
-    """Compute a cross-entropy and its gradient in one kernel where the device can."""
-
-    fuses_norms = True
-    """Compute a layer norm's backward and the operations around it in one kernel."""
-
-    simplifies_gelu = True
-    """Compute GELUs with one exponential in compiled steps on CUDA."""
-
-    fuses_gelu = True
-    """Compute a GELU's gradient and that of the bias before it in one kernel."""
+    fusions: ClassVar[Fusions] = Fusions(
+        products=True, products_in_full=True, entropy=True, norms=True, gelu_sums=True, gelu=True
+    )
+    """The fusions to use where the device has them; measurements switch some off."""
 
     whole_rows = 4096
     """Rows up to this length stay in registers while a kernel reduces them."""
@@ -73,22 +64,14 @@ class JointStep:
         self.compiled = compiled
         self.runs = 1
         """The number of runs, replays included; the trial run counts."""
-        self._trained = list(state.trained.values())
-        self._others = list(state.others.values())
+        self.hold(state)
         device = self._trained[0].device
         buffers = gradients.of(self.used)
         rewritten = rewrite(
             traced,
             len(self._trained),
             [buffer.dtype for buffer in buffers],
-            Options(
-                products=self.fuses_products and can_add_products(device),
-                products_in_full=not compiled,
-                entropy=self.fuses_entropy and can_fuse_entropy(device),
-                norms=self.fuses_norms and can_fuse_norms(device),
-                gelu_sums=self.fuses_gelu and can_fuse_gelu(device),
-                gelu=compiled and self.simplifies_gelu and device.type == "cuda",
-            ),
+            self._possible_fusions(device),
         )
         self.fused = (rewritten.fused_products, rewritten.fused_embeddings)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
@@ -105,6 +88,19 @@ class JointStep:
             arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
         self._run = compiled_by_inductor(
             rewritten.graph, arguments, self.inductor, whole_rows=self.whole_rows
+        )
+
+    def _possible_fusions(self, device: torch.device) -> Fusions:
+        """Return the fusions that this device has and that pay for this way of running."""
+        wanted = self.fusions
+        return replace(
+            wanted,
+            products=wanted.products and can_add_products(device),
+            products_in_full=wanted.products_in_full and not self.compiled,
+            entropy=wanted.entropy and can_fuse_entropy(device),
+            norms=wanted.norms and can_fuse_norms(device),
+            gelu_sums=wanted.gelu_sums and can_fuse_gelu(device),
+            gelu=wanted.gelu and self.compiled and device.type == "cuda",
         )
 
     def hold(self, state: State) -> None:
@@ -127,18 +123,24 @@ class JointStep:
         return [*sizes, *trained, *self._others, *tensors, *seeds, *self._tail]
 
 
+@dataclass(frozen=True)
 class Prepared:
-    """A step that is ready for one kind of micro-batch."""
+    """A step that is ready for one kind of micro-batch; `run` replays `joint` if it is captured."""
 
-    def __init__(self, joint: JointStep, run: Runnable, form: Form) -> None:
-        self.joint = joint
-        self.form = form
-        """The form for this kind: units that count samples depend on the sizes."""
-        self.run = run
-        self.captured = run is not joint
-        self.addresses = joint.addresses()
+    joint: JointStep
+    run: Runnable
+    form: Form
+    """The form for this kind: units that count samples depend on the sizes."""
+    addresses: list[int]
+    """The addresses of the model's tensors when it was captured."""
+
+    @property
+    def captured(self) -> bool:
+        """True if a CUDA graph is replayed."""
+        return self.run is not self.joint
 
     @property
     def mode(self) -> str:
+        """The name of this way to run a micro-step."""
         how = "compile" if self.joint.compiled else "operations"
         return f"graph of {how}" if self.captured else how

@@ -10,7 +10,7 @@ everything is read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import getitem
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fx_nodes import (
+from wholebatch.compile.fusion import (
     PRODUCTS,
     VIEWS,
     Added,
     added_into_buffer,
     cast_to,
     column_sum_into_buffer,
+    computes_rightly,
+    same_shape,
 )
-from wholebatch.compile.kernels import computes_rightly
-from wholebatch.compile.symbolic_sizes import same_shape
 from wholebatch.core.precision import SIXTEEN_BIT
 
 __all__ = ["can_fuse_norms", "fuse_norms"]
@@ -74,7 +74,7 @@ def _operation() -> Any:
         given = gradient, x, addend, mean, rstd, weight, residual
         side_by_side: list[Any] = [None if one is None else one.contiguous() for one in given]
         if x.is_cuda and x.dtype is torch.float32:
-            from wholebatch.compile.kernels.layer_norm_backward import launch as run
+            from wholebatch.compile.triton_kernels import layer_norm_backward as run
         else:
             run = _by_operations
         return _made_by(run, Read(*side_by_side), low, sums)
@@ -133,7 +133,7 @@ def _by_operations(read: Read, low: Tensor | None, total: Tensor, sums: list[boo
 @cache
 def can_fuse_norms(device: torch.device) -> bool:
     """True if this device has the kernel and it computes correctly."""
-    return computes_rightly(device, "norms", _operation, _agrees)
+    return computes_rightly(device, _operation, _agrees)
 
 
 def _agrees(run: Callable[..., Any], device: torch.device) -> bool:
@@ -193,25 +193,17 @@ def fuse_norms(graph: fx.Graph) -> int:
 
 
 def _matched(node: fx.Node) -> _Norm | None:
+    """Return the parts of this layer norm's backward, or None if the fused op cannot replace it."""
     gradient, x, shape, *_ = node.args
     assert isinstance(gradient, fx.Node)
     assert isinstance(x, fx.Node)
     assert isinstance(shape, (list, tuple))
     value = x.meta["val"]
-    [columns, *more] = shape
+    columns = shape[0]
     outs = {user.args[1]: user for user in node.users if user.target is getitem}
-    if (
-        more
-        or not isinstance(columns, int)
-        or columns > _LONGEST
-        or value.dtype not in (torch.float32, torch.float64)
-        or not value.is_contiguous()
-        # The compiler reads it in 16 bit; fused, it would have to be written in 32.
-        or cast_to(x) is not None
-        or 0 not in outs
-        or len(outs) != len(node.users)
-    ):
+    if not _takes(x, shape) or 0 not in outs or len(outs) != len(node.users):
         return None
+    assert isinstance(columns, int)
     if cast_to(gradient) is value.dtype:
         source = gradient.all_input_nodes[0]
         if source.meta["val"].dtype in SIXTEEN_BIT:
@@ -226,6 +218,21 @@ def _matched(node: fx.Node) -> _Norm | None:
     _take_residual(norm, value)
     _take_low(norm, columns)
     return norm
+
+
+def _takes(x: fx.Node, shape: Sequence[Any]) -> bool:
+    """True if the kernel takes a norm over the last dimension of this input."""
+    value = x.meta["val"]
+    [columns, *more] = shape
+    return (
+        not more
+        and isinstance(columns, int)
+        and columns <= _LONGEST
+        and value.dtype in (torch.float32, torch.float64)
+        and value.is_contiguous()
+        # The compiler reads a cast in 16 bit; fused, it would have to be written in 32.
+        and cast_to(x) is None
+    )
 
 
 def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
@@ -249,6 +256,7 @@ def _parts(x: fx.Node, kept: set[fx.Node]) -> tuple[fx.Node, fx.Node | None]:
 
 
 def _take_residual(norm: _Norm, value: Tensor) -> None:
+    """Include the addition of the residual's gradient, if nothing else reads the norm's."""
     if len(norm.total.users) != 1:
         return
     [user] = norm.total.users
@@ -261,6 +269,7 @@ def _take_residual(norm: _Norm, value: Tensor) -> None:
 
 
 def _take_low(norm: _Norm, columns: int) -> None:
+    """Include the 16-bit copy of the gradient, and the sum of its rows."""
     lows = [user for user in norm.total.users if cast_to(user) in SIXTEEN_BIT]
     if len(lows) != 1:
         return

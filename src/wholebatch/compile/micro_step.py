@@ -16,10 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.compile.captured_values import Fingerprint
-from wholebatch.compile.compiled_forward import CompiledForward
-from wholebatch.compile.cuda_graph import Captured, rehearse
-from wholebatch.compile.eager_weight_grad import Adding
+from wholebatch.compile.captured_state import Fingerprint
+from wholebatch.compile.cuda_graph import CapturedGraph, rehearse
+from wholebatch.compile.execute_mode import (
+    CannotTrace,
+    Execute,
+    ExecutePlan,
+    Notes,
+    first_line,
+    reason_of,
+)
+from wholebatch.compile.fused_weight_grad import Adding
 from wholebatch.compile.gradient_buffers import (
     Casts,
     Gradients,
@@ -28,16 +35,11 @@ from wholebatch.compile.gradient_buffers import (
     may_lend,
     take_workspace,
 )
-from wholebatch.compile.graph_check import Check, Eagerly
-from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
-from wholebatch.compile.graph_ledger import Ledger
+from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
+from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
-from wholebatch.compile.messages import CannotTrace, Notes, first_line
-from wholebatch.compile.prefetch import Copies
-from wholebatch.compile.shared_graphs import Shapes, Shared
-from wholebatch.compile.symbolic_sizes import Sizes
+from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Form, State, Traced, totals_of, trace
-from wholebatch.compile.when_to_compile import Execute, Plan
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
@@ -45,7 +47,7 @@ from wholebatch.core.precision import SIXTEEN_BIT, Precision
 if TYPE_CHECKING:
     from wholebatch.core.window import Window
 
-__all__ = ["Executor"]
+__all__ = ["CompiledForward", "Executor"]
 
 
 class Executor:
@@ -83,9 +85,9 @@ class Executor:
         self._device = device
         self._eager = Adding(self._model, window, precision, device, eager)
         self._single = single
-        self._copies = Copies(device)
-        self._ledger = Ledger(window, device)
-        self._plan = Plan.of(execute, device)
+        self._copies = DeviceCopies(device)
+        self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
+        self._plan = ExecutePlan.of(execute, device)
         self._next_place = 0
         self._pool: Any = None
         self._forward: CompiledForward | None = None
@@ -110,7 +112,7 @@ class Executor:
         self._steps: dict[Key, Prepared] = {}
         self._traced: dict[Key, Traced] = {}
         self._seen: dict[Key, int] = {}
-        self._shapes = Shapes(self.notes)
+        self._shapes = SharedGraphs(self.notes)
 
     # ------------------------------------------------------------- micro-step
 
@@ -142,7 +144,7 @@ class Executor:
         self._steps.clear()
         self._traced.clear()
         self._seen.clear()
-        self._shapes = Shapes(self.notes)
+        self._shapes = SharedGraphs(self.notes)
         self._pool = None
         self._next_place = 0
 
@@ -199,11 +201,33 @@ class Executor:
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
         joint.runs += 1
-        totals, units = prepared.run(inputs.tensors, self._ledger.seeds(prepared.form))
-        self._ledger.record(prepared.form, totals, units)
+        totals, units = prepared.run(inputs.tensors, self._seeds(prepared.form))
+        self._record(prepared.form, totals, units)
         return True
 
-    def _prepares(self, inputs: Inputs, shared: Shared | None) -> bool:
+    def _seeds(self, form: Form) -> list[Tensor]:
+        """Return the seed for the backward of each total; it stays on the device."""
+        for dtype in form.dtypes:
+            if dtype not in self._likes:
+                self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
+        return [
+            self._window.seed_of(name, self._likes[dtype], weight)
+            for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
+        ]
+
+    def _record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
+        """Record a micro-step whose gradients have been added."""
+        counted = iter(units)
+        self._window.record(
+            dict(zip(form.names, totals, strict=True)),
+            {
+                name: next(counted) if number is None else number
+                for name, number in zip(form.names, form.units, strict=True)
+            },
+            dict(zip(form.names, form.weights, strict=True)),
+        )
+
+    def _prepares(self, inputs: Inputs, shared: SharedGraph | None) -> bool:
         own = sum(step.joint.sizes is None for step in self._steps.values())
         others = None if shared is None else len(self._steps) - own
         first = not self._window.owners
@@ -270,7 +294,7 @@ class Executor:
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
         totals = [total.detach() for total in totals_of(loss)]
-        done = Eagerly(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
+        done = EagerResult(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
         del loss
         self._precision.let_go()
         self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
@@ -294,7 +318,8 @@ class Executor:
             f"{step.joint.fused[1]} embeddings add themselves"
         )
 
-    def _made(self, done: Eagerly, *, compiled: bool) -> Prepared:
+    def _made(self, done: EagerResult, *, compiled: bool) -> Prepared:
+        """Make the graph for this kind, shared with other sizes if possible, and check it."""
         inputs, form = done.inputs, done.form
         if self._window.known is not None and any(d in SIXTEEN_BIT for d in form.dtypes):
             raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
@@ -330,12 +355,13 @@ class Executor:
         return self._proven(joint, replace(done, earlier=None))
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
+        """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
         try:
             return make(traced, compiled=compiled)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # A compiler may raise anything; the traced graph still runs.
-            reason = f"{type(problem).__name__}: {first_line(problem)}"
+            reason = reason_of(problem)
             if not compiled:
                 raise CannotTrace(reason) from problem
             if not self._plan.captures:
@@ -344,13 +370,13 @@ class Executor:
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
             return self._joint(make, traced, False)
 
-    def _proven(self, joint: JointStep, done: Eagerly) -> Prepared:
+    def _proven(self, joint: JointStep, done: EagerResult) -> Prepared:
         """Run the graph from the same state as eager code, and capture it if the results agree."""
         # The trial run writes into the buffers: save the window's gradients first.
         buffers, inputs = self._gradients.of(joint.used), done.inputs
         held = self._gradients.set_aside(joint.used)
         self._casts.refresh()
-        seeds = self._ledger.seeds(done.form)
+        seeds = self._seeds(done.form)
 
         def run() -> list[Tensor]:
             done.before.restore()
@@ -359,7 +385,9 @@ class Executor:
 
         def in_full() -> list[Tensor]:
             used = [self._gradients.parameters[index] for index in joint.used]
-            return done.gradients_in_full(self._model, self._loss, used, seeds)
+            done.before.restore()
+            micro = inputs.around(inputs.tensors)
+            return gradients_in_full(self._model, self._loss, micro, used, seeds)
 
         try:
             found = rehearse(run, self._device, captures=self._plan.captures)
@@ -372,13 +400,14 @@ class Executor:
             step = self._captured(joint, inputs, seeds) if self._plan.captures else joint
         finally:
             self._gradients.put_back(joint.used, held)
-        return Prepared(joint, step, done.form)
+        return Prepared(joint, step, done.form, joint.addresses())
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
+        """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            return Captured(joint, inputs.tensors, seeds, pool=self._pool)
+            return CapturedGraph(joint, inputs.tensors, seeds, pool=self._pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:
@@ -401,3 +430,44 @@ class Executor:
             self._forward = CompiledForward(self._model, self._loss, self._window, eager)
         how = "eagerly" if self._forward is None else "with a compiled forward only"
         self.notes.fell_back(self.execute, how, reason)
+
+
+class CompiledForward:
+    """Micro-steps by torch.compile over ordinary autograd, where one joint graph is impossible.
+
+    torch.compile inspects the model's Python at every call and compiles the parts between graph
+    breaks. So it supports hooks, side effects and checkpointing with dropout, and still fuses most
+    of the work. Autograd adds the gradients, and every micro-batch casts the weights again.
+    A call raises CannotTrace if the first one fails.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        window: Window,
+        eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
+    ) -> None:
+        self._model = model
+        self._window = window
+        self._eager = eager
+        self._loss: Callable[[Any, Any], Any] = torch.compile(loss)
+        self._proven = False
+
+    def __call__(self, micro: Any) -> None:
+        if self._proven:
+            self._eager(micro, self._loss)
+            return
+        before = ForwardState(self._model)
+        entered = len(self._window.owners)
+        try:
+            self._eager(micro, self._loss)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # A compiler may raise anything.
+            if self._window.broken or len(self._window.owners) != entered:
+                # It failed after the backward began: some of its gradients are already added.
+                raise
+            before.restore()
+            raise CannotTrace(reason_of(problem)) from problem
+        self._proven = True

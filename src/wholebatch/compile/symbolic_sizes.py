@@ -1,33 +1,44 @@
-"""Open sizes of a graph: symbols instead of numbers, and the guards on them.
+"""Symbolic sizes: one graph for kinds of micro-batches that differ in size only.
 
-The graph of one kind of micro-batch is valid for its exact shapes only. Here some dimensions of the
-tensors are symbols while the model's Python runs, and the graph computes with them. Every question
-that the code, torch or the compiler asks about a symbol ("is it longer than 512?") is recorded with
-its answer. The graph is valid for all sizes that give the same answers, and for no others.
+The first kind gets a graph for its exact shapes: if every micro-batch has the same shape, you get
+the fastest graph. When a second kind with other sizes comes, a graph is traced with those sizes as
+symbols. Every question that the code, torch or the compiler asks about a symbol ("is it longer than
+512?") is recorded with its answer: a guard. The graph is valid for all sizes that give the same
+answers, and for no others. Every later kind that it admits runs in it, so nothing is traced or
+compiled again. Kinds whose sizes cannot be left open get graphs of their own.
 """
 
 from __future__ import annotations
 
-import builtins
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.graph_inputs import Inputs, Key
+from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
+from wholebatch.compile.fusion import expression_of
+from wholebatch.compile.graph_inputs import (
+    Inputs,
+    Key,
+    dense_strides,
+    is_dense,
+    memory_order,
+)
+from wholebatch.compile.joint_graph import JointStep
+from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = ["Place", "Sizes", "differing", "lens_stay_open", "pattern", "same_shape"]
-
-aten = torch.ops.aten
-_LEN = builtins.len
-_ONE_AT_A_TIME = threading.Lock()
+__all__ = ["Place", "SharedGraph", "SharedGraphs", "Sizes", "differing", "pattern"]
 
 Place: TypeAlias = tuple[int, int]
 """The index of a tensor of a micro-batch, and one of its dimensions."""
+
+_TRIES = 3
+"""The most graphs of open sizes per pattern.
+
+Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
+"""
 
 
 def pattern(key: Key) -> Key:
@@ -70,19 +81,6 @@ def _is_tensor(part: Any) -> bool:
     return isinstance(part, tuple) and isinstance(part[1], torch.Size)
 
 
-def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """True if the shapes are always equal. It adds no guard on a symbol."""
-    return len(one) == len(other) and all(map(_same_size, one, other))
-
-
-def _same_size(one: Any, other: Any) -> bool:
-    return bool(_expression(one) == _expression(other))
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
-
-
 @dataclass
 class Sizes:
     """Fake tensors that stand for those of micro-batches, with symbols at these places."""
@@ -123,9 +121,9 @@ class Sizes:
         at = {place: symbols[i] for i, group in enumerate(places) for place in group}
         tensors, orders = [], []
         for which, tensor in enumerate(inputs.tensors):
-            orders.append(_order(tensor))
+            orders.append(memory_order(tensor))
             shape = [at.get((which, dim), size) for dim, size in enumerate(tensor.shape)]
-            strides = _dense(shape, orders[-1])
+            strides = dense_strides(shape, orders[-1])
             with mode:
                 tensors.append(
                     torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
@@ -168,7 +166,7 @@ class Sizes:
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return size
         numbers = self._hints if tensors is None else self.numbers(tensors)
-        value = _expression(size).subs(self._binding(numbers))
+        value = expression_of(size).subs(self._binding(numbers))
         return int(value) if isinstance(size, torch.SymInt) else float(value)
 
     def admit(self, tensors: Sequence[Tensor]) -> bool:
@@ -180,11 +178,7 @@ class Sizes:
                 wanted = at.get((which, dim), size)
                 if tensor.shape[dim] != wanted:
                     return False
-            ordered = _dense(tensor.shape, self._orders[which])
-            if any(
-                size > 1 and stride != wanted
-                for size, stride, wanted in zip(tensor.shape, tensor.stride(), ordered, strict=True)
-            ):
+            if not is_dense(tensor, self._orders[which]):
                 return False
         binding = self._binding(numbers)
         ranges = self._environment.var_to_range
@@ -209,12 +203,12 @@ class Sizes:
             with graph.inserting_before(first):
                 node = graph.placeholder(f"size_{index}")
             node.meta["val"] = symbol
-            known.setdefault(_expression(symbol), node)
+            known.setdefault(expression_of(symbol), node)
         for node in list(graph.nodes):
             value = node.meta.get("val")
             if node.op != "call_function" or not isinstance(value, torch.SymInt):
                 continue
-            earlier = known.setdefault(_expression(value), node)
+            earlier = known.setdefault(expression_of(value), node)
             if earlier is not node:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
@@ -225,23 +219,8 @@ def _numbers(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> tu
     return tuple(tensors[group[0][0]].shape[group[0][1]] for group in places)
 
 
-def _order(tensor: Tensor) -> list[int]:
-    """Return the dimensions in memory order, the innermost first."""
-    return sorted(
-        range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim], -dim)
-    )
-
-
-def _dense(shape: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    strides, expected = [0] * len(shape), 1
-    for dim in order:
-        strides[dim] = expected
-        expected *= shape[dim]
-    return strides
-
-
 def _is_open(symbol: Any) -> bool:
-    return not getattr(_expression(symbol), "is_number", True)
+    return not getattr(expression_of(symbol), "is_number", True)
 
 
 def _pins(guard: Any, symbols: set[Any]) -> bool:
@@ -260,19 +239,132 @@ def _holds(guard: Any, binding: Mapping[Any, int]) -> bool:
         return False
 
 
-@contextmanager
-def lens_stay_open() -> Iterator[None]:
-    """Let `len(tensor)` return a symbol within this context; Python's own would specialise it."""
-    plain = _LEN
+class SharedGraph:
+    """A graph of open sizes, and its joint steps: as traced, compiled, or both."""
 
-    def length(of: Any, /) -> Any:
-        if isinstance(of, Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
-            return of.shape[0]
-        return plain(of)
+    def __init__(self, traced: Traced) -> None:
+        assert traced.sizes is not None
+        self.traced = traced
+        self.joints: dict[bool, JointStep] = {}
+        """The joint steps; the key is True for the compiled one."""
+        self.proven: set[bool] = set()
+        """The keys of the joint steps whose gradients matched eager code."""
+        self.usable = True
+        self._sizes = traced.sizes
+        self._admitted: dict[Key, bool] = {}
 
-    with _ONE_AT_A_TIME:
-        builtins.len = length
+    @property
+    def as_hoped(self) -> bool:
+        """True if all its sizes stayed open and its results match eager code."""
+        return self.usable and self._sizes.all_open
+
+    def admits(self, inputs: Inputs) -> bool:
+        """True if it is valid for micro-batches like this one."""
+        if inputs.key not in self._admitted:
+            self._admitted[inputs.key] = self._sizes.admit(inputs.tensors)
+        return self.usable and self._admitted[inputs.key]
+
+    def joint(self, make: Callable[..., JointStep], state: State, *, compiled: bool) -> JointStep:
+        """Return the joint step; `make` makes it if it does not exist yet."""
+        if compiled not in self.joints:
+            self.joints[compiled] = make(self.traced, compiled=compiled)
+            self._admitted.clear()  # Compilation adds guards of its own.
+        self.joints[compiled].hold(state)
+        return self.joints[compiled]
+
+
+class SharedGraphs:
+    """The graphs of open sizes of one executor, by the pattern of their micro-batches."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._made: dict[Key, list[SharedGraph]] = {}
+        self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], SharedGraph | None]]] = {}
+
+    def find(self, inputs: Inputs) -> SharedGraph | None:
+        """Return the graph that serves this kind, if there is one."""
+        if not self._made:
+            return None
+        made = self._made.get(pattern(inputs.key), ())
+        return next((shared for shared in made if shared.admits(inputs)), None)
+
+    @property
+    def serve(self) -> bool:
+        """True if a graph of open sizes is in use."""
+        return any(shared.usable for made in self._made.values() for shared in made)
+
+    def ready(self, inputs: Inputs) -> bool:
+        """True if a compiled graph serves this kind and only has to be captured."""
+        found = self.find(inputs)
+        return found is not None and True in found.joints
+
+    def wants_proof(self, inputs: Inputs, own: Container[Key], *, compiled: bool) -> bool:
+        """True if this kind will run in a graph whose gradients were never compared.
+
+        `own`: kinds that have a graph of their own.
+        """
+        if inputs.key in own:
+            return False
+        found = self.find(inputs)
+        return found is None or compiled not in found.proven
+
+    def serving(
+        self,
+        inputs: Inputs,
+        form: Form,
+        prepared: Iterable[Key],
+        seen: Iterable[Key],
+        trace: Callable[[Sizes], Traced],
+    ) -> SharedGraph | None:
+        """Return the graph that serves this kind with a loss of this form; make it if it pays.
+
+        It pays if another kind of the same pattern is prepared. If tracing failed for a set of
+        differing dimensions, it is not tried again for the same set.
+        """
+        found = self.find(inputs)
+        if found is None:
+            of = pattern(inputs.key)
+            if not any(pattern(key) == of for key in prepared):
+                return None
+            others = [key for key in seen if key != inputs.key and pattern(key) == of]
+            found = self._made_for(inputs, differing(inputs, others), trace)
+        fits = found is not None and found.traced.form_for(inputs.tensors) == form
+        return found if fits else None
+
+    def _made_for(
+        self,
+        inputs: Inputs,
+        places: tuple[tuple[Place, ...], ...],
+        trace: Callable[[Sizes], Traced],
+    ) -> SharedGraph | None:
+        of = pattern(inputs.key)
+        tried = self._tried.setdefault(of, [])
+        failed = any(
+            set(places) == earlier and (shared is None or not shared.as_hoped)
+            for earlier, shared in tried
+        )
+        if not places or failed or len(tried) >= _TRIES:
+            return None
+        tried.append((set(places), None))
         try:
-            yield
-        finally:
-            builtins.len = plain
+            shared = SharedGraph(trace(Sizes.of(inputs, places)))
+            if not shared.admits(inputs):
+                raise CannotTrace("its own sizes are not among those it is for")
+        except torch.OutOfMemoryError:
+            raise
+        # This uses private parts of torch and runs the model's code: anything may be raised.
+        except Exception as problem:
+            self._told(problem)
+            return None
+        tried[-1] = (set(places), shared)
+        self._made.setdefault(of, []).append(shared)
+        return shared
+
+    def give_up(self, shared: SharedGraph, problem: Exception) -> None:
+        """Stop using a shared graph that failed to compile or differs from eager code."""
+        shared.usable = False
+        self._told(problem)
+
+    def _told(self, problem: Exception) -> None:
+        reason = reason_of(problem)
+        self._notes.tell(f"each size of a micro-batch has a graph of its own: {reason}")

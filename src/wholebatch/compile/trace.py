@@ -9,22 +9,30 @@ value) and what must not be (a side effect in Python, random numbers drawn again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import builtins
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from wholebatch.compile.captured_values import only_reads, refuse_hooks
+from wholebatch.compile.captured_state import only_reads, refuse_hooks
+from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.messages import CannotTrace, first_line
-from wholebatch.compile.symbolic_sizes import Sizes, lens_stay_open
 from wholebatch.core.loss import Loss, Term, Terms, as_loss
 from wholebatch.core.precision import Precision
 
+if TYPE_CHECKING:
+    from wholebatch.compile.symbolic_sizes import Sizes
+
 __all__ = ["Form", "State", "Traced", "totals_of", "trace"]
+
+_LEN = builtins.len
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,72 @@ class _Within(nn.Module):
         return function()
 
 
+@dataclass
+class _MicroStep:
+    """The function to trace: forward, loss and backward of one micro-batch on flat tensors."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Any]
+    precision: Precision
+    state: State
+    inputs: Inputs
+    form: Form
+    single: str
+    sizes: Sizes | None
+    used: tuple[int, ...] = ()
+    """The parameters that got a gradient."""
+    units: tuple[Any, ...] = ()
+    """The units of the loss; they may be symbols."""
+    drawn: int = 0
+    """The number of operations of the forward that draw random numbers."""
+    draws_again: bool = False
+    """True if the backward draws too."""
+
+    def __call__(self, *flat: Tensor) -> list[Tensor]:
+        lengths = len(self.state.trained), len(self.state.others), len(self.inputs.tensors)
+        one, two, three = accumulate(lengths)
+        leaves = [tensor.detach().requires_grad_() for tensor in flat[:one]]
+        held = dict(zip(self.state.others, flat[one:two], strict=True))
+        micro, seeds = flat[two:three], flat[three:]
+
+        def run() -> list[Tensor]:
+            terms = self._forward(self.inputs.around(micro), held)
+            return self._backward(terms, leaves, seeds)
+
+        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        made: list[Tensor] = torch.func.functional_call(_Within(self.model), named, (run,))
+        return made
+
+    def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
+        with torch.enable_grad(), self.precision.forward():
+            result = as_loss(self.loss(self.model, micro))
+        found = Form.of(result, self.single)
+        self.units = found.units
+        if self.sizes is not None:
+            found = replace(found, units=tuple(map(self.sizes.value, found.units)))
+        if found != self.form:
+            raise CannotTrace("its loss differs in form from one call to the next")
+        for name, buffer in self.model.named_buffers():
+            if buffer is not held[name]:
+                raise CannotTrace(f"its forward assigns the buffer {name} anew")
+        return list(_terms(result, self.single).values())
+
+    def _backward(
+        self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
+    ) -> list[Tensor]:
+        self.drawn = _draws_so_far()
+        totals = [term.total for term in terms]
+        gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
+        self.draws_again = _draws_so_far() != self.drawn
+        self.used = tuple(i for i, g in enumerate(gradients) if g is not None)
+        return [
+            *(total.detach() for total in totals),
+            *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+            *(gradient for gradient in gradients if gradient is not None),
+        ]
+
+
 def trace(
     model: nn.Module,
     loss: Callable[[Any, Any], Any],
@@ -134,94 +208,43 @@ def trace(
     With `sizes` it is valid for all shapes for which the model's Python takes the same path.
     """
     refuse_hooks(model)
-    within = _Within(model)
-    ends = list(accumulate([len(state.trained), len(state.others), len(inputs.tensors)]))
-    learnt: dict[str, Any] = {}
-
-    def step(*flat: Tensor) -> list[Tensor]:
-        leaves = [tensor.detach().requires_grad_() for tensor in flat[: ends[0]]]
-        others = dict(zip(state.others, flat[ends[0] : ends[1]], strict=True))
-        seeds = list(flat[ends[2] :])
-
-        def run() -> list[Tensor]:
-            with torch.enable_grad(), precision.forward():
-                result = as_loss(loss(model, inputs.around(flat[ends[1] : ends[2]])))
-            found = Form.of(result, single)
-            learnt["units"] = found.units
-            if sizes is not None:
-                found = replace(found, units=tuple(map(sizes.value, found.units)))
-            if found != form:
-                raise CannotTrace("its loss differs in form from one call to the next")
-            for name, buffer in model.named_buffers():
-                if buffer is not others[name]:
-                    raise CannotTrace(f"its forward assigns the buffer {name} anew")
-            learnt["drawn"] = _draws_so_far()
-            terms = list(_terms(result, single).values())
-            gradients = torch.autograd.grad(
-                [term.total for term in terms], leaves, seeds, allow_unused=True
-            )
-            learnt["drawn in all"] = _draws_so_far()
-            learnt["used"] = tuple(i for i, g in enumerate(gradients) if g is not None)
-            return [
-                *(term.total.detach() for term in terms),
-                *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
-                *(gradient for gradient in gradients if gradient is not None),
-            ]
-
-        tensors = dict(zip(state.trained, leaves, strict=True)) | others
-        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        made: list[Tensor] = torch.func.functional_call(within, named, (run,))
-        return made
-
+    step = _MicroStep(model, loss, precision, state, inputs, form, single, sizes)
     device = next(iter(state.trained.values())).device
-    flat = [
+    tensors = [
         *(parameter.detach() for parameter in state.trained.values()),
         *state.others.values(),
-        *inputs.tensors,
-        *(torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes),
     ]
+    seeds = [torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes]
     if sizes is None:
-        graph = _written_down(step, flat, model, loss)
+        graph = _written_down(step, [*tensors, *inputs.tensors, *seeds])
     else:
-        own = [*sizes.tensors, *map(sizes.fake, flat[ends[2] :])]
-        sizes.flat = [*map(sizes.fake, flat[: ends[1]]), *own]
-        with lens_stay_open():
-            graph = _written_down(step, sizes.flat, model, loss)
+        sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
+        with _symbolic_lengths():
+            graph = _written_down(step, sizes.flat)
         if not sizes.any_open:
             raise CannotTrace("its code asks for the sizes themselves")
-    if learnt["drawn in all"] != learnt["drawn"]:
+    if step.draws_again:
         raise CannotTrace(
             "its backward draws random numbers (activation checkpointing with dropout), which "
             "would not be those of the forward"
         )
-    return Traced(
-        graph,
-        form,
-        learnt["used"],
-        learnt["drawn"] > 0,
-        sizes,
-        () if sizes is None else learnt["units"],
-    )
+    return Traced(graph, form, step.used, step.drawn > 0, sizes, step.units)
 
 
-def _written_down(
-    step: Callable[..., list[Tensor]],
-    flat: list[Tensor],
-    model: nn.Module,
-    loss: Callable[[Any, Any], Any],
-) -> fx.GraphModule:
+def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
+    """Run the step on fake tensors, and return the graph of its operations."""
     # These modules are slow to import: paid only when tracing.
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        with only_reads(model, loss), enable_python_dispatcher(), torch.no_grad():
+        with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
             graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
     # A model's own code may raise anything when it meets fake tensors.
     except Exception as problem:
-        raise CannotTrace(f"{type(problem).__name__}: {first_line(problem)}") from problem
+        raise CannotTrace(reason_of(problem)) from problem
     finally:
         torch.clear_autocast_cache()  # The cache may hold fake casts.
     for node in graph.graph.find_nodes(op="get_attr"):
@@ -229,6 +252,23 @@ def _written_down(
         if isinstance(constant, Tensor) and constant.requires_grad:
             raise CannotTrace("its loss uses a parameter that is not in the model")
     return graph
+
+
+@contextmanager
+def _symbolic_lengths() -> Iterator[None]:
+    """Let `len(tensor)` return a symbol within this context; Python's own would specialise it."""
+
+    def length(of: Any, /) -> Any:
+        if isinstance(of, Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
+            return of.shape[0]
+        return _LEN(of)
+
+    with _ONE_AT_A_TIME:
+        builtins.len = length
+        try:
+            yield
+        finally:
+            builtins.len = _LEN
 
 
 def totals_of(loss: Loss | Terms) -> list[Tensor]:

@@ -14,11 +14,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
 from wholebatch.core.loss import Loss, Terms, Units, mean_loss
 from wholebatch.core.model_and_optimizer import Scheduler
@@ -27,8 +26,7 @@ from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.core.window_size import Steps
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_model
-from wholebatch.coupled.batchnorm.policies import Refuse
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.stream_look import StreamLook
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, RankError, WindowError
 
@@ -105,6 +103,9 @@ class Accumulator:
         ):
             if finding.kind == "spectral":
                 _log.warning("%s", finding)
+        # Only these have something to do at every micro-batch.
+        self._counting = [one for one in self._batchnorms if isinstance(one, Statistics)]
+        self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
         self._look = StreamLook(target.models, audit=audit, policies=self._batchnorms)
         self.epoch = 0
         self.last_step: Step | None = None
@@ -112,6 +113,7 @@ class Accumulator:
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
+        self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
@@ -191,7 +193,7 @@ class Accumulator:
             self._look.done()
         if not self._window.weightless:
             self._window.micro_batch_done()
-        for policy in self._batchnorms:
+        for policy in self._counting:
             policy.micro()
         self._places += 1
         self._place_done = True
@@ -251,7 +253,7 @@ class Accumulator:
         """Let the look see the forwards of a window in parts; not those with collectives."""
         sync = self._window.sync
         alone = not sync.counts_must_agree and not sync.grows_own_graph
-        if alone and (size > 1 or sync.ranks > 1):
+        if alone and not self._look.over and (size > 1 or sync.ranks > 1):
             self._look.watch()
 
     def flush(self) -> Step | None:
@@ -267,23 +269,24 @@ class Accumulator:
         self._window.discard()
         self._untouched.forget()
         self._places = 0
-        for policy in self._batchnorms:
+        for policy in self._counting:
             policy.discard_window()
 
     def _close(self) -> Step:
         self._untouched.check()
         self._untouched.forget()
-        self._look.end_window(self._window.micro_batches)
+        if self._look.active:
+            self._look.end_window(self._window.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:
             self._driver.closed.append(self)
         try:
-            self.last_step = self._window.close()
-            for policy in self._batchnorms:
+            self.last_step = self._window.close(has_more=self._has_more)
+            for policy in self._counting:
                 policy.end_window()
         finally:
-            for policy in self._batchnorms:
+            for policy in self._counting:
                 policy.discard_window()
         self._watch(self._next_size())
         return self.last_step
@@ -309,9 +312,8 @@ class Accumulator:
         """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
         self._watch(self._size)
-        for policy in self._batchnorms:
-            if isinstance(policy, Refuse):
-                policy.begin_window()
+        for policy in self._refusing:
+            policy.begin_window()
 
     def _enter_own_place(self, feed: Feed, *, shared: bool) -> None:
         """Enter the place of the current item, at the pace of this rank."""
@@ -324,7 +326,7 @@ class Accumulator:
     def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
         self._is_last = is_last
         self._place_done = False
-        self._window.has_more = has_more
+        self._has_more = has_more
 
     def _stand_in(self, weightless: bool) -> None:
         """Set whether the next micro-batch only takes part in the others' collectives.
@@ -335,9 +337,8 @@ class Accumulator:
         self._restore_buffers()
         if weightless:
             self._before = [ForwardState(model) for model in self._window.target.models]
-        for policy in self._batchnorms:
-            if isinstance(policy, Statistics):
-                policy.counts = not weightless
+        for policy in self._counting:
+            policy.counts = not weightless
 
     def _restore_buffers(self) -> None:
         for found in self._before:
@@ -364,12 +365,10 @@ class Accumulator:
 
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing to add."""
-        more = self._window.has_more
         self._places = 0
         self.last_step = self._window.join()
-        for policy in self._batchnorms:
+        for policy in self._counting:
             policy.end_window()  # a meeting of the ranks
-        self._window.has_more = more
 
     # ----------------------------------------------------------------- state
 
@@ -527,7 +526,7 @@ def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Fee
     for accumulator in accumulators:
         accumulator._resume = None
     if saved is not None:
-        random_state.restore(saved["random"])  # whatever was drawn since it was loaded
+        restore_random(saved["random"])  # whatever was drawn since it was loaded
         return Feed(loader, saved["feed"])
     before = accumulators[0]._feed
     # An iterator goes on where the last loop left it; the item looked ahead at is still there.

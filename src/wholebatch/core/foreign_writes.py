@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.errors import WindowError
-from wholebatch.offload import DeviceStore
 
 if TYPE_CHECKING:
     from wholebatch.core.window import Window

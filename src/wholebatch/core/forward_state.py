@@ -8,6 +8,7 @@ tensor that was there is put back, with the value that it had.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
+from wholebatch.errors import StateError
 
-__all__ = ["ForwardState", "Item", "Key"]
+__all__ = ["ForwardState", "Item", "Key", "capture_random", "restore_random", "same_random"]
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
-_MUTABLE = (Tensor, list, tuple, dict, deque, set, torch.Generator)
+_CONTAINERS = (list, tuple, dict, deque)
+_MUTABLE = (Tensor, set, torch.Generator, *_CONTAINERS)
 _TORCHS = frozenset(vars(nn.Module()))
 # Wrappers keep the books of their engine in attributes; those are not the model's.
 _WRAPPERS = (
@@ -41,7 +43,7 @@ _DEEP = 3
 
 @dataclass(slots=True)
 class Kept:
-    """A value with a copy of what it held; a container's copy is made of kept values."""
+    """A value with a copy of what it held; a container's copy is a dict of kept values."""
 
     found: Any
     copy: Any
@@ -72,7 +74,7 @@ class ForwardState:
     """
 
     def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
-        """`every=False` leaves out Python's and NumPy's generators, as `random_state.capture`."""
+        """`every=False` leaves out Python's and NumPy's generators, as `capture_random`."""
         self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
         self.items: dict[Key, Item] = {}
         for module in self._modules:
@@ -80,7 +82,7 @@ class ForwardState:
                 is_buffer = name in module._buffers
                 kept = _kept(value, _DEEP, whole=is_buffer, results=results)
                 self.items[id(module), name] = Item(module, name, is_buffer, kept)
-        self._random = random_state.capture(every=every, to_save=False)
+        self._random = capture_random(every=every, to_save=False)
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:
@@ -94,17 +96,12 @@ class ForwardState:
             if only is None or key in only:
                 _put_back(item)
         if only is None:
-            random_state.restore(self._random)
+            restore_random(self._random)
 
-    def host_draws_same(self, other: ForwardState) -> bool:
-        """True if Python's and NumPy's generators are at the same place in both."""
-        hosts = [name for name in ("python", "numpy") if name in self._random]
-        return all(random_state.is_same(self._random[h], other._random.get(h)) for h in hosts)
-
-    def draws_same(self, other: ForwardState) -> bool:
-        """True if torch's generators are at the same place in both."""
-        own = [name for name in self._random if name not in ("python", "numpy")]
-        return all(random_state.is_same(self._random[n], other._random.get(n)) for n in own)
+    def draws_same(self, other: ForwardState, *, host: bool) -> bool:
+        """True if torch's generators are at the same place; with `host`, Python's and NumPy's."""
+        names = [name for name in self._random if (name in ("python", "numpy")) == host]
+        return all(same_random(self._random[n], other._random.get(n)) for n in names)
 
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""
@@ -145,28 +142,26 @@ def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) 
     if type(value) in _IMMUTABLE:
         return Kept(value, value)
     if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            alias = value.detach() if results else None
-            return Kept(alias, alias, returns=False)
-        large = not whole and value.numel() * value.element_size() > _LARGE
-        if large or isinstance(value, nn.Parameter):
-            return Kept(value, value.detach(), returns=False)
-        return Kept(value, value.detach().clone())
+        return _kept_tensor(value, whole=whole, results=results)
     if isinstance(value, torch.Generator):
         return Kept(value, value.get_state())
-    if _is_array(value):
+    if isinstance(value, set) or _is_array(value):
         return Kept(value, value.copy())
-    if isinstance(value, dict):
+    if isinstance(value, _CONTAINERS):
         deep = depth > 0 and len(value) <= _MANY
-        return Kept(value, {k: _inner(v, depth, deep) for k, v in value.items()})
-    if isinstance(value, (list, tuple, deque)):
-        deep = depth > 0 and len(value) <= _MANY
-        return Kept(value, [_inner(v, depth, deep) for v in value])
-    return Kept(value, set(value) if isinstance(value, set) else value)
+        held = value.items() if isinstance(value, dict) else enumerate(value)
+        return Kept(value, {k: _kept(v, depth - 1) if deep else Kept(v, None) for k, v in held})
+    return Kept(value, value)
 
 
-def _inner(value: Any, depth: int, deep: bool) -> Kept:
-    return _kept(value, depth - 1) if deep else Kept(value, None)
+def _kept_tensor(value: Tensor, *, whole: bool, results: bool) -> Kept:
+    if value.grad_fn is not None:
+        alias = value.detach() if results else None
+        return Kept(alias, alias, returns=False)
+    large = not whole and value.numel() * value.element_size() > _LARGE
+    if large or isinstance(value, nn.Parameter):
+        return Kept(value, value.detach(), returns=False)
+    return Kept(value, value.detach().clone())
 
 
 def _equal(a: Kept, b: Kept, tolerance: float) -> bool:
@@ -177,13 +172,13 @@ def _equal(a: Kept, b: Kept, tolerance: float) -> bool:
         return _close(x, y, tolerance)
     if _is_array(x):
         return bool(x.shape == y.shape and x.dtype == y.dtype and (x == y).all())
-    if isinstance(a.found, dict):
+    if isinstance(a.found, _CONTAINERS) and x is not None:
         return x.keys() == y.keys() and all(_equal(x[key], y[key], tolerance) for key in x)
-    if isinstance(a.found, (list, tuple, deque)):
-        return len(x) == len(y) and all(_equal(*pair, tolerance) for pair in zip(x, y, strict=True))
-    if type(a.found) in _IMMUTABLE or isinstance(a.found, set):
-        near = isinstance(x, float) and abs(x - y) <= tolerance * max(abs(x), abs(y))
+    if isinstance(x, (float, complex)):
+        near = abs(x - y) <= tolerance * max(abs(x), abs(y))
         return bool(x == y or near or (x != x and y != y))
+    if isinstance(a.found, set) or type(a.found) in _IMMUTABLE:
+        return bool(x == y)
     return a.found is b.found
 
 
@@ -232,18 +227,70 @@ def _restored(kept: Kept) -> Any:
         found.set_state(copy)
     elif _is_array(found):
         found[...] = copy
-    elif isinstance(found, dict):
-        values = {key: _restored(value) for key, value in copy.items()}
-        found.clear()
-        found.update(values)
-    elif isinstance(found, (list, deque)):
-        held = [_restored(value) for value in copy]
-        found.clear()
-        found.extend(held)
-    elif isinstance(found, tuple):
-        for value in copy:
-            _restored(value)
     elif isinstance(found, set):
         found.clear()
         found.update(copy)
+    elif isinstance(found, _CONTAINERS):
+        values = {key: _restored(value) for key, value in copy.items()}
+        if isinstance(found, dict):
+            found.clear()
+            found.update(values)
+        elif not isinstance(found, tuple):
+            found.clear()
+            found.extend(values.values())
     return found
+
+
+def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
+    """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper).
+
+    `to_save=False` is for states that stay in this process.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if every:
+        state["python"] = random.getstate()
+        numpy = sys.modules.get("numpy")  # only if the program uses it already
+        if numpy is not None:
+            name, keys, *rest = numpy.random.get_state()
+            if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
+                keys = torch.from_numpy(keys.astype("int64"))
+            state["numpy"] = (name, keys, *rest)
+    return state
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    """Put every generator back to where `capture_random` found it."""
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state:
+        here = torch.cuda.device_count()
+        if here != len(state["cuda"]):
+            raise StateError(
+                f"random state of {len(state['cuda'])} CUDA devices, and {here} are here: "
+                "resume on the same number of visible devices"
+            )
+        torch.cuda.set_rng_state_all([device.cpu() for device in state["cuda"]])
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state:
+        import numpy
+
+        name, keys, position, has_gauss, cached = state["numpy"]
+        if isinstance(keys, torch.Tensor):
+            keys = keys.cpu().numpy().astype("uint32")
+        numpy.random.set_state((name, keys, position, has_gauss, cached))
+
+
+def same_random(a: Any, b: Any) -> bool:
+    """Return True if two captured states are equal: nothing was drawn between them."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if hasattr(a, "tobytes"):  # NumPy's keys
+        return bool(a.tobytes() == b.tobytes())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same_random(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_random(a[key], b[key]) for key in a)
+    return bool(a == b)

@@ -1,65 +1,67 @@
-"""Where the gradients of a window go as they are made, and how they reach the update.
+"""Gradient stores: where a window's gradients go as they are made, and how they reach the update.
 
 A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
-finds it. Which memory a window needs beside parameters, activations and optimizer state is the
-store's affair alone.
+finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.
+
+A store also undoes an optimizer's step that runs out of memory. An optimizer makes its state in its
+first step, one parameter after the other, and many need copies of the gradients in every step.
+Memory may run out when half of a parameter's state is there, and torch's Adam would fail on it for
+ever after. So state that the failed step has made is removed. Changes in place cannot be undone,
+but torch counts them, so the error can say which state the run is in.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
-from wholebatch.core.close import Closed, CloseOptions, DeferredHooks
+from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, close_gradients
+from wholebatch.core.close_on_device import Ahead, Numbers, WindowSums, close_ahead
+from wholebatch.core.optimizer_step import foreign_code, stepping, takes_grad_scale
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, StateError, WindowError
-from wholebatch.offload.close_on_device import Ahead, Numbers, Sums
-from wholebatch.offload.partial_steps import refuse_foreign_code
-from wholebatch.offload.undo_step import Before
+from wholebatch.errors import LossError, StateError, UnsupportedError, WindowError
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["Store", "refuse_stray"]
+__all__ = ["DeviceStore", "Store", "can_close_ahead", "refuse_foreign_code", "refuse_stray"]
 
 
 class Store(ABC):
     """One way to keep the gradients of an open window, and to make the update from them."""
 
     option: str = 'gradients="device"'
-    """How the user asks for this store."""
+    """The option that selects this store."""
 
     steps_on_all: bool = False
     """True if an optimizer's step finds the whole gradient in `.grad`."""
 
     in_grad: bool = True
-    """Whether they are in `.grad`, where a last backward may reduce them over the ranks."""
+    """True if gradients are in `.grad`, where a last backward may reduce them over the ranks."""
 
     only_eager: str | None = None
-    """Why no compiled graph may run a micro-step; None where one may."""
+    """The reason why no compiled graph may run a micro-step; None if one may."""
 
     counts_first: bool = False
-    """Whether the units of a window must be known before its first backward."""
+    """True if the units of a window must be known before its first backward."""
 
-    approximate: str | None = None
-    """How the update differs from that of the undivided batch; None: it does not."""
+    counts_changes: bool = True
+    """True if torch's counts of in-place changes show how far a step has come."""
 
     after_failure: str = (
         "parameters and optimizer state are as before this window; pass nonfinite='skip' to skip "
         "and count such updates"
     )
-    """What a window leaves behind whose gradients turned out not to be finite."""
-
-    at_once: bool = False
-    """Whether an optimizer's step is one step on all of its parameters."""
-
-    counts_changes: bool = True
-    """Whether torch's counts of changes tell how far a step has come."""
+    """The end of the error message for gradients that are not finite."""
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         self.target = target
@@ -67,16 +69,22 @@ class Store(ABC):
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
         self.spoiled: list[tuple[nn.Parameter, int]] = []
-        self._hooked: dict[int, Any] = {}  # parameters that are looked at, by id
+        """Parameters of a window that failed in its update, with their versions."""
+        self.dropped: set[int] = set()
+        """Ids of parameters for which no rank has made a gradient."""
+        self._hooked: dict[int, Any] = {}  # by the parameter's id
+
+    # Open window
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
     ) -> None:
-        """A window opens; none of these parameters holds a gradient.
+        """Open a window; none of these parameters holds a gradient.
 
-        `known`: the units of each term over the whole window and all ranks, where counted before.
+        `known` are the units of each term over the whole window and all ranks, if they were counted
+        before.
         """
-        if not self.steps_on_all:  # they may have been added since the store was chosen
+        if not self.steps_on_all:  # hooks may have been added since the store was chosen
             refuse_foreign_code(self.target.optimizers, self.option)
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
@@ -85,17 +93,22 @@ class Store(ABC):
                 "on"
             )
         self.spoiled = []
+        self.dropped = set()
         self.parameters = parameters
 
     def hook(self, made: Callable[[Tensor], None]) -> None:
-        """Until the window is over, call `made(parameter)` when a backward has made its `.grad`."""
+        """Call `made(parameter)` whenever a backward has made `.grad`, until the window ends."""
         self._unhook()
         for parameter in self.parameters:
             self._hooked[id(parameter)] = parameter.register_post_accumulate_grad_hook(made)
 
-    def look_away(self, parameter: Tensor) -> None:
-        """This parameter's `hook` is over: layers add to its `.grad` themselves."""
+    def unhook(self, parameter: Tensor) -> None:
+        """Remove this parameter's hook: later backwards add to its `.grad` by themselves."""
         self._hooked.pop(id(parameter)).remove()
+
+    def is_hooked(self, parameter: Tensor) -> bool:
+        """True until this parameter's hook is removed."""
+        return id(parameter) in self._hooked
 
     def _unhook(self) -> None:
         for handle in self._hooked.values():
@@ -103,7 +116,7 @@ class Store(ABC):
         self._hooked.clear()
 
     def check_total(self, total: Tensor) -> None:
-        """Refuse a total whose seed would be rounded, where nothing can be put right later."""
+        """Refuse a 16-bit total if its rounded seed could not be corrected at the close."""
         if self.counts_first and total.dtype in SIXTEEN_BIT:
             raise LossError(
                 f"a total of dtype {total.dtype}: 1 / units would be rounded to its few bits, and "
@@ -111,41 +124,44 @@ class Store(ABC):
             )
 
     def before_backward(self, last: bool, totals: Numbers, units: Numbers) -> bool:
-        """Whether to run a backward; `last`: each gradient that it makes is final at once.
+        """Return whether to run a backward; in the `last`, every gradient it makes is final.
 
-        `totals` and `units` are those of the window so far, by term, this backward's included.
+        `totals` and `units` are those of the window so far, including this backward's.
         """
         return True
 
     def backward_made(self) -> None:
-        """A backward is over, and every gradient that it makes is made."""
+        """Take note that a backward is over."""
         return
 
+    # Close
+
     def reduce_now(self) -> None:
-        """The close begins, and no backward has reduced what is in `.grad`."""
+        """Reduce what is in `.grad` over the ranks: no backward has."""
         if self.in_grad:
             self.sync.reduce_now(self.parameters)
 
     def absent(self) -> set[int]:
-        """Parameters, by id, for which this rank has made no gradient."""
+        """Return the ids of the parameters for which this rank has made no gradient."""
         return self.sync.filled_in()
 
     def drop(self, parameter: nn.Parameter) -> None:
-        """No rank has made a gradient for it: it is to have none."""
+        """Drop a parameter's gradient: no rank has made one."""
         parameter.grad = None
+        self.dropped.add(id(parameter))
 
     def refuse_nothing(self) -> None:
-        """Refuse a window that has made no gradient at all, where that can be told."""
+        """Refuse a window that has made no gradient at all, if the store can tell."""
         return
 
     def close_ahead(
         self,
         groups: Sequence[Sequence[nn.Parameter]],
-        sums: Sums,
+        sums: WindowSums,
         hooks: DeferredHooks,
         while_waiting: Callable[[], None] | None,
     ) -> Ahead | None:
-        """The whole close on the device, read afterwards; None where the host must decide."""
+        """Close on the device and read the numbers later; None if the host must decide."""
         return None
 
     @abstractmethod
@@ -155,41 +171,43 @@ class Store(ABC):
         """Bring the gradients to what the optimizer must see."""
 
     def check_hand_over(self) -> None:
-        """Refuse to leave the gradients to the user where they are never whole in `.grad`."""
+        """Refuse to leave the gradients to the user if they are never whole in `.grad`."""
         raise WindowError(
             f"gradient() with {self.option}: the whole gradient is not left in .grad there; use "
             'gradients="device", or on_gradient= where it is allowed'
         )
 
     def hand_over(self, remaining: float) -> None:
-        """Leave the gradients in `.grad` to the user, times what they are still to get."""
+        """Leave the gradients times `remaining` in `.grad`, to the user."""
         self.check_hand_over()
 
+    # Update
+
     def update(self, remaining: float) -> None:
-        """`step`; where it runs out of memory, all of it is undone, or what is left is said."""
+        """Step the optimizers; if memory runs out, undo the step or say what is left of it."""
         before = self.before_step()
         try:
             self.step(remaining)
             return
         except torch.OutOfMemoryError as error:
-            failure = str(error)  # only its text: the traceback holds what has been allocated
+            failure = str(error)  # the text only: a traceback keeps what was allocated alive
         self.failed_in_step(before, failure)
 
     @abstractmethod
     def step(self, remaining: float) -> None:
-        """One step of every optimizer; `remaining` is what the gradients are still to get."""
+        """Step every optimizer once; the gradients are still to be multiplied by `remaining`."""
 
-    def before_step(self) -> Before:
-        """What tells, should the step fail, how far it has come."""
-        return Before(self.target.optimizers, self.parameters, at_once=self.at_once)
+    def before_step(self) -> _BeforeStep:
+        """Return a record of the state before a step."""
+        return _BeforeStep(self.target.optimizers, self.parameters, at_once=self.steps_on_all)
 
-    def failed_in_step(self, before: Before, failure: str) -> NoReturn:
-        """A step has run out of memory: put back what can be, and say what cannot."""
-        left = before.undo()
+    def failed_in_step(self, before: _BeforeStep, failure: str) -> NoReturn:
+        """Undo a step that ran out of memory as far as possible, and raise what is left of it."""
+        changed, unsure = before.undo()
+        unsure = unsure or not self.counts_changes
         first_line = failure.strip().partition("\n")[0]
         ran_out = f"the optimizer's step ran out of memory ({first_line or 'no reason given'})"
-        unsure = left.unknown or not self.counts_changes
-        if not left.changed and not unsure and self.sync.ranks == 1:
+        if not changed and not unsure and self.sync.ranks == 1:
             raise torch.OutOfMemoryError(
                 f"{ran_out} before it had changed anything: parameters and optimizer state are as "
                 "before this window, and the run can go on once there is room for the optimizer's "
@@ -198,8 +216,8 @@ class Store(ABC):
                 "scattered memory"
             )
         self.spoiled = [(parameter, parameter._version) for parameter in self.parameters]
-        if left.changed:
-            what = f"after it had changed {left.changed} of {len(self.parameters)} parameters"
+        if changed:
+            what = f"after it had changed {changed} of {len(self.parameters)} parameters"
         elif unsure:
             what = "when it may have changed parameters or optimizer state already"
         else:
@@ -209,12 +227,14 @@ class Store(ABC):
             "the last checkpoint before going on"
         )
 
+    # State
+
     @abstractmethod
     def saved(self) -> Any:
-        """What an open window holds, for a checkpoint."""
+        """Return the gradients of an open window, for a checkpoint."""
 
     def check(self, saved: Any) -> None:
-        """Refuse what a store of another kind has saved."""
+        """Refuse the saved window of another kind of store."""
         if not isinstance(saved, list):
             raise StateError(
                 "the saved window's gradients are in the optimizer's moments: resume with the same "
@@ -223,10 +243,10 @@ class Store(ABC):
 
     @abstractmethod
     def load(self, saved: Any) -> None:
-        """Put `saved` into a window that has just been opened."""
+        """Load `saved` into a window that has just been opened."""
 
     def discard(self) -> None:
-        """The window is over: let go of what it holds."""
+        """End the window and release its gradients."""
         self._unhook()
         for parameter in self.parameters:
             parameter.grad = None
@@ -234,7 +254,7 @@ class Store(ABC):
 
 
 def refuse_stray(target: Target) -> None:
-    """Refuse gradients that the window would add to although it has not made them."""
+    """Refuse gradients that the window has not made, and would add to."""
     for group in target.groups():
         for parameter in group:
             gradient = parameter.grad
@@ -248,3 +268,255 @@ def refuse_stray(target: Target) -> None:
                     "window too (backward(..., more=True))"
                 )
             parameter.grad = None
+
+
+def refuse_foreign_code(optimizers: Sequence[torch.optim.Optimizer], option: str) -> None:
+    """Refuse the user's own code in a step that never has all gradients at once."""
+    for optimizer in optimizers:
+        found = foreign_code(optimizer)
+        if found is not None:
+            raise UnsupportedError(
+                f"{option} with {found} on {type(optimizer).__name__}: it would find the gradients "
+                "of a few parameters at a time, or none; remove it, or keep the gradients on the "
+                'device (gradients="device")'
+            )
+
+
+class _BeforeStep:
+    """Holds what shows, after a failed step, whether it had begun.
+
+    An optimizer begins with the first parameter of a group. If parameters are not stepped
+    `at_once` but in parts, the state of every one is compared. Fused kernels change parameters
+    without counting; fused Adam and Adagrad count their steps just before.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        *,
+        at_once: bool,
+    ) -> None:
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._versions = [parameter._version for parameter in parameters]
+        self._states = [len(optimizer.state) for optimizer in optimizers]
+        self._tensors = [
+            (tensor, tensor._version)
+            for optimizer in optimizers
+            if optimizer.state
+            for tensor in _tensors(
+                _first_states(optimizer) if at_once else optimizer.state.values()
+            )
+        ]
+
+    def undo(self) -> tuple[int, bool]:
+        """Remove the state that the step has made.
+
+        Return how many parameters it had changed, and whether it may have changed anything else.
+        """
+        changed = sum(
+            parameter._version != version
+            for parameter, version in zip(self._parameters, self._versions, strict=True)
+        )
+        unsure = any(tensor._version != version for tensor, version in self._tensors)
+        for optimizer, there in zip(self._optimizers, self._states, strict=True):
+            # A dictionary keeps the order of insertion, so the step's own entries come last.
+            made = [optimizer.state.pop(key) for key in [*optimizer.state][there:]]
+            unsure = unsure or self._may_have_begun(optimizer, made, has_older=there > 0)
+        return changed, unsure
+
+    def _may_have_begun(
+        self, optimizer: torch.optim.Optimizer, made: list[dict[str, Any]], *, has_older: bool
+    ) -> bool:
+        """True if it may have changed something although no change was counted."""
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return True  # nothing is known of what it counts and keeps
+        groups = optimizer.param_groups
+        if has_older and any(len(_kinds([group])) > 1 for group in groups):
+            return True  # it may have begun with any of these kinds
+        if torch._C._len_torch_dispatch_stack() and any(
+            group.get("foreach", False) is not False for group in groups
+        ):
+            return True  # under a dispatch mode, such as a meter, foreach operations do not count
+        if not any(group.get("fused") for group in groups):
+            return False
+        if isinstance(optimizer, torch.optim.SGD):
+            # Momentum is made before its only kernel, and kept after it.
+            alone = len(self._optimizers) == len(_kinds(groups)) == len(groups) == 1
+            return has_older or not alone or not made or any(made)
+        return any(tensor._version > 0 for tensor in _tensors(made))
+
+
+def _first_states(optimizer: torch.optim.Optimizer) -> Iterator[Mapping[str, Any]]:
+    """Yield, for each group, the state of the first parameter that has a gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                if parameter in optimizer.state:
+                    yield optimizer.state[parameter]
+                break
+
+
+def _tensors(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+    for state in states:
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield value
+
+
+def _kinds(groups: Iterable[Mapping[str, Any]]) -> set[tuple[torch.device, torch.dtype]]:
+    """Return the devices and dtypes: an optimizer steps those of one kind with one call."""
+    return {(p.device, p.dtype) for group in groups for p in group["params"]}
+
+
+class DeviceStore(Store):
+    """Autograd adds into `.grad`; the close and the optimizer read it there."""
+
+    steps_on_all = True
+    opened: Callable[[], None] | None = None
+    """Called when a window opens, before there is a gradient."""
+
+    def begin(
+        self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
+    ) -> None:
+        super().begin(parameters, known)
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.begin()
+        if self.opened is not None:
+            self.opened()
+
+    def close_ahead(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        sums: WindowSums,
+        hooks: DeferredHooks,
+        while_waiting: Callable[[], None] | None,
+    ) -> Ahead | None:
+        target = self.target
+        if not self.in_grad:  # gradients and optimizer state are not all there at once
+            return None
+        if (
+            self.sync.ranks > 1
+            or self.sync.grows_own_graph
+            or hooks
+            or target.sixteen_bit.parameters
+        ):
+            return None
+        device = next(parameter.device for group in groups for parameter in group)
+        if not can_close_ahead(target.optimizers, self.options, device):
+            return None
+        before = self.before_step()
+        try:
+            return close_ahead(
+                sums,
+                groups,
+                target.optimizers,
+                self.options,
+                total_norm=self.sync.total_norm,
+                while_waiting=while_waiting,
+            )
+        except torch.OutOfMemoryError as error:
+            failure = str(error)
+        self.failed_in_step(before, failure)
+
+    def close(
+        self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
+    ) -> Closed:
+        return close_gradients(
+            self.sync.holders(groups),
+            self.target.optimizers,
+            self.options,
+            normalise,
+            before_clip=hooks.run if hooks.taken else None,
+            on_gradient=hooks.call if hooks.calls else None,
+            total_norm=self.sync.total_norm,
+            in_place=bool(self.target.sixteen_bit.parameters),
+        )
+
+    def refuse_nothing(self) -> None:
+        if (
+            self.sync.ranks == 1
+            and not self.sync.grows_own_graph
+            and all(p.grad is None for p in self.parameters)
+        ):
+            raise WindowError(
+                "the losses of this window lead to none of the optimizer's parameters, so there is "
+                "nothing to update: was the optimizer made for another model, or before its layers "
+                "were replaced or copied?"
+            )
+
+    def step(self, remaining: float) -> None:
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.round_once()
+        for optimizer in self.target.optimizers:
+            with stepping(optimizer, remaining):
+                optimizer.step()
+
+    def check_hand_over(self) -> None:
+        if not self.steps_on_all:
+            super().check_hand_over()
+        if self.sync.owns_step:
+            raise WindowError(
+                "gradient() with a DeepSpeed engine: it steps its own optimizer; use step()"
+            )
+
+    @torch.no_grad()
+    def hand_over(self, remaining: float) -> None:
+        """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
+
+        They are new tensors: a compiled micro-step writes into the old ones in every window.
+        """
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
+            if gradient.dtype is not parameter.dtype:  # the sum of a 16-bit one is float32
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+            parameter.grad = gradient.to(parameter.dtype)
+        self.parameters = []
+
+    def saved(self) -> list[Tensor | None]:
+        return [
+            None if parameter.grad is None else parameter.grad.detach().clone()
+            for parameter in self.parameters
+        ]
+
+    def load(self, saved: Any) -> None:
+        for parameter, gradient in zip(self.parameters, saved, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device, copy=True)
+
+    def discard(self) -> None:
+        super().discard()
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.end()
+
+
+_STEPS_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
+"""Fused, these leave parameters and state as they were where `found_inf` says so."""
+
+
+def can_close_ahead(
+    optimizers: Sequence[torch.optim.Optimizer], options: CloseOptions, device: torch.device
+) -> bool:
+    """True if the device can make the whole close without the host."""
+    return (
+        device.type == "cuda"
+        and options.clip_value is None
+        and not isinstance(options.clip_norm, Sequence)
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
+        and all(_steps_on_device(optimizer) for optimizer in optimizers)
+    )
+
+
+def _steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return (
+        type(optimizer) in _STEPS_ON_DEVICE
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and takes_grad_scale(optimizer)
+    )

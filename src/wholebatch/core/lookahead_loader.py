@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.splitting import unpadded
 from wholebatch.errors import StateError
 
@@ -38,14 +38,14 @@ class Feed:
         self._held: list[Any] = []
         self._error: BaseException | None = None
         if resume is None:
-            self._start_random = random_state.capture()
+            self._start_random = capture_random()
             self._start_generators = [g.get_state() for g in _generators(loader)]
             self._iterator: Iterator[Any] = iter(unpadded(loader))
         else:
             self._resume(resume)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        now = random_state.capture()
+        now = capture_random()
         self._start_random = state["random"]
         self._start_generators = state["generators"]
         if state["loader"] is not None:
@@ -57,7 +57,7 @@ class Feed:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             self._iterator = iter(unpadded(self.loader, start=state["fetched"]))
         else:
-            random_state.restore(self._start_random)
+            restore_random(self._start_random)
             generators = _generators(self.loader)
             if len(generators) != len(self._start_generators):
                 raise StateError(
@@ -75,7 +75,7 @@ class Feed:
                     )
         self.fetched = state["fetched"]
         self._held = list(state["held"])
-        random_state.restore(now)
+        restore_random(now)
 
     def take(self) -> bool:
         """Make the next item `current`; return False if there is none."""

@@ -16,7 +16,15 @@ from wholebatch.core.precision import LossScale, SixteenBit
 from wholebatch.distributed import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = ["Ema", "Scheduler", "Target", "build_target", "check_device", "step_scheduler"]
+__all__ = [
+    "Ema",
+    "Scheduler",
+    "Target",
+    "build_target",
+    "check_device",
+    "name_of",
+    "step_scheduler",
+]
 
 UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
 """The environment variable that allows devices on which no test of ours has run."""
@@ -76,7 +84,7 @@ class Target:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the parameter's name in its model, for messages."""
-        return _name_of(parameter, self.models)
+        return name_of(parameter, self.models)
 
 
 def build_target(
@@ -199,13 +207,13 @@ def _check_parameters(
             for parameter in group["params"]:
                 if id(parameter) in seen:
                     raise UnsupportedError(
-                        f"{_name_of(parameter, models)} is in two optimizers: each would update "
+                        f"{name_of(parameter, models)} is in two optimizers: each would update "
                         "it; leave it in one"
                     )
                 seen[id(parameter)] = parameter
                 if parameter._post_accumulate_grad_hooks and not hooks_allowed:
                     raise UnsupportedError(
-                        f"{_name_of(parameter, models)} has a post-accumulate-grad hook: it fires "
+                        f"{name_of(parameter, models)} has a post-accumulate-grad hook: it fires "
                         "at every micro-batch, before the window's gradient is complete "
                         "(optimizer-in-backward would step on each slice); remove it"
                     )
@@ -273,7 +281,8 @@ def _loss_scale(
     return None if scaler is None or not scaler.is_enabled() else LossScale(scaler, device)
 
 
-def _name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
+def name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
+    """Return the parameter's name in the first of these models that has it."""
     for model in models:
         for name, candidate in model.named_parameters():
             if candidate is parameter:

@@ -21,7 +21,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.errors import OptionError
 
-__all__ = ["SIXTEEN_BIT", "Autocast", "Full", "LossScale", "Precision", "SixteenBit", "choose"]
+__all__ = [
+    "SIXTEEN_BIT",
+    "Autocast",
+    "Full",
+    "LossScale",
+    "Precision",
+    "SixteenBit",
+    "choose",
+    "round_gradient",
+]
 
 
 class Precision(ABC):
@@ -194,7 +203,8 @@ class SixteenBit:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._rounded: list[torch.nn.Parameter] = []
-        self._parameters: list[torch.nn.Parameter] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        """The 16-bit parameters of the optimizers."""
         for optimizer in optimizers:
             mine = [
                 parameter
@@ -204,17 +214,9 @@ class SixteenBit:
             ]
             if not mine:
                 continue
-            self._parameters += mine
+            self.parameters += mine
             if not _takes_fp32_gradients(optimizer, mine[0]):
                 self._rounded += mine
-
-    def __bool__(self) -> bool:
-        return bool(self._parameters)
-
-    @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The 16-bit parameters of the optimizers."""
-        return self._parameters
 
     def rounds(self, parameter: torch.nn.Parameter) -> bool:
         """True if the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
@@ -222,23 +224,28 @@ class SixteenBit:
 
     def begin(self) -> None:
         """Make autograd add in fp32. Called when a window opens, before there is a gradient."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if parameter.grad_dtype is not torch.float32:
                 parameter.grad_dtype = torch.float32
 
     def round_once(self) -> None:
         """Round the gradients for optimizers that need the parameter's dtype, before the step."""
         for parameter in self._rounded:
-            gradient = parameter.grad
-            if gradient is not None:
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-                parameter.grad = gradient.to(parameter.dtype)
+            round_gradient(parameter)
 
     def end(self) -> None:
         """Restore the parameters' `grad_dtype`, after the gradients are cleared."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad_dtype = parameter.dtype
+
+
+def round_gradient(parameter: torch.nn.Parameter) -> None:
+    """Round the gradient of a parameter to the parameter's dtype."""
+    gradient = parameter.grad
+    if gradient is not None:
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype
+        parameter.grad = gradient.to(parameter.dtype)
 
 
 def _takes_fp32_gradients(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, Executor, check_execute
-from wholebatch.core import random_state
 from wholebatch.core.foreign_writes import Untouched
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import batch_size_of, to_device
@@ -28,14 +27,12 @@ from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import SplitGuard
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
-from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.batchnorm.policies import Policy, Statistics
 from wholebatch.coupled.contrastive.losses import Coupled, OfTheBatch, refuse_in_parts
-from wholebatch.coupled.contrastive.whole_loss import WholeLoss
-from wholebatch.coupled.guard import Guard
-from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.coupled.contrastive.two_pass import WholeLoss
 from wholebatch.coupled.per_sample_dropout import PerSample, check_dropout
 from wholebatch.errors import OptionError, UnsupportedError
 
@@ -88,7 +85,8 @@ class Runner:
         self._precision = precision
         self._device = window.target.device
         self._untouched = Untouched(window, by="the loss function")
-        self._guard: Guard | None = Guard(root, looks=audit and not window.sync.counts_must_agree)
+        looks = audit and not window.sync.counts_must_agree
+        self._guard: SplitGuard | None = SplitGuard(root, looks=looks)
         self.executor = Executor(
             self._executed(check_execute(execute, self._device)),
             model=root,
@@ -136,7 +134,7 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        guard.look(run, batch, micros, layout, outputs=encodes, name=name, sync=sync)
+        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, sync=sync)
         if not guard.pending:
             self._guard = None
 
@@ -338,17 +336,15 @@ class LockStepRunner(Runner):
     ) -> None:
         super().__init__(*given, root=root, **options)
         window, sync = self._window, self._window.sync
-        self._norms = [*batchnorms(root), *tracked_instance_norms(root)]
         reduce = sync.sum_tensor if sync.ranks > 1 else None
-        self._lock_step = LockStep(self._norms, model=root, hold=hold, reduce=reduce)
-        self._lock_step.waits = self._untouched.remember
+        waits = self._untouched.remember
+        self._lock_step = LockStep(root, hold=hold, reduce=reduce, waits=waits)
         self.recorder = Recorder(
             self._lock_step,
             model=root,
             loss=self._loss.stand_in if isinstance(self._loss, Coupled) else self._loss,
             window=window,
             forward=self.forward,
-            single=SINGLE,
             execute=self.executor.execute,
             sixteen_bit=self._precision.name in ("bf16", "fp16"),
         )
@@ -364,7 +360,7 @@ class LockStepRunner(Runner):
 
     def needs_lock_step(self) -> bool:
         """Return True if a norm uses batch statistics now, or moves running ones."""
-        return self.policy is None and any(uses_batch_statistics(m) for _, m in self._norms)
+        return self.policy is None and self._lock_step.is_needed()
 
     def needs_every_rank(self) -> str | None:
         if self.needs_lock_step():
@@ -420,9 +416,7 @@ class LockStepRunner(Runner):
             self._window.micro_batch_done()
 
         self._untouched.note_rates()  # all losses may come before the first backward
-        self.recorder.run(
-            micros, lambda: self._lock_step.run(micros, forward=forward, backward=backward)
-        )
+        self.recorder.run(micros, forward=forward, backward=backward)
 
 
 class TwoPassRunner(LockStepRunner):
@@ -430,7 +424,14 @@ class TwoPassRunner(LockStepRunner):
 
     def __init__(self, model: Any, loss: Coupled, **options: Any) -> None:
         super().__init__(model, loss, **options)
-        self._whole = WholeLoss(loss, model, window=self._window, untouched=self._untouched)
+        self._whole = WholeLoss(
+            loss,
+            model,
+            window=self._window,
+            untouched=self._untouched,
+            precision=self._precision,
+            policy=self.policy,
+        )
 
     @property
     def whole_loss(self) -> WholeLoss:
@@ -456,40 +457,16 @@ class TwoPassRunner(LockStepRunner):
         if together:
             self._refuse_sharded()
         drawn = self._prepare(micros, numbers)
-
-        def before(index: int) -> None:
-            before_micro(index)
-            if self.policy is not None:
-                self.policy.micro()  # what comes is another micro-batch
-
         self._whole.run(
             micros,
             reduces=reduces,
-            moved=lambda micro: to_device(micro, self._device),
             sampling=self._sampling,
-            computing=self._precision.forward,
-            between=self._between_passes,
-            each=self._each_in_lock_step if together else None,
-            keeps_graphs=self.policy is None,  # one that counts forwards counts the second's
-            before_micro=before,
+            lock_step=self._lock_step if together else None,
+            before_micro=before_micro,
             after_micro=after_micro,
         )
         if drawn is not None:
             torch.set_rng_state(drawn)
-
-    def _between_passes(self) -> None:
-        # What was cast without a graph leads no gradient back; autocast would keep it.
-        torch.clear_autocast_cache()
-        if self.policy is not None:
-            self.policy.begin_window()  # the second pass counts
-
-    def _each_in_lock_step(
-        self,
-        items: Sequence[tuple[int, Any]],
-        forward: Callable[[tuple[int, Any]], Any],
-        backward: Callable[[Any], Any],
-    ) -> list[Any]:
-        return self._lock_step.run(items, forward=forward, backward=backward)
 
 
 def choose_runner(
@@ -564,7 +541,7 @@ def find_nonfinite(
     now = ForwardState(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     parameters = [parameter for _, parameter in named]
-    random_state.restore(start)
+    restore_random(start)
     try:
         for index, micro in enumerate(micros):
             loss = forward(micro)

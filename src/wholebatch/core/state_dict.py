@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.core import random_state
 from wholebatch.core.close import read_scalars
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.model_and_optimizer import Target
 from wholebatch.core.window import Window
 from wholebatch.errors import StateError
@@ -35,7 +35,7 @@ def progress(kind: str, window: Window) -> dict[str, Any]:
         "scaler": None if target.scale is None else target.scale.state_dict(),
         "schedulers": [scheduler.state_dict() for scheduler in target.schedulers],
         "ema": target.ema.state_dict() if isinstance(target.ema, nn.Module) else None,
-        "random": random_state.capture(),
+        "random": capture_random(),
     }
 
 
@@ -78,7 +78,7 @@ def load_progress(kind: str, window: Window, state: dict[str, Any]) -> None:
         target.ema.load_state_dict(state["ema"])
     if state["window"] is not None:
         _load_window(window, state["window"])
-    random_state.restore(state["random"])
+    restore_random(state["random"])
 
 
 def _window_state(window: Window) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -10,9 +10,9 @@ from torch import nn
 
 from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
-from wholebatch.core import random_state
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
+from wholebatch.core.forward_state import capture_random
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
 from wholebatch.core.options import BatchNorm, Close, Memory, Samples
@@ -26,7 +26,7 @@ from wholebatch.core.runner import (
 )
 from wholebatch.core.splitting import Tokens
 from wholebatch.core.units import UnitsCount, UnitsFunction
-from wholebatch.core.window import Step, Turn, Window, make_window
+from wholebatch.core.window import Step, Turn, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget
@@ -34,10 +34,12 @@ from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 
 if TYPE_CHECKING:
-    from wholebatch.core.window import Window
+    pass
 
 __all__ = ["WholeBatch"]
 
+
+_NOTHING = object()
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
@@ -152,6 +154,8 @@ class WholeBatch:
             keeping.room, self._fitting.relieved = self._fitting.room, keeping.relieved
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
+        self._has_more = False  # whether this rank has data for another window
+        self._while_waiting: Callable[[], None] | None = None
         self._done = self._of = 0  # micro-batches of the open window that are in it, and of all
 
     @property
@@ -233,7 +237,7 @@ class WholeBatch:
         window = self._window
         first = self._resume_at(micros) if window.is_open else 0
         known = None if self._count is None or window.is_open else self._count(micros)
-        start = random_state.capture(every=False)
+        start = capture_random(every=False)
         try:
             with self._precision.window():
                 for attempt in self._attempts(micros, first):
@@ -314,20 +318,45 @@ class WholeBatch:
         """
         window = self._window
         if window.sync.ranks == 1:
-            yield from _read_ahead(window, loader) if ahead else loader
+            yield from self._read_ahead(loader) if ahead else loader
             return
         iterator = iter(loader)
         batch = last = next(iterator, _NOTHING)
         window.ranks_with_more = int(window.sync.sum([float(batch is not _NOTHING)])[0])
         while batch is not _NOTHING:
             following = next(iterator, _NOTHING)
-            window.has_more = following is not _NOTHING
+            self._has_more = following is not _NOTHING
             self._check_that_all_have_data()
             yield batch
             last, batch = batch, following
         while window.ranks_with_more:
             self._check_that_all_have_data()
             self.join(last)
+
+    def _read_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches, each read while the device makes the update of the one before."""
+        iterator = iter(loader)
+        read: list[tuple[Any, BaseException | None]] = []
+
+        def read_one() -> None:
+            if not read:
+                try:
+                    read.append((next(iterator, _NOTHING), None))
+                except Exception as problem:  # belongs to the batch that will be asked for
+                    read.append((_NOTHING, problem))
+
+        self._while_waiting = read_one
+        try:
+            while True:
+                read_one()
+                batch, problem = read.pop()
+                if problem is not None:
+                    raise problem
+                if batch is _NOTHING:
+                    return
+                yield batch
+        finally:
+            self._while_waiting = None
 
     def _check_that_all_have_data(self) -> None:
         """Refuse to go on where a rank has run out and every rank is needed."""
@@ -356,8 +385,7 @@ class WholeBatch:
         return self.last_step
 
     def _joined(self, like: Any) -> Step:
-        window = self._window
-        window.has_more = False
+        window, self._has_more = self._window, False
         why = self._needs_every_rank()
         if why is not None:
             raise RankError(
@@ -388,7 +416,9 @@ class WholeBatch:
     def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
         try:
             seen = None if self._probe is None else self._probe.look()
-            step = self._window.close(steps=steps)
+            step = self._window.close(
+                steps=steps, has_more=self._has_more, while_waiting=self._while_waiting
+            )
             if self._probe is not None:
                 self._probe.closed(seen, step)
             self._runner.end_window()
@@ -440,32 +470,3 @@ class WholeBatch:
                 "resume with the same batch and the same micro_batch="
             )
         return self._done
-
-
-_NOTHING = object()
-
-
-def _read_ahead(window: Window, loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the loader's batches, each read while the device makes the update of the one before."""
-    iterator = iter(loader)
-    read: list[tuple[Any, BaseException | None]] = []
-
-    def read_one() -> None:
-        if not read:
-            try:
-                read.append((next(iterator, _NOTHING), None))
-            except Exception as problem:  # belongs to the batch that will be asked for
-                read.append((_NOTHING, problem))
-
-    window.while_waiting = read_one
-    try:
-        while True:
-            read_one()
-            batch, problem = read.pop()
-            if problem is not None:
-                raise problem
-            if batch is _NOTHING:
-                return
-            yield batch
-    finally:
-        window.while_waiting = None

@@ -37,6 +37,8 @@ from wholebatch.core.close import (
     scalar_on,
     where_nonfinite,
 )
+from wholebatch.core.close_on_device import WindowSums
+from wholebatch.core.gradient_store import DeviceStore, Store, refuse_stray
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
 from wholebatch.core.options import Close, Memory
@@ -50,9 +52,7 @@ from wholebatch.errors import (
     UnsupportedError,
     WindowError,
 )
-from wholebatch.offload import DeviceStore, Store, refuse_stray
 from wholebatch.offload import choose as choose_store
-from wholebatch.offload.close_on_device import Sums
 
 __all__ = ["Step", "Turn", "Window", "make_window"]
 
@@ -144,9 +144,7 @@ class Window:
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
-        self.has_more = False  # whether this rank knows of another window after this one
         self.ranks_with_more = 0  # how many ranks did, at the last close
-        self.while_waiting: Callable[[], None] | None = None  # the host has time in a close ahead
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
@@ -306,27 +304,35 @@ class Window:
 
     # ------------------------------------------------------------------ close
 
-    def close(self, *, steps: bool = True) -> Step:
+    def close(
+        self,
+        *,
+        steps: bool = True,
+        has_more: bool = False,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> Step:
         """Reduce, rescale, clip, step, schedule, clear. The window is cleared in any case.
 
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
+        `has_more`: this rank has data for another window; the ranks count those that have.
+        `while_waiting()` is called where the host waits for the device.
         """
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            return self._close(not self.leaves_gradients)
+            return self._close(not self.leaves_gradients, has_more, while_waiting)
         finally:
             self.discard()
 
-    def _close(self, steps: bool) -> Step:
+    def _close(self, steps: bool, has_more: bool, while_waiting: Callable[[], None] | None) -> Step:
         if self.broken:
             raise WindowError("a window whose last backward failed cannot be closed: discard() it")
         if not self.reduced:
             self.store.reduce_now()
-        ahead = self._close_ahead() if steps else None
+        ahead = self._close_ahead(while_waiting) if steps else None
         weights = self.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         totals = {name: read_scalars(self.totals.get(name, ())) for name in names}
-        sum_of, units_of = self._sums(totals)
+        sum_of, units_of = self._sums(totals, has_more)
         units = max(units_of.values())
         if units == 0.0:
             return self._empty()
@@ -368,7 +374,7 @@ class Window:
         return 1.0
 
     def _sums(
-        self, totals: Mapping[str, Sequence[float]]
+        self, totals: Mapping[str, Sequence[float]], has_more: bool
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return totals and units of each term over the window and all ranks (one collective).
 
@@ -379,12 +385,12 @@ class Window:
         values = [math.fsum(totals[name]) for name in names]
         values += [read_units(self.units.get(name, ())) for name in names]
         if self.sync.ranks == 1:
-            self.ranks_with_more = int(self.has_more)
+            self.ranks_with_more = int(has_more)
         else:
             absent = self.store.absent()
             shared = self.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
-            values = self.sync.sum([*values, float(self.has_more), *present])
+            values = self.sync.sum([*values, float(has_more), *present])
             more, *counts = values[2 * len(names) :]
             self.ranks_with_more = int(more)
             for parameter, count in zip(shared, counts, strict=True):
@@ -395,18 +401,17 @@ class Window:
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks, without a micro-batch."""
-        self.has_more = False
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
         self.begin(0, known=known)
         return self.close()
 
-    def _close_ahead(self) -> Closed | None:
+    def _close_ahead(self, while_waiting: Callable[[], None] | None) -> Closed | None:
         """Let the device close the window while the host waits for its numbers."""
         if not self.totals:
             return None
-        sums = Sums(self.totals, self.units, self.known, self.seed, self.loss_scale)
-        ahead = self.store.close_ahead(self.groups, sums, self._hooks, self.while_waiting)
+        sums = WindowSums(self.totals, self.units, self.known, self.seed, self.loss_scale)
+        ahead = self.store.close_ahead(self.groups, sums, self._hooks, while_waiting)
         if ahead is None:
             return None
         self.totals = {name: [*values] for name, values in ahead.totals.items()}

@@ -1,6 +1,6 @@
 """Batches whose samples depend on each other."""
 
-from wholebatch.coupled.audit import Audit, Finding, audit
+from wholebatch.coupled.audit import Audit, AuditFinding, audit
 from wholebatch.coupled.batchnorm.policies import Choice, Policy, choose, convert, groups_for
 from wholebatch.coupled.contrastive.losses import (
     Coupled,
@@ -13,9 +13,9 @@ from wholebatch.coupled.normalisation_layers import batchnorms, tracked_instance
 
 __all__ = [
     "Audit",
+    "AuditFinding",
     "Choice",
     "Coupled",
-    "Finding",
     "Policy",
     "audit",
     "batchnorms",

@@ -1,11 +1,11 @@
-"""The loss adds up: total, units and gradient of some samples are those of their halves together.
+"""Check that a loss adds up: total, units and gradient of some samples are those of their halves.
 
-What holds for a few samples and their halves is what makes accumulation exact. So it is looked at
-once, on the user's own data with the user's own loss function, before anything is trained:
+Accumulation is exact if this holds. So it is checked once, on a few samples of the user's own data
+and with the user's own loss function, before anything is trained:
 
 ```python
-look = AddsUp(model).look(lambda few: loss(model, few), micro)
-look.refuse()          # raises LossError or UnsupportedError with the causes and the ways out
+result = check_adds_up(model, lambda few: loss(model, few), layout_of(batch))
+result.refuse()        # raises LossError or UnsupportedError with the causes and the ways out
 ```
 """
 
@@ -13,28 +13,33 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from wholebatch.core.splitting.samples import BatchSize, Static, readable_layout
-from wholebatch.coupled import causes
-from wholebatch.coupled.finding import Finding
+from wholebatch.core.splitting.samples import Layout
+from wholebatch.coupled.causes import (
+    AuditFinding,
+    gradient_cause,
+    layers_that_couple,
+    loss_cause,
+    outside_norm,
+    samples_compared,
+)
 from wholebatch.coupled.local_collectives import LocalCollectiveError
-from wholebatch.coupled.moving_state import Moving
-from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
-from wholebatch.coupled.rounding_tolerance import Tolerance
-from wholebatch.coupled.sample_runs import Few, GoesBack, Run, Uncheckable, evaluating
+from wholebatch.coupled.moving_state import MovingState
+from wholebatch.coupled.sample_runs import FirstSamples, OwnBackward, SampleRun, Uncheckable
 from wholebatch.errors import LossError, UnsupportedError
 
-__all__ = ["AddsUp", "Look"]
+__all__ = ["SAMPLES", "LookResult", "check_adds_up"]
 
 _log = logging.getLogger("wholebatch")
 
-_SAMPLES = 8
+SAMPLES = 8  # at most so many are looked at
 _ENOUGH = 4
 _DRAWS = 8
 _COMPARES = (
@@ -47,18 +52,18 @@ _MISTAKES = ("mean", "sum", "added", "units")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a look has found; `told` is False where there were no two samples, or no units."""
+class LookResult:
+    """The findings of a look; not `conclusive` if there were no two samples, or no units."""
 
-    findings: tuple[Finding, ...] = ()
-    told: bool = True
+    findings: tuple[AuditFinding, ...] = ()
+    conclusive: bool = True
 
-    def refuse(self, off: str = "WholeBatch(audit=False)", elsewhere: bool = False) -> None:
-        """Raise if anything was found; `elsewhere` says that another rank has found something.
+    def refuse(self, off: str = "WholeBatch(audit=False)", on_another_rank: bool = False) -> None:
+        """Raise if anything was found, here or on another rank.
 
         `off` is how a user of this door trains all the same.
         """
-        if not self.findings and not elsewhere:
+        if not self.findings and not on_another_rank:
             return
         listed = "\n  ".join(map(str, self.findings)) or "(found on another rank)"
         message = (
@@ -70,268 +75,197 @@ class Look:
         raise LossError(message) if mistaken else UnsupportedError(message)
 
 
-class AddsUp:
-    """Looks whether micro-batches can give the update of the whole batch, for any door.
+def check_adds_up(
+    model: nn.Module,
+    run: Callable[[Any], Any],
+    layout: Layout | None,
+    *,
+    micro_batch: int | None = None,
+    outputs: bool = False,
+    name: str = "the loss function",
+) -> LookResult:
+    """Compare the first samples of a batch with their halves, forward and backward.
+
+    `run(few)` runs forward and loss function as training does, precision included, on a batch of
+    the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
+    `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are run
+    with their gradient, so many that all runs cost no more than a micro-batch of `micro_batch`
+    samples (default: the batch is one). Where these are only 2, up to 8 are run without their
+    gradient too. `name` is how findings call the function.
 
     `model` holds all modules that are trained. It is left as found: parameters, gradients, buffers,
     attributes and random generators. A DDP model must be in `no_sync`; a model whose forwards run
     collectives (FSDP, DeepSpeed) cannot be looked at, unless all ranks look at the same time.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def look(
-        self,
-        run: Callable[[Any], Any],
-        batch: Any,
-        *,
-        micro_batch: int | None = None,
-        batch_size: BatchSize = None,
-        static: Static = (),
-        outputs: bool = False,
-        name: str = "the loss function",
-    ) -> Look:
-        """Hold the first samples of `batch` against their halves, forward and backward.
-
-        `run(few)` runs forward and loss function as training does, precision included, on a batch
-        of the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
-        `outputs=True` a structure of tensors that have a row for each sample). 2 to 8 samples are
-        run with their gradient, so many that all runs cost no more than a micro-batch of
-        `micro_batch` samples (default: `batch` is one). Where these are only 2, up to 8 are run
-        without their gradient too. `batch_size` and `static` say how the batch is to be read, as in
-        `WholeBatch`. `name` is how findings call the function.
-        """
-        made = self._few(run, batch, batch_size, static, outputs=outputs)
-        if made is None:
-            return Look(told=False)
-        few, size = made
-        micro_batch = micro_batch or size
-        more = min(size, _SAMPLES, 3 * micro_batch)
-        try:
-            return _Looking(few, _with_gradient(size, micro_batch), more, name).result()
-        except Uncheckable as reason:
-            _log.debug("the loss was not looked at: %s", reason)
-            return Look()
-        finally:
-            _release()
-
-    def layers(
-        self,
-        run: Callable[[Any], Any],
-        batch: Any,
-        *,
-        batch_size: BatchSize = None,
-        static: Static = (),
-        known: Collection[str] = (),
-        name: str = "the loss function",
-    ) -> tuple[Finding, ...]:
-        """Return the layers whose output for one sample moves with another sample.
-
-        `known` names those that need not be found.
-        """
-        made = self._few(run, batch, batch_size, static)
-        if made is None:
-            return ()
-        few, size = made[0](2, False), made[1]
-        with few.looking():
-            return causes.by_changing_a_sample(few, min(size, _SAMPLES), name, known)
-
-    def _few(
-        self,
-        run: Callable[[Any], Any],
-        batch: Any,
-        batch_size: BatchSize,
-        static: Static,
-        *,
-        outputs: bool = False,
-    ) -> tuple[Callable[[int, bool], Few], int] | None:
-        """Return what makes runs of the first samples, and how many there are; None below 2."""
-        layout = readable_layout(batch, batch_size, static)
-        if layout is None or layout.size < 2:
-            return None
-        norms = [(n, norm) for n, norm in batchnorms(self._model) if uses_batch_statistics(norm)]
-
-        def few(count: int, graph: bool) -> Few:
-            given = (self._model, run, layout, count)
-            return Few(*given, norms=norms, outputs=outputs, graph=graph)
-
-        return few, layout.size
+    if layout is None or layout.size < 2:
+        return LookResult(conclusive=False)
+    micro_batch = micro_batch or layout.size
+    # In forwards of one sample, n samples with their gradient cost 6.5 n (forward and backward of
+    # 2 n and a forward of n/2), and a micro-batch of m samples 3 m.
+    count = min(layout.size, max(2, min(SAMPLES, 6 * micro_batch // 13)))
+    more = min(layout.size, SAMPLES, 3 * micro_batch)
+    samples = partial(FirstSamples, model, run, layout, outputs=outputs, name=name)
+    try:
+        return _Look(samples, _power_of_two(count), more).result()
+    except Uncheckable as reason:
+        _log.debug("the loss was not looked at: %s", reason)
+        return LookResult()
+    finally:
+        _release()
 
 
-def _with_gradient(size: int, micro_batch: int) -> int:
-    """Return of how many samples the gradient is looked at too.
+class _Look:
+    """One look: the samples beside their halves, and where these differ, why.
 
-    In forwards of one sample, n samples with their gradient cost 6.5 n (forward and backward of 2 n
-    and a forward of n/2), and a micro-batch of m samples 3 m.
+    `samples(count, graph=)` makes the samples. Their gradient is looked at for `count` of them, and
+    their loss for `more`.
     """
-    return _power_of_two(min(size, max(2, min(_SAMPLES, 6 * micro_batch // 13))))
 
+    def __init__(self, samples: Callable[..., FirstSamples], count: int, more: int) -> None:
+        self._samples, self._count, self._more = samples, count, more
 
-def _power_of_two(number: int) -> int:
-    """Return the largest power of two up to a number: pairs and groups of samples stay together."""
-    return 1 << number.bit_length() - 1
-
-
-class _Looking:
-    """One look: the samples beside their halves, and where these differ, why."""
-
-    def __init__(self, few: Callable[[int, bool], Few], count: int, more: int, name: str) -> None:
-        self._few = few
-        self._count = count
-        self._more = more
-        self._name = name
-
-    def result(self) -> Look:
-        made = self._of_gradients()
+    def result(self) -> LookResult:
+        try:
+            made = self._looked(self._samples(self._count, graph=True))
+        except (torch.OutOfMemoryError, LocalCollectiveError) as reason:
+            _log.debug("gradients are not looked at, only forwards: %r", reason)
+            made = None
+        if made is None:
+            _release(thoroughly=True)
+            made = self._looked(self._samples(self._count, graph=False))
         more = _power_of_two(self._more)
-        if made.findings or not made.told or self._count >= min(more, _ENOUGH):
+        if made.findings or not made.conclusive or self._count >= min(more, _ENOUGH):
             return made
         for graph in (False, True):
             try:  # Two samples may have nothing to do with each other; of eight some have.
-                return self._looked(self._few(more, graph), again=True)
-            except GoesBack:
-                continue  # the loss runs a backward of its own, and needs a graph for it
+                return self._looked(self._samples(more, graph=graph), again=True)
+            except OwnBackward:
+                continue
             except (torch.OutOfMemoryError, Uncheckable):
                 break
         return made
 
-    def _of_gradients(self) -> Look:
-        try:
-            return self._looked(self._few(self._count, True))
-        except (torch.OutOfMemoryError, LocalCollectiveError) as reason:
-            _log.debug("gradients are not looked at, only forwards: %r", reason)
-        _release(thoroughly=True)
-        return self._looked(self._few(self._count, False))
+    def _looked(self, samples: FirstSamples, *, again: bool = False) -> LookResult:
+        """Look at these samples; `again` if nothing was found in fewer of them."""
+        with samples.looking():
+            found = self._compared(samples, looked=again)
+        return found if isinstance(found, LookResult) else self._named(samples, *found)
 
-    def _looked(self, few: Few, *, again: bool = False) -> Look:
-        """`again` says that fewer samples were looked at before, and nothing was found."""
-        with few.looking():
-            found = self._compared(few, looked=again)
-        return found if isinstance(found, Look) else self._named(few, *found)
-
-    def _compared(self, few: Few, *, looked: bool) -> Look | tuple[Sequence[Run], Tolerance]:
-        """Return what was found, or the runs that do not add up."""
-        half = few.count // 2
-        whole = few.whole()
-        if few.called.outside is not None:
-            return Look((causes.outside_norm(few.called.outside, self._name),))
-        if not whole.sums or not whole.units or not whole.is_finite:
-            return Look(told=False)
-        tolerance = Tolerance.of(few, whole)
-        watched = Moving(few, whole)
+    def _compared(
+        self, samples: FirstSamples, *, looked: bool
+    ) -> LookResult | tuple[SampleRun, ...]:
+        """Return the result, or the runs that do not add up: the whole, and its halves."""
+        whole = samples.whole()
+        if samples.called.outside_norm is not None:
+            return LookResult((outside_norm(samples, samples.called.outside_norm),))
+        if not whole.terms or not whole.units or not whole.is_finite:
+            return LookResult(conclusive=False)
         try:
-            first = few.part(0, half, backward=True, scale=0.25)
-            left = watched.as_left_by(first)
-            second = few.part(half, few.count, prepare=left, backward=True, scale=0.25)
             # Without state that moves, the same samples would give the same once more.
-            again = second if looked and not watched.any else few.part(half, few.count)
+            state = MovingState(samples, whole, again=not looked)
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
-            _log.debug("a half of %s samples could not be run: %r", few.count, problem)
-            return (whole,), tolerance
-        if not (first.is_finite and again.is_finite):
-            return (whole,), tolerance
-        found = watched.acting(first, second, again, tolerance)
+            _log.debug("a half of %s samples could not be run: %r", samples.count, problem)
+            return (whole,)
+        halves = (state.first, state.again)
+        if not all(half.is_finite for half in halves):
+            return (whole,)
+        found = state.findings_in_loss()
         if found:
-            return Look(found)
-        runs = (
-            whole,
-            first,
-            again if again.digests is not None else replace(again, digests=second.digests),
-        )
-        if tolerance.adds_up(whole, runs[1:]) and not tolerance.gradient_gap(whole, runs[1:]):
-            return Look(watched.kept(first, second, again, tolerance))
-        if not few.draws.held or not _drew_alike(runs):
-            return self._without_draws(few)
-        return runs, tolerance
+            return LookResult(found)
+        tolerance = samples.tolerance
+        if tolerance.adds_up(whole, halves) and not tolerance.gradient_gap(whole, halves):
+            return LookResult(state.findings_in_state())
+        if not samples.draws.held or not whole.drew_alike(halves):
+            return self._without_draws(samples)
+        return (whole, *halves)
 
-    def _without_draws(self, few: Few) -> Look | tuple[Sequence[Run], Tolerance]:
+    def _without_draws(self, samples: FirstSamples) -> LookResult | tuple[SampleRun, ...]:
         """Look again in evaluation mode, where dropout draws nothing."""
         _log.debug("random numbers could not be held: a look in evaluation mode")
-        with evaluating(few.model):
-            try:
-                half, backward = few.count // 2, few.graph
-                few.graph = False
-                whole = few.whole()
-                runs = (whole, few.part(0, half), few.part(half, few.count))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as problem:  # not a loss, or none in evaluation mode
-                raise Uncheckable(repr(problem)) from None
-            finally:
-                few.graph = backward
-        tolerance = Tolerance.of(few, whole)
-        if tolerance.adds_up(whole, runs[1:]):
-            return Look()
-        if not few.draws.held or not _drew_alike(runs):
-            self._warn_of_random_comparisons(few, tolerance)
+        training = [module for module in samples.model.modules() if module.training]
+        graph, samples.graph = samples.graph, False
+        try:
+            for module in training:
+                module.training = False
+            whole, halves = samples.whole(), samples.halves()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # not a loss, or none in evaluation mode
+            raise Uncheckable(repr(problem)) from None
+        finally:
+            samples.graph = graph
+            for module in training:
+                module.training = True
+        if samples.tolerance.adds_up(whole, halves):
+            return LookResult()
+        if not samples.draws.held or not whole.drew_alike(halves):
+            self._warn_of_random_comparisons(samples)
             raise Uncheckable("random numbers cannot be held")
-        return runs, tolerance
+        return (whole, *halves)
 
-    def _warn_of_random_comparisons(self, few: Few, tolerance: Tolerance) -> None:
-        """Warn of a loss that compares samples, where its draws cannot be held.
+    def _warn_of_random_comparisons(self, samples: FirstSamples) -> None:
+        """Warn of a loss that compares samples, although its draws cannot be held.
 
-        Then only runs of one shape draw alike. With two pairs of parts that are exchanged,
+        Runs of one shape draw the same numbers. With two pairs of parts that are exchanged,
 
             L(a, b) + L(c, d) = L(c, b) + L(a, d)
 
         if and only if each sample counts by itself.
         """
-        part = min(self._more, few.layout.size) // 4
+        part = min(self._more, samples.layout.size) // 4
         if not part:
             return
-        a, b, c, d = (list(range(i * part, (i + 1) * part)) for i in range(4))
+        a, b, c, d = ([*range(i * part, (i + 1) * part)] for i in range(4))
         for skip in range(_DRAWS):  # one draw may happen to keep the parts apart
             try:
-                runs = [few.of(x + y, skip) for x, y in ((a, b), (c, d), (c, b), (a, d))]
+                runs = [samples.run_rows(x + y, skip) for x, y in ((a, b), (c, d), (c, b), (a, d))]
             except (torch.OutOfMemoryError, Uncheckable, RuntimeError, ValueError):
                 return
-            one, other = (runs[0].total + runs[1].total, runs[2].total + runs[3].total)
-            size = max(sum(abs(run.total) for run in pair) for pair in (runs[:2], runs[2:]))
-            if not tolerance.near(one, other, size):
-                _log.warning(_COMPARES, self._name, 2 * part, one, other)
+            one, other, exchanged, back = (run.total for run in runs)
+            size = max(abs(one) + abs(other), abs(exchanged) + abs(back))
+            if not samples.tolerance.near(one + other, exchanged + back, size):
+                _log.warning(_COMPARES, samples.name, 2 * part, one + other, exchanged + back)
                 return
 
-    def _named(self, few: Few, runs: Sequence[Run], tolerance: Tolerance) -> Look:
-        """Return the cause; `runs` are those of the whole and of its halves, if these have any."""
-        whole, *parts = runs
-        if parts and tolerance.adds_up(whole, parts):
-            with few.looking():
-                return Look((causes.of_gradient(few, runs, tolerance, self._name),))
-        couples = (causes.couples(runs, self._name),) if parts else ()
+    def _named(self, samples: FirstSamples, whole: SampleRun, *halves: SampleRun) -> LookResult:
+        """Name the cause; there are no `halves` if these could not be run."""
+        runs = (whole, *halves)
+        if halves and samples.tolerance.adds_up(whole, halves):
+            with samples.looking():
+                return LookResult((gradient_cause(samples, runs),))
+        compared = (samples_compared(samples, runs),) if halves else ()
         try:
-            return Look(self._of_more(tolerance) or couples)
+            return LookResult(self._causes_by_more() or compared)
         except torch.OutOfMemoryError:
-            return Look(couples)
+            return LookResult(compared)
         except Uncheckable:  # a loss that runs a backward of its own
-            with few.looking():
-                return Look((causes.of_loss(few, runs, tolerance, self._name),) if parts else ())
+            with samples.looking():
+                return LookResult((loss_cause(samples, runs),) if halves else ())
 
-    def _of_more(self, tolerance: Tolerance) -> tuple[Finding, ...]:
-        """Return what more samples, run forwards only, tell of the cause."""
-        few = self._few(_power_of_two(self._more), False)
-        half = few.count // 2
-        with few.looking():
+    def _causes_by_more(self) -> tuple[AuditFinding, ...]:
+        """Return the causes that more samples show, in forwards only."""
+        samples = self._samples(_power_of_two(self._more), graph=False)
+        with samples.looking():
             try:
-                runs = (few.whole(), few.part(0, half), few.part(half, few.count))
+                whole, halves = samples.whole(), samples.halves()
             except (torch.OutOfMemoryError, Uncheckable):
                 raise
             except Exception:  # a layer that needs more samples than a half has
-                return causes.by_changing_a_sample(few, self._more, self._name)
-            if not few.draws.held or not _drew_alike(runs):
+                return layers_that_couple(samples, self._more)
+            if not samples.draws.held or not whole.drew_alike(halves):
                 return ()
-            found = causes.of_loss(few, runs, tolerance, self._name)
+            found = loss_cause(samples, (whole, *halves))
             if found.kind != "loss":
                 return (found,)
-            layers = causes.by_changing_a_sample(few, self._more, self._name)
-            return layers or (() if tolerance.adds_up(runs[0], runs[1:]) else (found,))
+            layers = layers_that_couple(samples, self._more)
+            return layers or (() if samples.tolerance.adds_up(whole, halves) else (found,))
 
 
-def _drew_alike(runs: Sequence[Run]) -> bool:
-    """True if Python's and NumPy's generators were drawn from equally often in every run."""
-    return all(run.after.host_draws_same(runs[0].after) for run in runs[1:])
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two up to a number: pairs and groups of samples stay together."""
+    return 1 << number.bit_length() - 1
 
 
 def _release(*, thoroughly: bool = False) -> None:

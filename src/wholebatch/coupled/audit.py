@@ -1,33 +1,42 @@
-"""Which layers let one sample's output depend on the other samples of its batch.
+"""Find the layers that let one sample's output depend on the other samples of its batch.
 
 Such a layer makes plain accumulation wrong without a word: BatchNorm by a third to two thirds of
 the gradient. `audit` finds them by their type and, when it is given a batch, by changing one sample
-and looking at whose outputs move: that finds what no list of types can know.
+and looking at whose outputs move: that finds what no list of types can know. `SplitGuard` does both
+before the first window that is split, so that no such model is trained in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from wholebatch.core.splitting import to_device
-from wholebatch.core.splitting.samples import BatchSize, Static
-from wholebatch.coupled.adds_up import AddsUp
-from wholebatch.coupled.finding import Finding
+from wholebatch.core.splitting.samples import BatchSize, Layout, Static, readable_layout
+from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
+from wholebatch.coupled.causes import AuditFinding, layers_that_couple
+from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     is_spectral_norm,
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.errors import LossError
+from wholebatch.coupled.sample_runs import FirstSamples
+from wholebatch.distributed import Sync
+from wholebatch.errors import LossError, UnsupportedError
 
-__all__ = ["Audit", "Finding", "audit"]
+__all__ = ["Audit", "AuditFinding", "SplitGuard", "audit"]
 
+_log = logging.getLogger("wholebatch")
+
+_TRIES = 8
 _POLICIES = (
     'WholeBatch(batchnorm="exact") is exact; Accumulator needs "statistics", "freeze", "group", '
     '"layer" or "sync"'
@@ -56,49 +65,36 @@ _ADVICE = {
         "once per update; in evaluation mode it stays as it is"
     ),
 }
-
-
 _BY_TYPE = ("batchnorm", "custom", "sync")
-_BEYOND = (
-    "probe",
-    "loss",
-    "ghost",
-    "state",
-    "outside",
-    "mean",
-    "sum",
-    "added",
-    "units",
-    "gradient",
-)
-_COUPLES = (*_BY_TYPE, "running", "spectral", "ghost", "probe")
+_LAYERS = (*_ADVICE, "probe")
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What keeps micro-batches from the update of the whole batch; true if anything does."""
+    """The findings that keep micro-batches from the update of the whole batch; true if any do."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[AuditFinding, ...]
     probed: bool
 
     def __bool__(self) -> bool:
         return bool(self.findings)
 
     @property
-    def beyond_batchnorm(self) -> tuple[Finding, ...]:
-        """What no BatchNorm policy can make exact."""
-        return tuple(finding for finding in self.findings if finding.kind in _BEYOND)
+    def beyond_batchnorm(self) -> tuple[AuditFinding, ...]:
+        """The findings that no BatchNorm policy can make exact."""
+        known = (*_BY_TYPE, "running", "spectral")
+        return tuple(finding for finding in self.findings if finding.kind not in known)
 
     def __str__(self) -> str:
         how = "by type and by changing one sample" if self.probed else "by type"
         if not self.findings:
             return f"no layer couples the samples of a batch ({how})"
-        layers = sum(finding.kind in _COUPLES for finding in self.findings)
+        layers = sum(finding.kind in _LAYERS for finding in self.findings)
         what = [f"{layers} layers couple" if layers > 1 else "1 layer couples"] if layers else []
         if any(finding.kind == "loss" for finding in self.findings):
             what = [f"{layers} layers and the loss couple" if layers else "this loss couples"]
         what = [f"{one} the samples of a batch ({how})" for one in what]
-        if any(finding.kind not in (*_COUPLES, "loss") for finding in self.findings):
+        if any(finding.kind not in (*_LAYERS, "loss") for finding in self.findings):
             what.append("micro-batches do not add up to the whole batch")
         return "\n  ".join([f"{'; '.join(what)}:", *map(str, self.findings)])
 
@@ -129,33 +125,28 @@ def audit(
     findings = tuple(_by_type(model))
     if batch is None:
         return Audit(findings, probed=False)
-    known = {finding.name for finding in findings if finding.kind in _BY_TYPE}
-    options: dict[str, Any] = {"batch_size": batch_size, "static": static}
-    return Audit((*findings, *_by_running(model, batch, forward, known, options)), probed=True)
-
-
-def _by_running(
-    model: nn.Module,
-    batch: Any,
-    forward: Callable[[Any, Any], Any] | None,
-    known: Collection[str],
-    options: Mapping[str, Any],
-) -> tuple[Finding, ...]:
+    layout = readable_layout(batch, batch_size, static)
+    if layout is None or layout.size < 2:
+        return Audit(findings, probed=True)
     first = next(model.parameters(), None)
     call = _call if forward is None else forward
 
     def run(few: Any) -> Any:
         return call(model, few if first is None else to_device(few, first.device))
 
-    options = {**options, "name": getattr(forward, "__name__", "a function")}
-    look = AddsUp(model)
-    layers = look.layers(run, batch, known=known, **options)
+    name = getattr(forward, "__name__", "a function")
+    known = {finding.name for finding in findings if finding.kind in _BY_TYPE}
+    samples = FirstSamples(model, run, layout, 2, graph=False, name=name)
+    with samples.looking():
+        layers = layers_that_couple(samples, min(layout.size, SAMPLES), known)
     try:
-        found = look.look(run, batch, outputs=forward is None, **options).findings
+        look = check_adds_up(model, run, layout, outputs=forward is None, name=name)
     except LossError:  # not a loss: outputs
-        found = look.look(run, batch, outputs=True, **options).findings
-    # Where a layer couples samples, nothing adds up: that is no news.
-    return (*layers, *(f for f in found if f.kind in ("state", "outside"))) if layers else found
+        look = check_adds_up(model, run, layout, outputs=True, name=name)
+    found = look.findings
+    if layers:  # Then nothing adds up: that is no news.
+        found = (*layers, *(f for f in found if f.kind in ("state", "outside")))
+    return Audit((*findings, *found), probed=True)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -164,31 +155,110 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _by_type(model: nn.Module) -> Iterator[Finding]:
-    for name, module in batchnorms(model):
-        if uses_batch_statistics(module):
-            kind = _kind(module)
-            yield Finding(name, type(module).__name__, kind, _ADVICE[kind])
-    for name, module in tracked_instance_norms(model):
-        if module.training:
-            yield Finding(name, type(module).__name__, "running", _ADVICE["running"])
+def _by_type(model: nn.Module) -> Iterator[AuditFinding]:
+    found = [(name, m, _kind(m)) for name, m in batchnorms(model) if uses_batch_statistics(m)]
+    found += [(name, m, "running") for name, m in tracked_instance_norms(model) if m.training]
     for name, module in model.named_modules():
         if module.training and _is_ghost(module):
-            yield Finding(name, type(module).__name__, "ghost", _ADVICE["ghost"])
+            found.append((name, module, "ghost"))
         if module.training and is_spectral_norm(module):
-            yield Finding(name, type(module).__name__, "spectral", _ADVICE["spectral"])
+            found.append((name, module, "spectral"))
+    for name, module, kind in found:
+        yield AuditFinding(name, type(module).__name__, kind, _ADVICE[kind])
 
 
 def _is_ghost(module: nn.Module) -> bool:
-    """By what such layers are called, and by TabNet's name for the size of their parts."""
+    """True by what such layers are called, and by TabNet's name for the size of their parts."""
     named = "ghost" in type(module).__name__.lower() or hasattr(module, "virtual_batch_size")
-    below = isinstance(module, _BatchNorm) or any(
-        isinstance(child, _BatchNorm) for child in module.children()
-    )
-    return named and below
+    return named and any(isinstance(m, _BatchNorm) for m in (module, *module.children()))
 
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.SyncBatchNorm):
         return "sync"
     return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
+
+
+class SplitGuard:
+    """Audits a model by type when it is made, and by a look at the first batch that is split.
+
+    The look (`check_adds_up`) is left out where forwards run collectives of their own. A batch
+    whose first samples have no units tells nothing; in one process the next one is looked at then.
+    """
+
+    def __init__(self, model: nn.Module, *, looks: bool) -> None:
+        for name, parameter in model.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise UnsupportedError(
+                    f"{name!r} is lazy and has no weights yet: run one batch through the model "
+                    "first"
+                )
+        self._model = model
+        self._tries = _TRIES if looks else 0
+        for finding in _by_type(model):
+            if finding.kind == "spectral":
+                _log.warning("%s", finding)
+
+    @property
+    def pending(self) -> bool:
+        """True if the first look is still to come."""
+        return self._tries > 0
+
+    def look(
+        self,
+        run: Callable[[Any], Any],
+        batch: Any,
+        micros: Sequence[Any],
+        *,
+        batch_size: BatchSize,
+        static: Static,
+        outputs: bool,
+        name: str,
+        sync: Sync,
+    ) -> None:
+        """Refuse what does not add up; once, all ranks together.
+
+        `micros` is what the batch is split into. The other options are those of `check_adds_up`.
+        """
+        result = LookResult()
+        try:
+            layout, size = _samples(readable_layout(batch, batch_size, static), micros, static)
+            with local_collectives():
+                result = check_adds_up(
+                    self._model, run, layout, micro_batch=size, outputs=outputs, name=name
+                )
+        except torch.OutOfMemoryError:
+            _log.warning("no memory to look whether micro-batches add up to the whole batch")
+        except Exception as error:
+            # Most often it is the loss function's, and the step will raise it.
+            _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
+        self._tries = self._tries - 1 if sync.ranks == 1 and not result.conclusive else 0
+        ghosts = (finding for finding in _by_type(self._model) if finding.kind == "ghost")
+        self._refuse(LookResult((*ghosts, *result.findings)), sync)
+
+    def join(self, sync: Sync) -> None:
+        """Take part in the other ranks' look, without a sample of one's own."""
+        if self.pending:
+            self._tries = 0
+            self._refuse(LookResult(), sync)
+
+    def _refuse(self, result: LookResult, sync: Sync) -> None:
+        result.refuse(on_another_rank=bool(sync.sum([float(len(result.findings))])[0]))
+
+
+def _samples(
+    whole: Layout | None, micros: Sequence[Any], static: Static
+) -> tuple[Layout | None, int]:
+    """Return the samples for a first look, and how many a micro-batch has.
+
+    Those of the batch, unless micro-batches differ in size: made by a budget of tokens, the first
+    one holds samples that belong together.
+    """
+    made = [readable_layout(micro, None, static) for micro in micros]
+    sizes = [1 if one is None else one.size for one in made]
+    if whole is not None and sum(sizes) != whole.size:
+        # Few samples may read otherwise than many: three images as three parts of a batch.
+        return whole, -(-whole.size // len(micros))
+    if len(set(sizes[:-1])) > 1 and sizes[0] > 1:
+        return made[0], sizes[0]
+    return whole, sizes[0]

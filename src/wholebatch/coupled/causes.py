@@ -1,18 +1,33 @@
-"""Why the loss of some samples is not that of their halves: named, with the way out."""
+"""Name the reason why the loss of some samples is not that of their halves, and the way out.
+
+The numbers of a few runs tell a mean from a sum, units that do not add up, and a gradient that a
+hook changes. A layer that lets samples act on each other is found by changing one sample.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from wholebatch.coupled.finding import Finding
-from wholebatch.coupled.rounding_tolerance import Tolerance
-from wholebatch.coupled.sample_probe import FUNCTION, origins
-from wholebatch.coupled.sample_runs import Few, Run, Uncheckable
+from wholebatch.core.splitting.samples import flatten, take
+from wholebatch.coupled.sample_runs import FirstSamples, SampleRun, Uncheckable
+from wholebatch.errors import LossError
 
-__all__ = ["by_changing_a_sample", "couples", "of_gradient", "of_loss", "outside_norm"]
+__all__ = [
+    "AuditFinding",
+    "gradient_cause",
+    "layers_that_couple",
+    "loss_cause",
+    "outside_norm",
+    "samples_compared",
+]
 
 _COUPLES = (
     "Either it, or the model under it, compares samples or lets the batch decide something (a "
@@ -26,163 +41,318 @@ _LAYER = (
     "of wb.Coupled(encode, loss), which sees the whole batch"
 )
 _LOSS = "(the loss function)"
+_FUNCTION = "(the function itself)"  # in place of a module's name
+_MOVED = 1e-5
 
 
-def of_loss(few: Few, runs: Sequence[Run], tolerance: Tolerance, function: str) -> Finding:
-    """Return why the totals of the whole and its halves do not add up, as far as numbers tell."""
-    kind, text = _loss(few, runs, tolerance)
-    return Finding(_LOSS, function, kind, text)
+@dataclass(frozen=True, slots=True)
+class AuditFinding:
+    """One layer, attribute or function: its name, its class, how it was found and what to do."""
+
+    name: str
+    type: str
+    kind: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.name or '(the model itself)'} ({self.type}): {self.advice}"
 
 
-def of_gradient(few: Few, runs: Sequence[Run], tolerance: Tolerance, function: str) -> Finding:
-    """Return why the gradients do not add up although the totals do."""
-    gap = tolerance.gradient_gap(runs[0], runs[1:])
-    assert gap is not None
-    return Finding(_LOSS, function, "gradient", _gradient(few, tolerance, gap))
+# --------------------------------------------------------------------- the loss
 
 
-def couples(runs: Sequence[Run], function: str) -> Finding:
-    """Return the finding that the loss couples its samples."""
-    return Finding(_LOSS, function, "loss", _apart(runs))
-
-
-def outside_norm(kind: str, function: str) -> Finding:
+def outside_norm(samples: FirstSamples, kind: str) -> AuditFinding:
     """Return the finding of a BatchNorm in a module that the loss function runs by itself."""
-    return Finding(
-        _LOSS,
-        function,
-        "loss",
+    text = (
         f"runs a {kind} in training mode that is not in the model, so that nobody can make it "
         "exact: give all modules that it runs (model=[net, other]; loss(model, micro) is then "
-        "given the list), or put that one into evaluation mode",
+        "given the list), or put that one into evaluation mode"
     )
+    return AuditFinding(_LOSS, samples.name, "loss", text)
 
 
-def by_changing_a_sample(
-    few: Few, count: int, function: str, known: Collection[str] = ()
-) -> tuple[Finding, ...]:
-    """Return the modules whose output for one sample moves with another sample."""
-    named = dict(few.model.named_modules())
-    return tuple(
-        Finding(name, function if name == FUNCTION else type(named[name]).__name__, "probe", _LAYER)
-        for name in origins(few, count, known)
-    )
-
-
-def _loss(few: Few, runs: Sequence[Run], tolerance: Tolerance) -> tuple[str, str]:
+def loss_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding:
+    """Return why the totals of the whole and its halves do not add up, as far as numbers tell."""
     whole, first, second = runs
+    tolerance = samples.tolerance
     if not all(run.is_finite for run in runs) or tolerance.adds_up(whole, [first, second]):
-        return "loss", _apart(runs)
+        return samples_compared(samples, runs)
     seen = (
-        f"the loss of {few.count} samples is {whole.total:.6g}, that of their halves "
+        f"the loss of {samples.count} samples is {whole.total:.6g}, that of their halves "
         f"{first.total:.6g} and {second.total:.6g}"
     )
-    if _is_mean(few, runs, tolerance):
-        return "mean", (
+    if _is_mean(samples, runs):
+        kind, text = (
+            "mean",
             f"{seen}: a mean where a sum is expected. Give wb.mean_loss(mean, units), or compute "
-            'it with reduction="sum" and give wb.Loss(total, units)'
+            'it with reduction="sum" and give wb.Loss(total, units)',
         )
-    if not tolerance.units_add_up(whole, [first, second]):
-        return "units", (
-            f"the units of {few.count} samples are {whole.units:.6g}, those of their halves "
+    elif not tolerance.units_add_up(whole, [first, second]):
+        kind, text = (
+            "units",
+            f"the units of {samples.count} samples are {whole.units:.6g}, those of their halves "
             f"{first.units:.6g} and {second.units:.6g}: units must add up. Count what the total is "
-            "a sum over in the micro-batch itself (samples, or labels that are not ignored)"
+            "a sum over in the micro-batch itself (samples, or labels that are not ignored)",
         )
-    if _is_sum_times_units(runs, tolerance):
-        return "sum", (
+    elif _is_sum_times_units(samples, runs):
+        kind, text = (
+            "sum",
             f"{seen}: a sum given as a mean, so that it is multiplied by the units once more. Give "
-            "wb.Loss(total, units) instead of wb.mean_loss"
+            "wb.Loss(total, units) instead of wb.mean_loss",
         )
-    added = _added_once(few, runs, tolerance)
-    if added is not None:
-        return "added", (
+    elif (added := _added_once(samples, runs)) is not None:
+        kind, text = (
+            "added",
             f"{seen}: {added:.6g} is added once per micro-batch (a regulariser, a penalty on the "
             "weights), so that its share grows with their number. Multiply it by the "
-            "micro-batch's units"
+            "micro-batch's units",
         )
-    return "loss", _apart(runs)
+    else:
+        return samples_compared(samples, runs)
+    return AuditFinding(_LOSS, samples.name, kind, text)
 
 
-def _apart(runs: Sequence[Run]) -> str:
+def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding:
+    """Return the finding that the loss compares its samples."""
     whole, first, second = runs
     mean = whole.total / (whole.units or math.nan)
     apart = (first.total + second.total) / (first.units + second.units or math.nan)
     gap = abs(mean - apart) / max(abs(mean), abs(apart), 1e-300)
-    return (
+    text = (
         f"the loss of some samples is {mean:.6g}, of the same in two halves {apart:.6g} (relative "
-        f"difference {gap:.0e}). {_COUPLES}{_other_units(runs)}"
+        f"difference {gap:.0e}). {_COUPLES}"
     )
+    if all(run.units for run in runs):
+        halves = [half.total / half.units for half in (first, second)]
+        if min(halves) < mean < max(halves):
+            text += (
+                ". If the loss is a mean, its units may be others than what it is the mean over "
+                "(padding that is counted): count those"
+            )
+    return AuditFinding(_LOSS, samples.name, "loss", text)
 
 
-def _other_units(runs: Sequence[Run]) -> str:
-    """Say that a mean may have other units, if it lies between the means of the halves."""
-    if not all(run.units for run in runs):
-        return ""
-    whole, *halves = (run.total / run.units for run in runs)
-    if not min(halves) < whole < max(halves):
-        return ""
-    return (
-        ". If the loss is a mean, its units may be others than what it is the mean over (padding "
-        "that is counted): count those"
-    )
-
-
-def _is_mean(few: Few, runs: Sequence[Run], tolerance: Tolerance) -> bool:
+def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
     """True if the total is the mean of the halves' totals, by units or by samples."""
     whole, first, second = runs
     size = max(abs(run.total) for run in runs)
-    half = few.count // 2
-    for a, b in ((first.units, second.units), (float(half), float(few.count - half))):
+    half = samples.count // 2
+    for a, b in ((first.units, second.units), (float(half), float(samples.count - half))):
         mean = (first.total * a + second.total * b) / (a + b) if a + b else math.nan
-        if math.isfinite(mean) and tolerance.near(whole.total, mean, size, 0.0):
+        if math.isfinite(mean) and samples.tolerance.near(whole.total, mean, size, 0.0):
             return True
     return False
 
 
-def _is_sum_times_units(runs: Sequence[Run], tolerance: Tolerance) -> bool:
+def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
     """True if what adds up is total / units."""
     if not all(run.units for run in runs):
         return False
     whole, first, second = (run.total / run.units for run in runs)
-    return tolerance.near(whole, first + second, max(abs(first) + abs(second), abs(whole)), 0.0)
+    size = max(abs(first) + abs(second), abs(whole))
+    return samples.tolerance.near(whole, first + second, size, 0.0)
 
 
-def _added_once(few: Few, runs: Sequence[Run], tolerance: Tolerance) -> float | None:
-    """Return what comes once more with every cut; None if it is another amount each time."""
+def _added_once(samples: FirstSamples, runs: Sequence[SampleRun]) -> float | None:
+    """Return the amount that every cut adds once more; None if it is not always the same."""
     whole, first, second = runs
-    half = few.count // 2
-    once = first.total + second.total - whole.total
+    half = samples.count // 2
+    if half < 2:
+        return None
     try:
-        if half < 2:
-            return None
-        quarters = [few.part(0, half // 2), few.part(half // 2, half)]
+        quarters = [samples.part(0, half // 2), samples.part(half // 2, half)]
     except (torch.OutOfMemoryError, Uncheckable, RuntimeError, ValueError):
         return None
+    once = first.total + second.total - whole.total
     again = math.fsum(quarter.total for quarter in quarters) - first.total
     size = max(abs(run.total) for run in runs) + abs(once)
-    same = abs(once - again) <= 10 * tolerance.relative * abs(once) + tolerance.absolute
-    return once if same and abs(once) > tolerance.relative * size else None
+    relative, absolute = samples.tolerance.relative, samples.tolerance.absolute
+    same = abs(once - again) <= 10 * relative * abs(once) + absolute
+    return once if same and abs(once) > relative * size else None
 
 
-def _gradient(few: Few, tolerance: Tolerance, gap: tuple[int, float]) -> str:
-    place, by = gap
-    name = few.parameters[place][0]
-    half = few.count // 2
-    once = few.part(0, half, backward=True)
-    quarter = few.part(0, half, backward=True, scale=0.25)
+def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding:
+    """Return why the gradients do not add up although the totals do."""
+    gap = samples.tolerance.gradient_gap(runs[0], runs[1:])
+    assert gap is not None
+    half = samples.count // 2
+    once = samples.part(0, half, backward=True)
+    quarter = samples.part(0, half, backward=True, scale=0.25)
     why = (
         "The loss compares its samples by a statistic of them that is detached "
         "(losses / losses.detach().mean(): give wb.Coupled(encode, loss)); or a hook on a tensor "
         "or module, or the backward of an autograd.Function, mixes the samples or counts them; or "
         "a mean was multiplied by other units than it is a mean over"
     )
-    if tolerance.gradient_gap(once, [quarter]) is not None:
+    if samples.tolerance.gradient_gap(once, [quarter]) is not None:
         why = (
             "A backward from a quarter does not give a quarter: a hook on a tensor or module, or "
             "the backward of an autograd.Function, is not linear (it clips, normalises, or adds)"
         )
-    return (
-        f"the loss of {few.count} samples is that of their halves, its gradient is not: at "
-        f"parameter {name} it differs by {by:.0e} of its norm. {why}. Do that once per update, on "
-        "the whole gradient: a hook on the parameter (parameter.register_hook) runs so"
+    text = (
+        f"the loss of {samples.count} samples is that of their halves, its gradient is not: at "
+        f"parameter {samples.parameters[gap[0]][0]} it differs by {gap[1]:.0e} of its norm. {why}. "
+        "Do that once per update, on the whole gradient: a hook on the parameter "
+        "(parameter.register_hook) runs so"
     )
+    return AuditFinding(_LOSS, samples.name, "gradient", text)
+
+
+# --------------------------------------------------------------------- layers
+
+_Traced = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
+"""Digests of inputs and outputs, by the name of a module and the index of its call."""
+
+
+def layers_that_couple(
+    samples: FirstSamples, count: int, known: Collection[str] = ()
+) -> tuple[AuditFinding, ...]:
+    """Return the modules whose output for one sample moves when another sample changes.
+
+    A module is named if what it was given for the unchanged samples stayed the same and what it
+    gave back for them did not: the origin, not all that lies behind it. Of nested modules, the
+    innermost; the function itself, if it is in no module. Those that are `known` are left out. The
+    first `count` samples run three times, without a backward.
+    """
+    found = [name for name in _origins(samples, count) if name not in known] if count > 1 else []
+    if found and count > 2:
+        # A dimension that happens to be as long as the samples are many is told by another
+        # number of them.
+        fewer = _origins(samples, count - 1)
+        found = [name for name in found if name in fewer]
+    types = {name: type(module).__name__ for name, module in samples.model.named_modules()}
+    return tuple(
+        AuditFinding(name, types.get(name, samples.name), "probe", _LAYER) for name in found
+    )
+
+
+def _origins(samples: FirstSamples, count: int) -> list[str]:
+    def traced(*, graph: bool, change: bool = False) -> _Traced:
+        samples.restore()
+        with torch.set_grad_enabled(graph):
+            return _trace(samples, count, change=change)
+
+    graph = False
+    try:
+        before = traced(graph=graph)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a function that takes gradients itself (a gradient penalty)
+        graph = True
+        before = traced(graph=graph)
+    again, after = traced(graph=graph), traced(graph=graph, change=True)
+    origins: list[str] = []
+    for key, (inputs, outputs) in before.items():
+        if key not in after or key not in again:
+            continue  # the path through the model depends on the sample itself
+        noise = _distance(outputs, again[key][1])
+        given, got = _distance(inputs, after[key][0]), _distance(outputs, after[key][1])
+        moved = given <= _MOVED and got > _MOVED + 10 * noise
+        if moved and not _holds_one(key[0], origins):
+            origins.append(key[0])
+    return origins
+
+
+def _holds_one(name: str, others: Sequence[str]) -> bool:
+    """True if a module of that name is one of the others, or holds one."""
+    below = f"{name}." if name and name != _FUNCTION else ""
+    return any(other == name or other.startswith(below) for other in others)
+
+
+def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:
+    """Run the first samples; return for every call of a module the digests of all samples but one.
+
+    With `change`, the first sample is another one.
+    """
+    values = []
+    for leaf, batched in zip(samples.layout.leaves, samples.layout.batched, strict=True):
+        value = take(leaf.value, slice(0, count)) if batched else leaf.value
+        values.append(_replace_first(value) if batched and change else value)
+    batch = samples.layout.structure.build(values)
+    traced: _Traced = {}
+    calls: dict[str, int] = {}
+    entered: list[list[Tensor]] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        entered.append(_other_rows((args, kwargs), count))
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            index = calls[name] = calls.get(name, -1) + 1
+            traced[name, index] = (entered.pop(), _other_rows(output, count))
+
+        return hook
+
+    handles = []
+    try:
+        for name, module in samples.model.named_modules():
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave(name), with_kwargs=True))
+        torch.manual_seed(0)
+        with suppress(LossError):  # a loss function's result cannot lead back from here
+            traced[_FUNCTION, 0] = ([], _other_rows(samples.run(batch), count))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return traced
+
+
+def _replace_first(value: Any) -> Any:
+    """Return the samples with another in place of the first: valid values, whatever they mean."""
+    if not isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)):
+            return type(value)([value[1], *value[1:]])
+        changed = copy.deepcopy(value)
+        changed[0] = value[1]
+        return changed
+    other = next((k for k in range(1, len(value)) if not torch.equal(value[k], value[0])), None)
+    changed = value.detach().clone()
+    if other is not None:
+        changed[0] = value[other]
+    elif value.is_floating_point():
+        changed[0] = value[0] + 1
+    return changed
+
+
+def _other_rows(tree: Any, count: int) -> list[Tensor]:
+    """Return the digests of all tensors with a row for each sample, without the first row."""
+    leaves = [leaf.value for leaf in flatten(tree)[0]]
+    return [
+        _digest(leaf.detach()[1:])
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+        and leaf.dim()
+        and leaf.shape[0] == count
+        and leaf.layout is torch.strided
+    ]
+
+
+def _digest(rows: Tensor) -> Tensor:
+    """Return the norm of each row, and its product with a fixed vector of signs.
+
+    Two numbers for each sample take no memory; all activations would.
+    """
+    if not rows.numel():
+        return rows.new_zeros(2, dtype=torch.float64)
+    if rows.is_complex():
+        rows = torch.view_as_real(rows)
+    if not rows.is_floating_point():
+        rows = rows.float()
+    flat = rows[:, None, None] if rows.dim() == 1 else rows.reshape(len(rows), -1, rows.shape[-1])
+    size = torch.linalg.vector_norm(flat, dim=(1, 2), dtype=torch.float64)
+    width = flat.shape[-1]
+    drawn = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(width))
+    mixed = (flat @ (drawn * 2 - 1).to(flat)).double()
+    places = torch.arange(1, flat.shape[1] + 1, device=flat.device).double()
+    return torch.cat([size, (mixed * places.sqrt()).sum(1)])
+
+
+def _distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """Return the largest difference relative to the largest value; inf where shapes differ."""
+    if [x.shape for x in a] != [x.shape for x in b]:
+        return math.inf
+    worst = 0.0
+    for left, right in zip(a, b, strict=True):
+        gap = (left - right).abs().max()
+        worst = max(worst, float(gap / left.abs().max().clamp_min(1e-30)))
+    return worst

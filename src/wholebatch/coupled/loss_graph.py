@@ -1,42 +1,347 @@
-"""Find from the graph of a loss which samples of a micro-batch it compares with each other.
+"""Read from the autograd graph of a loss how it was made: a sum or a mean, and of which samples.
 
-A loss that is a sum over its samples has a gradient for the output of sample i that depends on the
-outputs of sample i alone. So the derivative of that gradient by the output of any other sample is
-zero:
+**Sum or mean.** `backward(total, units)` takes a sum and `backward(mean=, units=)` takes a mean.
+The number itself does not tell which one was given, but the graph that made it does: its last
+reduction is a mean over n elements or a sum, times the scalars that multiply it on the way.
+
+    total = c · mean over n elements     is a sum if c is n or the units, and a mean otherwise
+
+Only what is certain is refused. A graph that is not understood (a custom function, compiled code,
+a product of two quantities) passes.
+
+>>> import torch
+>>> losses = torch.rand(6, requires_grad=True)
+>>> check_sum(losses.sum(), 6), check_sum(losses.mean() * 6, 6), check_mean(losses.mean(), 6)
+(None, None, None)
+>>> check_sum(losses.mean(), 6)  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+wholebatch.errors.LossError: total is a mean over 6 elements ...
+
+**Linked samples.** A loss that is a sum over its samples has a gradient for the output of sample i
+that depends on the outputs of sample i alone. So the derivative of that gradient by the output of
+any other sample is zero:
 
     d/dz_j (d total / d z_i) = 0    for every j that is not of the same unit as i
 
 Rows that are not zero are linked. Linked rows form parts (a pair of DPO, a list of a ranking), and
-the loss must have at least as many parts as it has units. A contrastive loss has one.
-
-Only the graph between the model's outputs and the loss is differentiated. Nothing is added to any
-`.grad`, and the graph is kept for the backward that follows.
+the loss must have at least as many parts as it has units. A contrastive loss has one. Only the
+graph between the model's outputs and the loss is differentiated. Nothing is added to any `.grad`,
+and the graph is kept for the backward that follows.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-__all__ = ["Output", "linked_samples"]
+from wholebatch.core.loss import Units
+from wholebatch.coupled.sample_runs import emptied
+from wholebatch.errors import LossError
+
+__all__ = ["check_mean", "check_sum", "divisors", "linked_samples"]
+
+_log = logging.getLogger("wholebatch")
+
+_MOST_NODES = 512
+_CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
+
+# Nodes that pass one number on, times 1 or -1.
+_SAME = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("ToCopy", "Neg", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"),
+        *("Clone", "NanToNum", "Rsub", "Permute", "T"),
+    )
+    for number in range(4)
+) | {"AddBackward1", "SubBackward1"}  # plus a Python number
+_ADD = ("AddBackward0", "SubBackward0")
+_SUM = ("SumBackward0", "SumBackward1")
+_MEAN = ("MeanBackward0", "MeanBackward1")
+_JOINED = ("StackBackward0", "CatBackward0")
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One term of a scalar: a reduction, and the scalars that multiply and divide it."""
+
+    node: str
+    kind: str  # "mean", "sum", "first" (`x.mean(0).sum()`), "joined" (`stack(losses).mean()`)
+    count: float  # elements that the mean (or the sum) is over
+    times: tuple[float, ...] = ()
+    whole_number: bool = True  # of the factors: none of them is a float
+    over: tuple[float, ...] = ()
+    sizes: tuple[int, ...] = ()
+    is_loss: bool = False  # the sum is one of torch's loss functions, or over such losses
+
+
+def check_sum(total: Tensor, units: Units) -> None:
+    """Refuse a mean that is given as a sum over `units`."""
+    number = _number(units)
+    if number is None or total.grad_fn is None:
+        return
+    means = [term for term in _terms(total.grad_fn) if _is_mean(term, number)]
+    added = [term for term in means if term.kind == "mean" and not term.over]
+    if not means or 1 < number <= len(added):  # as many means as units: one of each, added
+        return
+    term = means[0]
+    what = f"a mean over {term.count:g} elements ({term.node})"
+    if term.kind == "sum":
+        what = f"a mean, a sum divided by {term.over[0]:g} ({term.node}, DivBackward)"
+    if number == 0:
+        way = "multiply it by the units of the micro-batch"
+    else:
+        way = (
+            'take the sum (reduction="sum" in torch\'s losses), or say that it is a mean: '
+            f"backward(mean=..., units={number:g}), or wb.mean_loss(mean, {number:g})"
+        )
+    if number == 1:
+        way += "; mean=..., units=1 also states that every micro-batch counts as one unit"
+    which = "total is" if len(means) == 1 else "terms of total are means: one is"
+    raise LossError(
+        f"{which} {what}, and must be the sum over its units={number:g}: its gradient would be "
+        f"too small. What to do: {way} (audit=False: leave this check out)"
+    )
+
+
+def check_mean(mean: Tensor, units: Units) -> None:
+    """Refuse a sum that is given as the mean over `units`, where that is certain."""
+    number = _number(units)
+    if number is None or number in (0.0, 1.0) or mean.grad_fn is None:
+        return
+    for term in _terms(mean.grad_fn):
+        if term.kind != "sum" or not term.is_loss or term.count <= 1 or term.times or term.over:
+            continue
+        raise LossError(
+            f"mean is a sum over {term.count:g} elements ({term.node}), and must be the mean over "
+            f"its units={number:g}: its gradient would be too large. What to do: give it as the "
+            f"sum it is, backward(total, units={number:g}), or take the mean (audit=False: leave "
+            "this check out)"
+        )
+
+
+def divisors(scalar: Tensor, units: Units) -> set[int]:
+    """Return the whole numbers above 2 that a loss is divided by, but for what it is a mean over.
+
+    >>> import torch
+    >>> losses = torch.rand(6, requires_grad=True)
+    >>> divisors(losses.sum() / 4, 6), divisors(losses.mean(), 6)
+    ({4}, set())
+    """
+    found = set()
+    for term in _terms(scalar.grad_fn):
+        counts = (term.count, *term.sizes, _number(units) or 0.0)
+        for value in (*term.over, *(1 / factor for factor in term.times if factor)):
+            if not math.isfinite(value):
+                continue
+            whole = round(value)
+            if whole > 2 and _close(value, whole) and not any(_close(value, c) for c in counts):
+                found.add(whole)
+    return found
+
+
+def _is_mean(term: _Term, units: float) -> bool:
+    """True if this term is certainly a mean, and no factor makes it a sum again."""
+    if term.kind == "sum":
+        return _is_divided_by_its_count(term, units)
+    if term.count <= 1:
+        return False
+    if term.kind in ("first", "joined"):  # 2 may be the number of terms as well
+        return units > 2 and _close(term.count, units) and not _is_undone(term, (units,))
+    if units == 1 and len(term.sizes) > 1 and term.sizes[0] == 1:
+        return False  # one sample, and the mean over its features
+    if _is_undone(term, (term.count, units)):
+        return False
+    factor = math.prod(term.times) / math.prod(term.over)
+    if units == 0:
+        return factor <= 1
+    if factor > 1 and not term.whole_number:
+        _log.warning(
+            "total is a mean over %g elements times %g, for units=%g: taken as a sum with a weight "
+            "of %g. If it is a mean, give backward(mean=..., units=%g)",
+            term.count,
+            factor,
+            units,
+            factor / units,
+            units,
+        )
+        return False
+    return True
+
+
+def _is_divided_by_its_count(term: _Term, units: float) -> bool:
+    """True for `losses.sum() / n`, where n is what `losses` are or the units."""
+    if units <= 1 or len(term.over) != 1 or term.over[0] <= 1 or _is_undone(term, term.over):
+        return False
+    count = term.over[0]
+    if _close(count, term.count):
+        return True
+    # Of [units, units] losses, a division may be by the features; by 2, it may be of two terms.
+    return _close(count, units) and not _close(units, 2) and term.count != units * units
+
+
+def _is_undone(term: _Term, counts: tuple[float, ...]) -> bool:
+    """True if the product of some factors is one of the counts."""
+    times = term.times[:8]
+    subsets = chain.from_iterable(combinations(times, k) for k in range(1, len(times) + 1))
+    found = [math.prod(subset) for subset in subsets]
+    found.append(math.prod(times) / math.prod(term.over))
+    return any(_close(value, count) for value in found for count in counts if count > 1)
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_CLOSE)
+
+
+# --------------------------------------------------------------------- the graph
+
+
+def _terms(root: Any) -> Iterator[_Term]:
+    """Yield the reductions that a scalar is made of; what is not understood yields nothing."""
+    waiting: list[tuple[Any, _Term]] = [(root, _Term("", "", 1.0))]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return
+        node, so_far = waiting.pop()
+        if node is None:
+            continue
+        name = node.name()
+        below = [child for child, _ in node.next_functions]
+        if name in _SAME:
+            waiting.append((below[0], so_far))
+        elif name in _ADD:
+            waiting.append((below[0], so_far))
+            waiting.append((below[1], _times(so_far, getattr(node, "_saved_alpha", 1))))
+        elif name.startswith(("MulBackward", "DivBackward")):
+            scaled = _scaled(node, name, below, so_far)
+            if scaled is not None:
+                waiting.append(scaled)
+        elif name in _MEAN + _SUM and _joins_scalars(node, below):
+            inside = [child for child, _ in below[0].next_functions]
+            if name in _MEAN:
+                yield replace(so_far, node=name, kind="joined", count=len(inside))
+                so_far = replace(so_far, over=(*so_far.over, float(len(inside))))
+            waiting += [(child, so_far) for child in inside]
+        else:
+            yield from _reduction(node, name, below, so_far)
+
+
+def _reduction(node: Any, name: str, below: list[Any], so_far: _Term) -> Iterator[_Term]:
+    if name in _MEAN:
+        sizes = tuple(_saved(node, "self_sym_sizes") or ())
+        yield replace(so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes)
+    elif name in _SUM:
+        yield _sum(node, name, below, so_far)
+    else:
+        reduction = _saved(node, "reduction")
+        if reduction in (1, 2):
+            kind = "mean" if reduction == 1 else "sum"
+            sizes, count = _loss_size(node)
+            yield replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
+
+
+def _sum(node: Any, name: str, below: list[Any], so_far: _Term) -> _Term:
+    """Return a sum of per-unit losses, or of means over the first dimension (`x.mean(0).sum()`)."""
+    sizes = tuple(_saved(node, "self_sym_sizes") or ())
+    inner = below[0]
+    while inner is not None and inner.name() in _SAME:
+        inner = inner.next_functions[0][0]
+    if inner is not None and inner.name() == "MeanBackward1":
+        given = tuple(_saved(inner, "self_sym_sizes") or ())
+        dims = [dim if dim < 1 << 63 else dim - (1 << 64) for dim in _saved(inner, "dim") or ()]
+        is_first = bool(given) and {dim % len(given) for dim in dims} == {0}
+        if is_first and math.prod(sizes) != given[0]:
+            return replace(so_far, node=inner.name(), kind="first", count=given[0])
+    of_losses = inner is not None and _saved(inner, "reduction") == 0
+    count = math.prod(sizes)
+    return replace(so_far, node=name, kind="sum", count=count, sizes=sizes, is_loss=of_losses)
+
+
+def _times(term: _Term, factor: Any, *, whole: bool = True) -> _Term:
+    if factor in (1, -1):
+        return term
+    times = (*term.times, abs(float(factor)))
+    return replace(term, times=times, whole_number=term.whole_number and whole)
+
+
+def _scaled(node: Any, name: str, below: list[Any], so_far: _Term) -> tuple[Any, _Term] | None:
+    """Return the operand of a product with, or quotient by, a number that can be read."""
+    operands = [child for child in below if child is not None]
+    if len(operands) != 1 or (name.startswith("Div") and below[0] is None):
+        return None
+    other = _saved(node, "other" if below[0] is not None else "self")
+    whole = isinstance(other, int) or (isinstance(other, Tensor) and not other.is_floating_point())
+    factor = _number(other)
+    if factor is None or factor == 0:
+        return None
+    if name.startswith("Mul"):
+        return operands[0], _times(so_far, factor, whole=whole)
+    return operands[0], replace(so_far, over=(*so_far.over, abs(factor)))
+
+
+def _joins_scalars(node: Any, below: list[Any]) -> bool:
+    """True if what is reduced is a stack of scalars: `torch.stack(losses).sum()`."""
+    inner = below[0]
+    if inner is None or inner.name() not in _JOINED:
+        return False
+    return tuple(_saved(node, "self_sym_sizes") or ()) == (len(inner.next_functions),)
+
+
+def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
+    """Return the shape that a loss function was given, and how many losses it reduces."""
+    given = _saved(node, "self")
+    sizes = tuple(given.shape) if isinstance(given, Tensor) else ()
+    weight = _number(_saved(node, "total_weight"))
+    if weight is not None and _saved(node, "reduction") == 1:
+        return sizes, weight  # the labels that are not ignored, or their weights
+    per_row = node.name().startswith(("NllLoss", "MultiMargin", "MultilabelMargin"))
+    target = _saved(node, "target") if per_row else None
+    if isinstance(target, Tensor) and not node.name().startswith("Multilabel"):
+        return sizes, target.numel()
+    return sizes, (sizes[0] if sizes else 1) if per_row else math.prod(sizes)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return what the node keeps for its backward under this name; None if it cannot be read."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # the graph was used already, or the tensor has changed since
+        return None
+
+
+def _number(value: Any) -> float | None:
+    """Return a scalar's value; None where there is none to read."""
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        return None
+    try:
+        return float(value.detach())
+    except (RuntimeError, TypeError, NotImplementedError):  # a tensor without numbers
+        return None
+
+
+# --------------------------------------------------------------------- linked samples
 
 _MOST_ELEMENTS = 1 << 24
 _MOST_ROWS = 1 << 13
-_MOST_NODES = 1 << 13
+_MOST_NODES_BELOW = 1 << 13
 _MOST_PASSES = 64
-_TOLERANCE = 1e-6
+_LINKED = 1e-6
 
 _Row = tuple[int, int]  # the number of rows of an output, and which of them
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class _Output:
     """A tensor that a model gave back, and which of its dimensions counts the samples."""
 
     tensor: Tensor
@@ -56,33 +361,31 @@ def linked_samples(total: Tensor, outputs: Sequence[Tensor], units: float) -> li
     """
     if all(tensor.shape[0] == 1 for tensor in outputs):
         return None
-    watched = [Output(tensor) for tensor in _distinct(outputs) if _can_be_asked(tensor)]
+    distinct = {id(tensor): tensor for tensor in outputs}.values()
+    watched = [_Output(tensor) for tensor in distinct if _can_be_asked(tensor)]
     nodes: set[Any] = {output.tensor.grad_fn for output in watched}
     if not watched or not _can_run_again(total, nodes):
         return []
+    hooks = [output.tensor._backward_hooks for output in watched]  # of Fabric's, for one
     for cut in (False, True):
         try:
-            with _without_hooks(o.tensor for o in watched), _cut_at(nodes if cut else ()):
+            with emptied(hooks), _cut_at(nodes if cut else ()):
                 return _linked(total, watched, units)
         except (RuntimeError, NotImplementedError):  # an operation without a second derivative
             continue  # It may lie between two outputs, and not between them and the loss.
     return []
 
 
-def _linked(total: Tensor, watched: Sequence[Output], units: float) -> list[int]:
-    linked = _Links(total, watched).beyond(units)
+def _linked(total: Tensor, watched: Sequence[_Output], units: float) -> list[int]:
+    linked = _Links(total, watched).linked_rows(units)
     others = [_time_first(output, units) for output in watched]
     if linked and others != watched:  # [time, samples, ...]: the rows may be time steps
-        return linked if _Links(total, others).beyond(units) else []
+        return linked if _Links(total, others).linked_rows(units) else []
     return linked
 
 
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
 def _can_be_asked(tensor: Tensor) -> bool:
-    """True for an output of a graph whose gradient can be taken without anybody noticing."""
+    """True for an output of a graph whose gradient can be taken without a side effect."""
     return (
         tensor.grad_fn is not None
         and tensor.is_floating_point()
@@ -94,24 +397,24 @@ def _can_be_asked(tensor: Tensor) -> bool:
     )
 
 
-def _time_first(output: Output, units: float) -> Output:
-    """The same output read as [time, samples, ...], where its shape and the units allow that."""
+def _time_first(output: _Output, units: float) -> _Output:
+    """Return the output read as [time, samples, ...], where its shape and the units allow that."""
     shape = output.tensor.shape
     if len(shape) < 3 or shape[1] < 2:
         return output
     by_units = shape[1] == units or (len(shape) == 3 and shape[0] < units <= shape[0] * shape[1])
-    return Output(output.tensor, 1) if by_units or shape[0] == shape[1] else output
+    return _Output(output.tensor, 1) if by_units or shape[0] == shape[1] else output
 
 
 def _can_run_again(total: Tensor, until: set[Any]) -> bool:
-    """False if a function of somebody's own lies on the way: it may change what it has saved."""
+    """False if a custom autograd function is on the way: it may change what it has saved."""
     waiting: list[Any] = [total.grad_fn]
     seen = set(until)
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if isinstance(node, BackwardCFunction) or len(seen) > _MOST_NODES:
+        if isinstance(node, BackwardCFunction) or len(seen) > _MOST_NODES_BELOW:
             return False
         seen.add(node)
         waiting += [below for below, _ in node.next_functions]
@@ -121,78 +424,61 @@ def _can_run_again(total: Tensor, until: set[Any]) -> bool:
 class _Links:
     """The rows of outputs, and which of them the loss links."""
 
-    def __init__(self, total: Tensor, outputs: Sequence[Output]) -> None:
+    def __init__(self, total: Tensor, outputs: Sequence[_Output]) -> None:
+        tensors = [output.tensor for output in outputs]
         with _plain(total):
-            made = torch.autograd.grad(
-                total, [o.tensor for o in outputs], create_graph=True, allow_unused=True
-            )
+            made = torch.autograd.grad(total, tensors, create_graph=True, allow_unused=True)
         found = [(o, g) for o, g in zip(outputs, made, strict=True) if g is not None]
-        found = [(o, g) for o, g in found if bool(g.isfinite().all())]
         self._total = total
-        self._outputs = [output for output, _ in found]
-        self._slopes = [slope for _, slope in found]
+        self._slopes = [(o, g) for o, g in found if bool(g.isfinite().all())]
+        self._sizes = sorted({output.rows for output, _ in self._slopes})
         self._parents: dict[_Row, _Row] = {}
         self._asked: set[_Row] = set()
 
-    def beyond(self, units: float) -> list[int]:
+    def linked_rows(self, units: float) -> list[int]:
         """Return the rows linked with one another if there are fewer parts than units."""
-        sizes = sorted({output.rows for output in self._outputs})
-        first = [(size, row) for size in sizes for row in (0, size // 2)]
-        for row in first:
-            linked = self._linked_beyond(row, sizes, units)
-            if linked:
-                return linked
-        if not self._parents:
-            return []  # no row is linked with another
-        for row in self._rest(sizes):
-            linked = self._linked_beyond(row, sizes, units)
-            if linked or len(self._asked) >= _MOST_PASSES:
-                return linked
+        for row in self._rows_to_ask():
+            for other in self._links_of(row):
+                self._join(row, other)
+            for size in self._sizes:
+                roots = {self._root((size, index)) for index in range(size)}
+                if len(roots) < min(int(units), size):
+                    own = self._root(row)
+                    return [i for i in range(row[0]) if self._root((row[0], i)) == own]
+            if len(self._asked) >= _MOST_PASSES:
+                break
         return []
 
-    def _rest(self, sizes: Sequence[int]) -> Iterable[_Row]:
-        """First the rows that are linked already (more come while they are asked), then others."""
-        yield from (row for row in list(self._parents) if row not in self._asked)
-        for size in sizes:
-            yield from ((size, row) for row in range(size) if (size, row) not in self._asked)
-
-    def _linked_beyond(self, row: _Row, sizes: Sequence[int], units: float) -> list[int]:
-        for other in self._links_of(row):
-            self._join(row, other)
-        for size in sizes:
-            roots = {self._root((size, index)) for index in range(size)}
-            if len(roots) < min(int(units), size):
-                own = self._root(row)
-                return [i for i in range(row[0]) if self._root((row[0], i)) == own]
-        return []
+    def _rows_to_ask(self) -> Iterator[_Row]:
+        """Yield two rows of each size; then, if any is linked, the linked ones and all others."""
+        yield from ((size, row) for size in self._sizes for row in (0, size // 2))
+        if self._parents:
+            yield from (row for row in list(self._parents) if row not in self._asked)
+            for size in self._sizes:
+                yield from ((size, row) for row in range(size) if (size, row) not in self._asked)
 
     def _links_of(self, row: _Row) -> list[_Row]:
         """Return the rows whose outputs move the gradient of this one."""
         self._asked.add(row)
+        tensors = [output.tensor for output, _ in self._slopes]
         with _plain(self._total):
-            mixed = [
-                _mixed(slope.select(output.dim, row[1]))
-                for output, slope in zip(self._outputs, self._slopes, strict=True)
-                if output.rows == row[0]
-            ]
-            asked = torch.stack(mixed).sum()
+            own = [(o, slope) for o, slope in self._slopes if o.rows == row[0]]
+            asked = torch.stack([_mixed(slope.select(o.dim, row[1])) for o, slope in own]).sum()
             if not asked.requires_grad:  # a loss that is linear in the outputs
                 return []
-            tensors = [output.tensor for output in self._outputs]
             moved = torch.autograd.grad(asked, tensors, retain_graph=True, allow_unused=True)
-        sizes = [
-            None
-            if m is None
-            else m.nan_to_num().abs().movedim(o.dim, 0).reshape(o.rows, -1).amax(1)
-            for o, m in zip(self._outputs, moved, strict=True)
+        found = [
+            (o.rows, m.nan_to_num().abs().movedim(o.dim, 0).reshape(o.rows, -1).amax(1))
+            for (o, _), m in zip(self._slopes, moved, strict=True)
+            if m is not None
         ]
-        largest = max((float(size.max()) for size in sizes if size is not None), default=0.0)
-        found: list[_Row] = []
-        for output, size in zip(self._outputs, sizes, strict=True):
-            if size is not None and largest:
-                rows = (size > _TOLERANCE * largest).nonzero().flatten().tolist()
-                found += [(output.rows, index) for index in rows]
-        return [other for other in found if other != row]
+        largest = max((float(move.max()) for _, move in found), default=0.0)
+        linked = [
+            (rows, index)
+            for rows, move in found
+            for index in (move > _LINKED * largest).nonzero().flatten().tolist()
+        ]
+        return [other for other in linked if other != row]
 
     def _root(self, row: _Row) -> _Row:
         while row in self._parents and self._parents[row] != row:
@@ -206,29 +492,15 @@ class _Links:
 
 
 def _mixed(slope: Tensor) -> Tensor:
-    """One number of a row's gradient, in which no two elements have the same weight."""
+    """Return one number of a row's gradient, in which no two elements have the same weight."""
     places = torch.arange(slope.numel(), device=slope.device)
     wide = slope.dtype if slope.dtype is torch.float64 else torch.float32
     return (slope.flatten().to(wide) * (places * 1.7 + 0.3).cos().to(wide)).sum()
 
 
 @contextmanager
-def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Take off the hooks of tensors (Fabric's, for one): they would run once too often."""
-    found = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
-    taken = [dict(hooks) for hooks in found]
-    for hooks in found:  # autograd holds the dictionary itself
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, back in zip(found, taken, strict=True):
-            hooks.update(back)
-
-
-@contextmanager
 def _cut_at(nodes: Iterable[Any]) -> Iterator[None]:
-    """Let no gradient go on from the outputs that these nodes made: to another output, upstream."""
+    """Stop gradients at these nodes, so that none reaches another output upstream."""
     handles = [node.register_prehook(lambda slopes: (None,) * len(slopes)) for node in nodes]
     try:
         yield

@@ -1,12 +1,16 @@
-"""Normalisation layers whose state a window takes care of, or warns of."""
+"""Normalisation layers whose state a window takes care of, or warns of, and replaced forwards."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = [
+    "ReplacedForwards",
     "batchnorms",
     "is_spectral_norm",
     "running_buffers",
@@ -16,7 +20,7 @@ __all__ = [
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.
+    """Return every BatchNorm with its name: 1d to 3d, synchronised, lazy and subclasses.
 
     >>> [name for name, module in batchnorms(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))]
     ['1']
@@ -25,7 +29,7 @@ def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def tracked_instance_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every InstanceNorm that keeps running statistics: they move with every micro-batch."""
+    """Return every InstanceNorm whose running statistics move with every micro-batch."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -44,7 +48,7 @@ def uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a normalisation layer's training-mode forward moves."""
+    """Return the buffers that a normalisation layer's training-mode forward moves."""
     names = ("running_mean", "running_var", "num_batches_tracked")
     found = {name: getattr(module, name, None) for name in names}
     return {name: buffer for name, buffer in found.items() if isinstance(buffer, Tensor)}
@@ -56,3 +60,22 @@ def is_spectral_norm(module: nn.Module) -> bool:
     return type(module).__name__ == "_SpectralNorm" or any(
         type(hook).__name__ == "SpectralNorm" for hook in hooks
     )
+
+
+class ReplacedForwards:
+    """The replaced `forward` methods of single modules. The user's hooks keep working."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[nn.Module, Any]] = []
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._found.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def restore(self) -> None:
+        while self._found:
+            module, forward = self._found.pop()
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward

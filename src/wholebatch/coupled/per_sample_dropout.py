@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, final, get_args
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
-__all__ = ["Choice", "PerSample", "check_dropout"]
-
-Choice = Literal["fresh", "per-sample"]
+__all__ = ["PerSample", "check_dropout"]
 
 _aten = torch.ops.aten
 _BITS = 24
@@ -75,7 +73,7 @@ class PerSample:
 
 def check_dropout(choice: str, model: nn.Module) -> PerSample | None:
     """Return the `PerSample` that `dropout=` asks for, or None; refuse unsupported layers."""
-    if choice not in get_args(Choice):
+    if choice not in ("fresh", "per-sample"):
         raise OptionError(f'dropout={choice!r}: must be "fresh" or "per-sample"')
     if choice == "fresh":
         return None

@@ -1,13 +1,18 @@
-"""A few samples of a batch, run together and in parts, always from the same state."""
+"""The first samples of a batch, run together and in parts, and how far such runs may differ.
+
+Every run begins from the same state, with the same random numbers for each sample (`HeldDraws`). Of
+its gradient a few numbers are kept. `Tolerance` tells rounding from another loss.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,60 +20,93 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from wholebatch.core.backward import backward_into, is_reentrant
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, as_loss
+from wholebatch.core.loss import Loss, Term, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.core.splitting.samples import Layout, flatten
-from wholebatch.coupled.batchnorm.fixed_norms import FixedNorms
+from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
-from wholebatch.coupled.gradient_digests import gradient_digests
-from wholebatch.coupled.held_draws import HeldDraws
+from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 
-__all__ = ["Few", "GoesBack", "Run", "Sum", "Uncheckable", "evaluating", "weight_norms"]
+__all__ = [
+    "FirstSamples",
+    "HeldDraws",
+    "OwnBackward",
+    "SampleRun",
+    "Tolerance",
+    "Uncheckable",
+    "emptied",
+    "weight_norms",
+]
+
+_DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
+_DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
+_CHANCES = ("dropout_p", "dropout", "p")
+_LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
+
+
+class Uncheckable(Exception):
+    """This loss cannot be checked."""
+
+
+class OwnBackward(Uncheckable):
+    """The loss function runs a backward of its own, and the run keeps no graph for it."""
+
+
+# --------------------------------------------------------------------- one run
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """One term of a loss."""
+class SampledTerm:
+    """One term of the loss of some samples; rounding is relative to `size`, what was summed."""
 
-    total: float
-    units: float
-    size: float
-    """The size of what was summed, as far as it can be told: rounding is relative to it."""
-    weight: float
-    dtype: torch.dtype
+    total: float = 0.0
+    units: float = 0.0
+    size: float = 0.0
+    weight: float = 1.0
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What came of one run: the terms of the loss, its gradient, the state that it left behind."""
+class SampleRun:
+    """The terms of a loss, the digests of its gradient, and the state that the run left behind."""
 
-    sums: Mapping[str, Sum]
+    terms: Mapping[str, SampledTerm]
     digests: Tensor | None
     after: ForwardState
 
     @property
     def total(self) -> float:
         """The terms together, each by its weight."""
-        return math.fsum(made.total * made.weight for made in self.sums.values())
-
-    @property
-    def is_finite(self) -> bool:
-        """True if the loss is a number; one of a batch that has none is left to the step."""
-        return math.isfinite(self.total)
+        return math.fsum(term.total * term.weight for term in self.terms.values())
 
     @property
     def units(self) -> float:
-        return math.fsum(made.units for made in self.sums.values())
+        return math.fsum(term.units for term in self.terms.values())
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the loss is finite; if not, the step will tell."""
+        return math.isfinite(self.total)
+
+    def is_identical(self, other: SampleRun) -> bool:
+        """True if both gave the same loss to the last bit, or this one none."""
+        return self.terms == other.terms or not self.is_finite
+
+    def drew_alike(self, others: Iterable[SampleRun]) -> bool:
+        """True if all have drawn equally often from Python's and NumPy's generators."""
+        return all(other.after.draws_same(self.after, host=True) for other in others)
 
 
-class Few:
+class FirstSamples:
     """The first `count` samples of a batch, for a model and a function that runs it.
 
     `run(batch)` returns a Loss, Terms or a tensor of per-unit losses; with `outputs=True` whatever
-    tensors have a row for each sample. Use it within `looking()`, which leaves no trace. Each run
-    begins from the state that was found, with the same random numbers for each sample.
+    tensors have a row for each sample. Findings call it by `name`. Use it within `looking()`, which
+    leaves no trace. With `graph=False` runs keep nothing for a backward.
     """
 
     def __init__(
@@ -78,61 +116,65 @@ class Few:
         layout: Layout,
         count: int,
         *,
-        norms: Sequence[tuple[str, nn.Module]] = (),
+        graph: bool,
         outputs: bool = False,
-        graph: bool = True,
+        name: str = "the loss function",
     ) -> None:
-        self.model = model
-        self.layout = layout
-        self.count = count
+        self.model, self.run, self.layout = model, run, layout
+        self.count, self.graph, self.name = count, graph, name
+        self._outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
         self._data = [(p, p.data) for _, p in named]
         self.start = ForwardState(model, results=True)
         self.weights = weight_norms(model)
-        sizes = {id(p): norm / p.numel() ** 0.5 for p, norm in self.weights.items() if p.numel()}
-        own = [sizes.get(id(p), 0.0) for _, p in self.parameters]
-        self._parameter_sizes = torch.tensor(own, dtype=torch.float64).clamp_min(1e-30)
+        sizes = [self.weights[p] / max(p.numel(), 1) ** 0.5 for _, p in self.parameters]
+        self._parameter_sizes = torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
         self.draws = HeldDraws()
         self._draws_nothing = False
-        self.called = Called(model)
-        self.graph = graph
-        self.run = run
-        self._outputs = outputs
-        self.fixed = FixedNorms(norms)
+        self.called = CalledModules(model)
+        self.tolerance = Tolerance(1e-3, 1e-5, 1e-5, 1e-5)  # until a run tells the precision
+        self._fixed = FixedNorms([n for n in batchnorms(model) if uses_batch_statistics(n[1])])
         self._seeds: dict[str, float] = {}
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Within it the samples can be run; what the runs changed is put back at the end."""
+        """Allow runs within it; restore at its end what they have changed."""
+        eagerly: AbstractContextManager[Any] = nullcontext()
+        if "torch._dynamo" in sys.modules:  # the look is not to make modules compile again
+            eagerly = torch.compiler.set_stance("force_eager")
         try:
-            with (
-                warnings.catch_warnings(),
-                _eagerly(),
-                self.fixed,
-                self.called,
-                torch.enable_grad(),
-            ):
+            with warnings.catch_warnings(), eagerly, self._fixed, self.called, torch.enable_grad():
                 warnings.simplefilter("ignore")
                 yield
         finally:
-            self._begin()
+            self.restore()
 
-    def whole(self) -> Run:
+    def restore(self) -> None:
+        """Restore the state that was found; every run starts there."""
+        self.start.restore()
+        for parameter, data in self._data:
+            if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
+                parameter.data = data
+        self._fixed.begin()
+
+    def whole(self) -> SampleRun:
         """Run all samples, and record what they draw.
 
         Recording slows every operation down, so a model without dropout runs plainly first.
         """
         self._draws_nothing = False
+        run = None
         if not any(map(_is_dropout, self.model.modules())):
-            self._begin()
-            run = self._made(0, self.count, scale=1.0, backward=self.graph)
-            self._draws_nothing = self.start.draws_same(run.after)
-            if self._draws_nothing:
-                return run
-        self._begin()
-        with self.draws.recording():
-            return self._made(0, self.count, scale=1.0, backward=self.graph)
+            self.restore()
+            run = self._run(range(self.count), backward=self.graph)
+            self._draws_nothing = self.start.draws_same(run.after, host=False)
+        if run is None or not self._draws_nothing:
+            self.restore()
+            with self.draws.recording():
+                run = self._run(range(self.count), backward=self.graph)
+        self.tolerance = Tolerance.of(self, run)
+        return run
 
     def part(
         self,
@@ -142,56 +184,50 @@ class Few:
         prepare: Callable[[], None] = lambda: None,
         backward: bool = False,
         scale: float = 1.0,
-    ) -> Run:
+    ) -> SampleRun:
         """Run the samples `start` to `stop`, with what they drew in the whole.
 
         `prepare()` may change the state before. The backward starts from `scale` times what that
-        of the whole starts from; what comes is divided by it.
+        of the whole starts from; its digests are divided by it.
         """
-        self._begin()
+        self.restore()
         prepare()
-        backward = backward and self.graph
+        rows, backward = range(start, stop), backward and self.graph
         if self._draws_nothing:
-            return self._made(start, stop, scale=scale, backward=backward)
+            return self._run(rows, start, backward=backward, scale=scale)
         with self.draws.serving(start, stop, self.count, to_the_end=backward):
-            return self._made(start, stop, scale=scale, backward=backward)
+            return self._run(rows, start, backward=backward, scale=scale)
 
-    def of(self, rows: list[int], skip: int = 0) -> Run:
-        """Run any samples without a backward; they draw anew, after `skip` draws."""
-        self._begin()
-        device = next(self.model.parameters()).device
-        torch.rand(skip, device=device)
-        return self._made(0, len(rows), scale=1.0, backward=False, rows=rows)
+    def halves(self) -> tuple[SampleRun, SampleRun]:
+        """Run both halves, without a backward."""
+        return self.part(0, self.count // 2), self.part(self.count // 2, self.count)
 
-    def _begin(self) -> None:
-        self.start.restore()
-        for parameter, data in self._data:
-            if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
-                parameter.data = data
-        self.fixed.begin()
+    def run_rows(self, rows: Sequence[int], skip: int = 0) -> SampleRun:
+        """Run any samples, without a backward; they draw new random numbers, after `skip` draws."""
+        self.restore()
+        torch.rand(skip, device=next(self.model.parameters()).device)
+        return self._run(rows)
 
-    def _made(
-        self, start: int, stop: int, *, scale: float, backward: bool, rows: list[int] | None = None
-    ) -> Run:
+    def _run(
+        self, rows: Sequence[int], start: int = 0, *, backward: bool = False, scale: float = 1.0
+    ) -> SampleRun:
         # Copies, so that a function that changes its batch in place does not change the user's.
-        batch = self.layout.take(list(range(start, stop)) if rows is None else rows)
-        holding: AbstractContextManager[Any] = nullcontext()
-        if not self.graph:
-            holding = saved_tensors_hooks(_dropped, _gone)
-        with holding:
-            terms = self._terms(self.run(batch), start)
-        sums = {name: made for name, (made, _) in terms.items()}
+        batch = self.layout.take(list(rows))
+        with nullcontext() if self.graph else saved_tensors_hooks(_drop, _refuse_backward):
+            result = self.run(batch)
+            made = _output_terms(result, start) if self._outputs else _loss_terms(result)
+        del result
+        terms = {name: term for name, (term, _) in made.items()}
         if not self._seeds:
-            self._seeds = {n: s.weight / s.units if s.units else s.weight for n, s in sums.items()}
+            self._seeds = {n: t.weight / t.units if t.units else t.weight for n, t in terms.items()}
         digests = None
-        if backward:
-            digests = self._digests({n: t for n, (_, t) in terms.items() if t.requires_grad}, scale)
-        del terms
-        return Run(sums, digests, ForwardState(self.model, results=True))
+        totals = {name: total for name, (_, total) in made.items() if total.requires_grad}
+        if backward and totals and self.parameters:
+            digests = self._digests(totals, scale)
+        del made, totals
+        return SampleRun(terms, digests, ForwardState(self.model, results=True))
 
-    def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor | None:
-        if not totals or not self.parameters:
-            return None
+    def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor:
         # fp16 knows nothing below 6e-8: its gradients are scaled up, and all by the same.
         factor = 1024.0 if self.called.fp16 else scale
         seeds = [
@@ -199,47 +235,44 @@ class Few:
             for name, total in totals.items()
         ]
         parameters = [parameter for _, parameter in self.parameters]
-        made = gradient_digests(parameters, list(totals.values()), seeds) / factor
+        made = gradient_digests(self.model, parameters, list(totals.values()), seeds) / factor
         made[:, 2] /= self._parameter_sizes  # of the size of a sum of random signs, as the others
         return made
 
-    def _terms(self, result: Any, start: int) -> dict[str, tuple[Sum, Tensor]]:
-        if self._outputs:
-            return self._output_terms(result, start)
-        size = None
-        if isinstance(result, Tensor) and result.dim() and result.is_floating_point():
-            size = float(result.detach().abs().sum())
-        loss = as_loss(result)
-        if isinstance(loss, OfTheBatch):
-            raise Uncheckable("a loss of the whole batch, which is refused in parts")
-        if isinstance(loss, Loss):
-            total = float(loss.total.detach())
-            units = float(loss.units)
-            size = abs(total) if size is None else size
-            return {"": (Sum(total, units, size, 1.0, loss.total.dtype), loss.total)}
-        terms = {}
-        for name, term in loss.by_name.items():
-            total = float(term.total.detach())
-            made = Sum(total, float(term.units), abs(total), term.weight, term.total.dtype)
-            terms[name] = (made, term.total)
-        return terms
 
-    def _output_terms(self, result: Any, start: int) -> dict[str, tuple[Sum, Tensor]]:
-        """Tensors with a row for each sample, as sums in which every row counts differently."""
-        terms = {}
-        for leaf in flatten(result)[0]:
-            rows = leaf.value
-            if not (isinstance(rows, Tensor) and rows.dim() and rows.is_floating_point()):
-                continue
-            places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype) + start
-            weighted = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
-            columns = torch.arange(weighted.shape[1], device=rows.device)
-            signs = ((columns * 2654435761 >> 7) % 2 * 2 - 1).to(rows.dtype)
-            weighted = weighted * signs * (1 + 0.37 * places)[:, None]
-            total, size = weighted.sum(), float(weighted.detach().norm())
-            made = Sum(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
-            terms[leaf.name] = (made, total)
-        return terms
+def _output_terms(result: Any, start: int) -> dict[str, tuple[SampledTerm, Tensor]]:
+    """Return tensors with a row for each sample as sums in which no two rows count alike."""
+    terms = {}
+    for leaf in flatten(result)[0]:
+        rows = leaf.value
+        if not (isinstance(rows, Tensor) and rows.dim() and rows.is_floating_point()):
+            continue
+        places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype) + start
+        weighted = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
+        columns = torch.arange(weighted.shape[1], device=rows.device)
+        signs = ((columns * 2654435761 >> 7) % 2 * 2 - 1).to(rows.dtype)
+        weighted = weighted * signs * (1 + 0.37 * places)[:, None]
+        total, size = weighted.sum(), float(weighted.detach().norm())
+        made = SampledTerm(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
+        terms[leaf.name] = (made, total)
+    return terms
+
+
+def _loss_terms(result: Any) -> dict[str, tuple[SampledTerm, Tensor]]:
+    size = None
+    if isinstance(result, Tensor) and result.dim() and result.is_floating_point():
+        size = float(result.detach().abs().sum())
+    loss = as_loss(result)
+    if isinstance(loss, OfTheBatch):
+        raise Uncheckable("a loss of the whole batch, which is refused in parts")
+    by_name = {"": Term(loss.total, loss.units)} if isinstance(loss, Loss) else loss.by_name
+    terms = {}
+    for name, term in by_name.items():
+        total = float(term.total.detach())
+        summed = abs(total) if size is None else size
+        made = SampledTerm(total, float(term.units), summed, term.weight, term.total.dtype)
+        terms[name] = (made, term.total)
+    return terms
 
 
 def _is_dropout(module: nn.Module) -> bool:
@@ -262,42 +295,26 @@ def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
     return {parameter: float(norm) for parameter, norm in zip(found, norms, strict=True)}
 
 
-def _eagerly() -> AbstractContextManager[Any]:
-    """Run compiled modules as they are written: the look is not to make them compile again."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
-class Uncheckable(Exception):
-    """Nothing can be told of this loss."""
-
-
-class GoesBack(Uncheckable):
-    """The loss function runs a backward of its own, and there is no memory for it."""
-
-
-def _dropped(tensor: Tensor) -> None:
+def _drop(tensor: Tensor) -> None:
     return None
 
 
-def _gone(nothing: None) -> Tensor:
-    raise GoesBack
+def _refuse_backward(nothing: None) -> Tensor:
+    raise OwnBackward
 
 
-class Called:
-    """Looks at the modules that are called: do they compute in 16 bits, are all in the model?"""
+class CalledModules:
+    """Records whether modules compute in 16 bits, and a BatchNorm that is not in the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._own = {id(module) for module in model.modules()}
         dtypes = {parameter.dtype for parameter in model.parameters()}
-        self.low = any(dtype in SIXTEEN_BIT for dtype in dtypes)
+        self.sixteen_bit = any(dtype in SIXTEEN_BIT for dtype in dtypes)
         self.fp16 = torch.float16 in dtypes
-        self.wide = all(d in (torch.float64, torch.complex128) for d in dtypes)
-        self.outside: str | None = None
+        self.float64 = all(dtype in (torch.float64, torch.complex128) for dtype in dtypes)
+        self.outside_norm: str | None = None
 
-    def __enter__(self) -> Called:
+    def __enter__(self) -> CalledModules:
         self._hook = register_module_forward_pre_hook(self._look)
         return self
 
@@ -307,20 +324,281 @@ class Called:
     def _look(self, module: nn.Module, args: Any) -> None:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
-                self.low = True
+                self.sixteen_bit = True
                 self.fp16 = self.fp16 or torch.get_autocast_dtype(kind) == torch.float16
         if isinstance(module, _BatchNorm) and module.training and id(module) not in self._own:
-            self.outside = type(module).__name__
+            self.outside_norm = type(module).__name__
+
+
+# --------------------------------------------------------------------- random numbers
+
+
+class HeldDraws(TorchDispatchMode):
+    """Records what torch draws for a batch, and gives it again to some of its rows.
+
+    Dropout and noise make the loss of a batch random, and so not the sum of those of its halves.
+    The k-th draw of a part is given the k-th draw of the whole: its own rows of it, along the one
+    dimension that is smaller in proportion, or all of it where the shapes are the same.
+
+    `held` is False after a draw that could not be given so: of a fused kernel that draws by itself,
+    of another shape or number, or cut along a dimension that holds more than the samples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held = True
+        self._drawn: list[tuple[str, Tensor]] = []
+        self._part: tuple[int, int, int] | None = None
+        self._next = 0
+        self._is_draw: dict[int, bool] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the draws of the whole."""
+        self.held, self._drawn, self._part = True, [], None
+        with self:
+            yield
+
+    @contextmanager
+    def serving(self, start: int, stop: int, of: int, *, to_the_end: bool = True) -> Iterator[None]:
+        """Give the rows `start` to `stop` of the whole (`of` rows) what they drew in it."""
+        self._part, self._next = (start, stop, of), 0
+        with self:
+            yield
+        if to_the_end and self._next != len(self._drawn):
+            self.held = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes seconds
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Called for every operation: by identity, since an operation's own hash is Python code.
+        is_draw = self._is_draw.get(id(func))
+        if is_draw is None:
+            is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
+        made = func(*args, **(kwargs or {}))
+        if not is_draw or _draws_nothing(func, args, kwargs or {}):
+            return made
+        name = func._schema.name
+        if name in _DROPOUTS:  # The mask is what was drawn; the output follows from it.
+            out, mask = made
+            if self._hold(name, mask) and args[1] < 1:
+                kept = args[1] if name == "aten::_fused_dropout" else 1.0 - args[1]
+                out = args[0] * mask.to(args[0].dtype) * (1.0 / kept)
+            return out, mask
+        if isinstance(made, Tensor):
+            self._hold(name, made)
+        else:
+            self.held = False
+        return made
+
+    def _hold(self, name: str, made: Tensor) -> bool:
+        """Record a draw, or put the recorded numbers into it; True if it was changed."""
+        if self._part is None:
+            self._drawn.append((name, made.detach().clone()))
+            return False
+        rows = self._next_rows(name, made.shape)
+        if rows is None:
+            self.held = False
+            return False
+        made.copy_(rows)
+        return True
+
+    def _next_rows(self, name: str, shape: torch.Size) -> Tensor | None:
+        """Return the rows of this part in the next recorded draw; None if that is another draw."""
+        place, self._next = self._next, self._next + 1
+        if place >= len(self._drawn) or self._drawn[place][0] != name:
+            return None
+        whole = self._drawn[place][1]
+        if whole.shape == shape:
+            return whole
+        if name in _DRAWS_BY_INPUT or whole.dim() != len(shape):
+            return None
+        smaller = [d for d in range(whole.dim()) if whole.shape[d] != shape[d]]
+        assert self._part is not None
+        start, stop, of = self._part
+        each, rest = divmod(whole.shape[smaller[0]], of)
+        if len(smaller) > 1 or rest or each * (stop - start) != shape[smaller[0]]:
+            return None
+        self.held = self.held and each == 1
+        return whole.narrow(smaller[0], each * start, each * (stop - start))
+
+
+def _draws_nothing(func: Any, args: Sequence[Any], given: dict[str, Any]) -> bool:
+    """True for a fused kernel whose dropout is off."""
+    if not ("attention" in func._schema.name or "rnn" in func._schema.name):
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in _CHANCES and str(argument.type) == "float":
+            default = argument.default_value if argument.has_default_value() else 0.0
+            value = args[place] if place < len(args) else given.get(argument.name, default)
+            return math.isclose(float(value or 0.0), 0.0)
+    return False
+
+
+# --------------------------------------------------------------------- gradients
+
+
+def gradient_digests(
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    totals: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+) -> Tensor:
+    """Return four numbers of each parameter's gradient: a float64 matrix on the host.
+
+    Three are linear in the gradient (its sum, that of every other element, and its product with
+    the parameter), the fourth is its norm. No gradient is kept. The backward starts from `seeds`.
+    It leaves `.grad` and the user's hooks as they are: these run once per window, on the whole
+    gradient.
+    """
+    sums: dict[int, Tensor] = {}
+
+    def take(place: int, gradient: Tensor) -> Tensor | None:
+        with _disable_current_modes():  # they would be asked for each of these operations
+            made = _digest(gradient.detach(), parameters[place].detach())
+            sums[place] = sums[place] + made if place in sums else made
+            if gradient.layout is not torch.strided:
+                return None
+            return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient at once
+
+    hooks = [h for p in parameters for h in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    bare = [p for p in parameters if p._backward_hooks is None]
+    with emptied(hooks):
+        handles = [p.register_hook(partial(take, i)) for i, p in enumerate(parameters)]
+        try:
+            if is_reentrant(totals):  # its checkpoints refuse autograd.grad
+                backward_into((), [model], totals).run(totals, seeds)
+            else:
+                torch.autograd.grad(list(totals), parameters, list(seeds), allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in bare:  # an empty dictionary would be asked in every backward
+                parameter._backward_hooks = None
+    read = torch.zeros(len(parameters), _LINEAR + 1, dtype=torch.float64)
+    if sums:
+        device = next(iter(sums.values())).device
+        read[list(sums)] = torch.stack([made.to(device) for made in sums.values()]).cpu()
+    return read
+
+
+def _digest(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient, parameter = torch.view_as_real(gradient), torch.view_as_real(parameter)
+    if gradient.dtype in SIXTEEN_BIT:
+        gradient = gradient.float()
+    flat, weights = gradient.reshape(-1), parameter.reshape(-1).to(gradient.dtype)
+    made = (flat.sum(), flat[::2].sum(), torch.dot(flat, weights), flat.norm())
+    return torch.stack(made).double()
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode for a while."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+def emptied(dictionaries: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
+    """Empty dictionaries of hooks for a while; autograd holds them, so they cannot be replaced."""
+    found = [(held, dict(held)) for held in dictionaries if held]
+    for held, _ in found:
+        held.clear()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for held, hooks in found:
+            held.update(hooks)
+
+
+# --------------------------------------------------------------------- rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The differences that may be rounding: far above its size, far below that of a wrong loss.
+
+    `relative` is of the size of what is summed. `absolute` is of a mean loss, which may be near
+    zero because its parts cancel. `again` is for the same samples run twice. `floor` is of the
+    gradient over all parameters: one that is zero but for rounding (the bias of a key in
+    attention) says nothing.
+    """
+
+    relative: float
+    absolute: float
+    again: float
+    floor: float
+
+    @staticmethod
+    def of(samples: FirstSamples, run: SampleRun) -> Tolerance:
+        """Return the tolerance of the precision that these samples were computed in."""
+        called, dtypes = samples.called, {term.dtype for term in run.terms.values()}
+        if called.sixteen_bit or dtypes & set(SIXTEEN_BIT):
+            return Tolerance(5e-2, 1e-2, 1e-2, 5e-2)
+        if called.float64 and dtypes <= {torch.float64}:
+            return Tolerance(1e-9, 1e-12, 1e-12, 1e-12)
+        on_gpu = any(parameter.is_cuda for _, parameter in samples.parameters)
+        if on_gpu and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32):
+            return Tolerance(1e-2, 1e-4, 1e-4, 1e-3)
+        return Tolerance(1e-3, 1e-5, 1e-5, 1e-5)
+
+    def adds_up(self, whole: SampleRun, parts: Sequence[SampleRun]) -> bool:
+        """True if every term's total and units are the sums of those of the parts."""
+        return self.units_add_up(whole, parts) and all(
+            self.near(a.total, b.total, max(a.size, b.size), max(a.units, b.units, 1.0))
+            for a, b in _by_term(whole, parts)
+        )
+
+    def units_add_up(self, whole: SampleRun, parts: Sequence[SampleRun]) -> bool:
+        """True if the units of each term are the sum of those of the parts."""
+        relative = max(1e-5, self.relative / 100)
+        return all(
+            abs(a.units - b.units) <= relative * max(abs(a.units), abs(b.units))
+            for a, b in _by_term(whole, parts)
+        )
+
+    def near(self, a: float, b: float, size: float, units: float = 1.0) -> bool:
+        """True if two sums differ by rounding alone; also where one is not finite."""
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return True
+        return abs(a - b) <= self.relative * size + self.absolute * units
+
+    def same_again(self, one: SampleRun, other: SampleRun) -> bool:
+        """True if two runs of the same samples gave the same loss."""
+        return not any(
+            (math.isfinite(a.total) and abs(a.total - b.total) > self.again * max(a.size, b.size))
+            or abs(a.units - b.units) > 1e-6 * max(a.units, b.units)
+            for a, b in _by_term(one, [other])
+        )
+
+    def gradient_gap(
+        self, whole: SampleRun, parts: Sequence[SampleRun]
+    ) -> tuple[int, float] | None:
+        """Return the parameter whose gradient adds up worst, and by how much; None if all do."""
+        first, *others = (run.digests for run in (whole, *parts))
+        made = [digests for digests in others if digests is not None]
+        if first is None or len(made) < len(parts):
+            return None
+        apart = torch.stack(made).sum(0)
+        if not (first.isfinite().all() and apart.isfinite().all()):
+            return None
+        gaps = (first - apart)[:, :_LINEAR].abs().amax(1)
+        sizes: Tensor = torch.maximum(first[:, _LINEAR], apart[:, _LINEAR])
+        over = gaps > torch.maximum(3 * self.relative * sizes, self.floor * sizes.norm())
+        if not bool(over.any()):
+            return None
+        ratios = torch.where(over, gaps / sizes.clamp_min(1e-300), 0.0)
+        worst = int(ratios.argmax())
+        return worst, float(ratios[worst])
+
+
+def _by_term(whole: SampleRun, parts: Sequence[SampleRun]) -> list[tuple[SampledTerm, SampledTerm]]:
+    """Return each term of the whole beside the sum of that term over the parts."""
+    made = []
+    for name in {name: None for run in (whole, *parts) for name in run.terms}:
+        terms = [part.terms.get(name, SampledTerm()) for part in parts]
+        total = math.fsum(term.total for term in terms)
+        units = math.fsum(term.units for term in terms)
+        size = math.fsum(term.size for term in terms)
+        made.append((whole.terms.get(name, SampledTerm()), SampledTerm(total, units, size)))
+    return made

@@ -1,31 +1,35 @@
 """Look at a loop whose forwards are not ours, in its first window.
 
 A stream gives its losses and keeps its forwards to itself. What it does can still be seen: hooks on
-the models see the outputs of the first forwards, and the graph of a loss tells how it was made.
+the models see the first forwards, the first call of a model can be made again on a few samples, and
+the graph of a loss tells how it was made.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Units, check_units
-from wholebatch.core.loss_reduction import check_mean, check_sum, divisors
-from wholebatch.coupled.adds_up import Look
+from wholebatch.core.splitting.samples import flatten, layout_of, readable_layout
+from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.batchnorm.moments import recomputing
-from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
-from wholebatch.coupled.call_look import look_at_call, tensors_of
+from wholebatch.coupled.batchnorm.policies import Policy, Statistics
+from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
-from wholebatch.coupled.finding import Finding
-from wholebatch.coupled.loss_graph import linked_samples
-from wholebatch.errors import LossError
+from wholebatch.coupled.local_collectives import local_collectives
+from wholebatch.coupled.loss_graph import check_mean, check_sum, divisors, linked_samples
+from wholebatch.errors import LossError, SplitError
 
 __all__ = ["StreamLook"]
 
@@ -38,13 +42,8 @@ _READS = 3  # of divisors: one may be the size of a micro-batch, and not of the 
 class StreamLook:
     """Refuses, in a loop's first window, what cannot be the update of the whole batch.
 
-    - A mean that is given as a sum, and a sum that is given as a mean
-      (`wholebatch.core.loss_reduction`).
-    - A loss that compares samples with each other (`wholebatch.coupled.loss_graph`).
-    - A model that lets samples act on each other by more than a BatchNorm, and state that its
-      forward moves (`wholebatch.coupled.call_look`).
-
-    How a door uses it:
+    That is a mean given as a sum, or a sum as a mean; a loss that compares samples; a model that
+    lets samples act on each other by more than a BatchNorm, or whose forward moves state.
 
     ```python
     look = StreamLook(models, audit=audit, policies=batchnorm_policies)
@@ -54,16 +53,15 @@ class StreamLook:
     look.end_window(micro_batches)        # the window is over
     ```
 
-    The first call of each model is made again on a few samples and their halves, before it is made
-    itself. `at_backward` reads the graph of the loss once for every kind of node that losses end
-    with. In the first micro-batch it also differentiates that graph twice, and raises what was
-    found. `done` then takes the hooks off; `end_window` does so in any case. After it `active` is
-    False, and only losses such as `wb.info_nce` are still refused.
+    Before the first call of each model, that call is made on a few samples and their halves.
+    `at_backward` reads the graph of the loss, once for every kind of node that losses end with. In
+    the first micro-batch it also differentiates that graph twice (hooks of the user's on tensors in
+    it run once more) and raises what was found. Then the hooks are taken off, at the end of the
+    window in any case. After that `active` is False, and only losses such as `wb.info_nce` are
+    still refused.
 
-    A window that is all of the batch (one micro-batch, one rank) needs no `watch`. Models whose
-    forwards run collectives (FSDP, DeepSpeed) must not be watched. With `audit=False` nothing is
-    done. Hooks that a user has put on tensors between the outputs and the loss run more often in
-    the first micro-batch.
+    Models whose forwards run collectives (FSDP, DeepSpeed) must not be watched. A window that is
+    all of the batch (one micro-batch, one rank) need not be.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class StreamLook:
         self._statistics = [policy for policy in policies if isinstance(policy, Statistics)]
         self._called: set[nn.Module] = set()  # in this micro-batch, with all modules below them
         self._judged: set[nn.Module] = set()
-        self._found: list[Finding] = []
+        self._found: list[AuditFinding] = []
         self._looking = False
         self._audits = audit
         self._kinds: set[tuple[type, bool]] = set()  # of the nodes that losses ended with
@@ -83,22 +81,22 @@ class StreamLook:
         self._depth = 0
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         self._looked = False
-        self._over = not audit
+        self.over = not audit  # True once there was a look: nothing follows
         self.active = audit  # False after the first window: nothing more is to be seen
 
     def watch(self) -> None:
-        """Keep what the models give back, until there was a look at it."""
-        if self._over or self._handles:
+        """Keep the outputs of the models until they were looked at."""
+        if self.over or self._handles:
             return
         self.active = True
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            entering = module.register_forward_pre_hook(_Entering(self), with_kwargs=True)
-            leaving = module.register_forward_hook(
-                _Leaving(self), with_kwargs=True, always_call=True
-            )
-            self._handles += [entering, leaving]
+            enter, leave = _Hook(self._enter), _Hook(self._leave)
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            ]
 
     def at_backward(
         self,
@@ -108,7 +106,7 @@ class StreamLook:
         mean: Tensor | None = None,
         in_parts: bool = True,
     ) -> None:
-        """Refuse this loss if its graph shows that it is none of the whole batch.
+        """Refuse this loss if its graph shows that micro-batches do not add up to the whole batch.
 
         Give what the door was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts` is
         False where this micro-batch is all of its window and there is one rank: any loss is right.
@@ -134,11 +132,11 @@ class StreamLook:
             number = float(check_units(units))
             # One unit owns all rows of its micro-batch: only state can be wrong there.
             of_state = [finding for finding in self._found if finding.kind in ("state", "outside")]
-            Look(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
+            LookResult(tuple(of_state if number == 1 else self._found)).refuse(off="audit=False")
             self._refuse_comparisons(scalar, number)
 
     def done(self) -> None:
-        """The backwards of a micro-batch are made: one that was looked at is enough."""
+        """End a micro-batch, after its backwards: one that was looked at is enough."""
         if self._handles:
             self._outputs.clear()
             self._called.clear()
@@ -146,10 +144,7 @@ class StreamLook:
                 self._remove_hooks()
 
     def end_window(self, micro_batches: int = 0) -> None:
-        """The first window is over: nothing more is looked at.
-
-        Warn of losses that were divided by the number of micro-batches.
-        """
+        """End the first window; warn of losses divided by its number of micro-batches."""
         self.active = False
         if micro_batches in self._divisors:
             _log.warning(
@@ -168,7 +163,7 @@ class StreamLook:
         self._handles.clear()
         self._outputs.clear()
         self._called.clear()
-        self._over = True
+        self.over = True
 
     def _refuse_comparisons(self, scalar: Tensor, units: float) -> None:
         if units <= 0 or not self._outputs:
@@ -197,7 +192,7 @@ class StreamLook:
         self._depth += 1
 
     def _look_at(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Make the call on a few samples first; no buffer of a graph that is there may change."""
+        """Make the call on a few samples first, unless a buffer of an open graph could change."""
         inner: nn.Module = getattr(module, "module", module) if _is_ddp(module) else module
         known = not self._called.isdisjoint(module.modules()) or module in self._judged
         self._called.update(module.modules())
@@ -216,18 +211,37 @@ class StreamLook:
             for policy in self._statistics:
                 policy.counts = True
 
-    def _leave(self, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._looking:
             return
         self._depth -= 1
         if self._depth or not torch.is_grad_enabled() or recomputing():
             return
-        given = tensors_of((args, kwargs))
+        given = _tensors_of((args, kwargs))
         if not given or output is None:
             return
-        for tensor in tensors_of(output):
+        for tensor in _tensors_of(output):
             if tensor.requires_grad and tensor.shape[0] == given[0].shape[0]:
                 self._outputs.append(tensor)
+
+
+class _Hook:
+    """A hook that leaves itself out of copies and pickles of the model, and of compiled code."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = WeakMethod(method)  # a look that nobody holds any more keeps no outputs
+
+    def __call__(self, *given: Any) -> None:
+        method = None if torch.compiler.is_compiling() else self._method()
+        if method is not None:
+            method(*given)
+
+    def __reduce__(self) -> Any:
+        return partial, (_do_nothing,)
+
+
+def _do_nothing(*given: Any) -> None:
+    """Stand for a hook in a copy of the model."""
 
 
 def _is_ddp(module: nn.Module) -> bool:
@@ -238,36 +252,109 @@ def _runs_collectives(module: nn.Module) -> bool:
     return any(isinstance(m, nn.SyncBatchNorm) or _is_ddp(m) for m in module.modules())
 
 
-class _Hook:
-    """A hook that leaves itself out of copies and pickles of the model, and of compiled code."""
-
-    def __init__(self, look: StreamLook) -> None:
-        self._look = ref(look)  # a look that nobody holds any more keeps no outputs
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _give_nothing, ()
+# --------------------------------------------------------------------- a call, made again
 
 
-class _Entering(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        look = None if torch.compiler.is_compiling() else self._look()
-        if look is not None:
-            look._enter(module, args, kwargs)
+def look_at_call(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[AuditFinding, ...] | None:
+    """Return what couples the samples of this call, and the state that it moves.
+
+    None: the call has one sample, and another may tell more. Every tensor that is given must have
+    the same number of samples in its first dimension; else nothing is found. What is found must
+    also be found where the second dimension is read as the samples, if that is possible: it may
+    have been [time, samples, ...]. The module is left as it was.
+    """
+    given = _tensors_of((args, kwargs))
+    if given and all(len(tensor) == 1 for tensor in given):
+        return None
+    with _plain_autograd() as is_plain:
+        if not is_plain:
+            return ()
+        found = _looked(module, args, kwargs, dim=0).findings
+        if found:
+            turned = _looked(module, args, kwargs, dim=1)
+            return () if turned.conclusive and not turned.findings else found
+    return ()
 
 
-class _Leaving(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        look = None if torch.compiler.is_compiling() else self._look()
-        if look is not None:
-            look._leave(args, kwargs, output)
+def _looked(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, dim: int
+) -> LookResult:
+    """Make the call on a few samples, which lie in dimension `dim`, and on their halves."""
+    sizes = {t.shape[dim] if t.dim() > dim else 0 for t in _tensors_of((args, kwargs))}
+    if len(sizes) != 1 or max(sizes) < 2:
+        return LookResult(conclusive=False)
+
+    def call(few: Any) -> dict[str, Tensor]:
+        args, kwargs = _swapped(few, dim)
+        leaves, _ = flatten(_swapped(module(*args, **kwargs), dim))
+        return {x.name: x.value for x in leaves if isinstance(x.value, Tensor) and x.value.dim()}
+
+    def run(few: Any) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in call(few).items() if name in rows}
+
+    batch = _swapped((tuple(args), dict(kwargs)), dim)
+    before = ForwardState(module)
+    try:
+        try:
+            rows = _outputs_with_rows(call, batch, max(sizes))
+        finally:
+            before.restore()
+        layout = readable_layout(batch, None, ())
+        with local_collectives():
+            return check_adds_up(module, run, layout, outputs=True, name="forward")
+    except Exception as error:  # it cannot be called so: with fewer samples, or time as samples
+        _log.debug("a call of %s was not looked at: %r", type(module).__name__, error)
+        return LookResult(conclusive=False)
 
 
-def _nothing(*_: Any) -> None:
-    """Stands for a hook in a copy of the model."""
+@torch.no_grad()
+def _outputs_with_rows(
+    call: Callable[[Any], Mapping[str, Tensor]], batch: Any, size: int
+) -> set[str]:
+    """Return the outputs that have a row for each sample, for two numbers of samples."""
+    layout = layout_of(batch, batch_size=size)
+    found = []
+    for count in (2, 3) if size > 2 else (1, 2):  # of one sample, a BatchNorm knows no variance
+        made = call(layout.take(list(range(count))))
+        found.append({name for name, tensor in made.items() if len(tensor) == count})
+    return found[0] & found[1]
 
 
-def _give_nothing() -> Any:
-    return _nothing
+@contextmanager
+def _plain_autograd() -> Iterator[bool]:
+    """Keep what a look saves for its backwards from a checkpoint or offload that is being made.
+
+    False: a mode that sees every operation is active (a selective checkpoint), and would see ours.
+    """
+    private = torch._C._autograd
+    hooks = []
+    while (top := private._top_saved_tensors_default_hooks(True)) is not None:
+        private._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield not _get_current_dispatch_mode_stack()
+    finally:
+        for pack, unpack in reversed(hooks):
+            private._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _swapped(tree: Any, dim: int) -> Any:
+    """Return the tensors of a structure with dimensions 0 and `dim` exchanged."""
+    if dim == 0:
+        return tree
+    leaves, structure = flatten(tree)
+    values = [leaf.value for leaf in leaves]
+    return structure.build(
+        [v.transpose(0, dim) if isinstance(v, Tensor) and v.dim() > dim else v for v in values]
+    )
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in a structure that have a dimension; none if it cannot be read."""
+    try:
+        leaves = [leaf.value for leaf in flatten(tree)[0]]
+    except SplitError:
+        return []
+    return [value for value in leaves if isinstance(value, Tensor) and value.dim()]

@@ -1,7 +1,6 @@
-"""How gradients and counts travel between ranks: one small class for each engine."""
+"""Gradients and counts between ranks: one small class for each engine."""
 
 from wholebatch.distributed.choose_engine import choose
-from wholebatch.distributed.single_process import Single
-from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.distributed.sync_strategy import Single, Sync
 
 __all__ = ["Single", "Sync", "choose"]

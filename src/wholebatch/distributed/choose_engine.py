@@ -1,17 +1,17 @@
-"""Which engine a model is wrapped in."""
+"""The choice of the strategy for the engine that a model is wrapped in."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.distributed.single_process import Single
-from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.distributed.sync_strategy import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
 __all__ = ["choose"]
@@ -22,50 +22,53 @@ _SUPPORTED = (
     "supported are plain modules, DistributedDataParallel, FSDP2's fully_shard and the engine that "
     "deepspeed.initialize returns; wrap the model in one of these"
 )
+_ONE_MODEL = {
+    "fsdp2": "several fully_shard models in one accumulator: put them into one nn.ModuleDict",
+    "deepspeed": "several DeepSpeed engines in one accumulator: give each one of its own, and a "
+    "loop of its own",
+}
 
 
 def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sync:
-    """The strategy for the engine that these models are wrapped in."""
+    """Return the strategy for the engine that these models are wrapped in."""
     if sync not in ("auto", "hold", "every", "none"):
         raise OptionError(f'sync={sync!r}: must be "hold", "every", "none" or "auto"')
     models = [models] if isinstance(models, nn.Module) else list(models)
-    kinds = {_kind(model) for model in models}
+    kinds = {_kind(model) for model in models} or {"plain"}
     if len(kinds) > 1:
         raise UnsupportedError(
             f"models wrapped in different engines ({', '.join(sorted(kinds))}) in one "
             "accumulator: wrap them alike, or give each an accumulator of its own"
         )
-    kind = kinds.pop() if kinds else "plain"
+    [kind] = kinds
     if kind == "plain":
         if sync != "none" and dist.is_available() and dist.is_initialized():
             _warn_alone(dist.get_world_size())
         return Single()
-    if sync == "none" and kind in ("ddp", "fsdp2", "deepspeed"):
+    if kind not in ("ddp", "fsdp2", "deepspeed"):
+        raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
+    if sync == "none":
         raise OptionError(
             f'sync="none" on a model of {kind}, which reduces gradients: leave it out'
         )
+    if len(models) > 1 and kind in _ONE_MODEL:
+        raise UnsupportedError(_ONE_MODEL[kind])
+    return _strategy(kind, models, sync)
+
+
+def _strategy(kind: str, models: Sequence[Any], sync: str) -> Sync:
+    """Return the engine's class for these models; an engine is imported where it is used."""
     if kind == "ddp":
         from wholebatch.distributed.ddp import Replicated
 
-        return Replicated([m for m in models if isinstance(m, DistributedDataParallel)], sync=sync)
+        return Replicated(models, sync=sync)
     if kind == "fsdp2":
         from wholebatch.distributed.fsdp import Sharded
 
-        if len(models) > 1:
-            raise UnsupportedError(
-                "several fully_shard models in one accumulator: put them into one nn.ModuleDict"
-            )
         return Sharded(models[0], sync=sync)
-    if kind == "deepspeed":
-        from wholebatch.distributed.deepspeed import DeepSpeed
+    from wholebatch.distributed.deepspeed import DeepSpeed
 
-        if len(models) > 1:
-            raise UnsupportedError(
-                "several DeepSpeed engines in one accumulator: give each one of its own, and a "
-                "loop of its own"
-            )
-        return DeepSpeed(models[0], sync=sync)
-    raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
+    return DeepSpeed(models[0], sync=sync)
 
 
 def _warn_alone(ranks: int) -> None:
@@ -81,6 +84,7 @@ def _warn_alone(ranks: int) -> None:
 
 
 def _kind(model: nn.Module) -> str:
+    """Return "plain", "ddp", "fsdp2", "deepspeed", or a description of another wrapper."""
     if isinstance(model, DistributedDataParallel):
         return "ddp"
     if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):

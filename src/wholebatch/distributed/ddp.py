@@ -1,26 +1,139 @@
 """DistributedDataParallel: every rank holds the whole model.
 
-The model is kept in `no_sync` for good, and the window makes its one reduction itself (see
-`buckets`): exact with parameters that the last micro-batch does not use, with ranks that have run
-out of data, and with the same bits after a restart. Nothing is averaged, so nothing is undone.
+The model is kept in `no_sync` for good, and the window makes its one reduction itself, in buckets,
+while the last backward still runs. DDP's own reducer must see every parameter in its one reducing
+backward, has buckets that change after the first, and waits for ranks that have no backward to
+make. Here the layout is fixed (the same bits after a restart), buckets go out in one fixed order on
+every rank, and what the last backward did not touch is sent when it is over: gradients from earlier
+micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.distributed.gradient_buckets import Buckets
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
-__all__ = ["Replicated"]
+__all__ = ["Buckets", "Replicated"]
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass
+class _Bucket:
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype
+    missing: int = 0
+    flat: Tensor | None = None
+    work: Any = None
+
+
+class Buckets:
+    """The gradients of some parameters, summed over the ranks of a group.
+
+    `send` replaces the collective where only its memory is measured.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        wait: Callable[[Any], None],
+        *,
+        send: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        self._wait = wait
+        self._send = send or (lambda flat: dist.all_reduce(flat, group=group, async_op=True))
+        self._buckets = _layout(parameters)
+        self._next = 0
+        self.filled_in: set[int] = set()
+        """The parameters, by id, that had no gradient here at the last reduction."""
+
+    @contextmanager
+    def reducing(self, *, overlap: bool) -> Iterator[None]:
+        """Reduce around a backward: afterwards every gradient is the sum over the ranks."""
+        self._next = 0
+        self.filled_in = set()
+        handles = []
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+            if overlap:
+                for parameter in bucket.parameters:
+                    handles.append(
+                        parameter.register_post_accumulate_grad_hook(self._ready_in(bucket))
+                    )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        while self._next < len(self._buckets):
+            self._send_next()
+        for bucket in self._buckets:
+            self._receive(bucket)
+
+    def _ready_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            bucket.missing -= 1
+            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+                self._send_next()
+
+        return ready
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.flat = torch.cat(
+            [
+                torch.zeros(p.numel(), dtype=bucket.dtype, device=p.device)
+                if p.grad is None
+                else p.grad.reshape(-1)
+                for p in bucket.parameters
+            ]
+        )
+        sent = torch.view_as_real(bucket.flat) if bucket.flat.is_complex() else bucket.flat
+        bucket.work = self._send(sent)
+
+    @torch.no_grad()
+    def _receive(self, bucket: _Bucket) -> None:
+        assert bucket.flat is not None
+        self._wait(bucket.work)
+        sizes = [parameter.numel() for parameter in bucket.parameters]
+        for parameter, piece in zip(bucket.parameters, bucket.flat.split(sizes), strict=True):
+            if parameter.grad is None:
+                parameter.grad = piece.view_as(parameter).clone()
+                self.filled_in.add(id(parameter))
+            else:
+                parameter.grad.copy_(piece.view_as(parameter))
+        bucket.flat = bucket.work = None
+
+
+def _layout(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+    """Put the parameters into buckets of one dtype and device, in the order of a backward."""
+    buckets: list[_Bucket] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
+    for parameter in reversed(parameters):
+        dtype = parameter.grad_dtype or parameter.dtype
+        key = (dtype, parameter.device)
+        size = parameter.numel() * dtype.itemsize
+        bucket, filled = filling.get(key, (None, 0))
+        if bucket is None or filled + size > _BUCKET_BYTES:
+            bucket, filled = _Bucket([], dtype), 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        filling[key] = (bucket, filled + size)
+    return buckets
 
 
 class Replicated(Sync):
@@ -37,9 +150,9 @@ class Replicated(Sync):
         self._models = tuple(models)
         self._process_group = models[0].process_group
         device = next(models[0].parameters()).device
-        self._group = Group([self._process_group], device, rank=dist.get_rank(self._process_group))
-        self.ranks = self._group.size
-        self.rank = self._group.rank
+        rank = dist.get_rank(self._process_group)
+        self._group = Group([self._process_group], device, rank=rank)
+        self.use_group(self._group)
         self.counts_must_agree = any(
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()
         )
@@ -61,10 +174,10 @@ class Replicated(Sync):
             )
         if not reduces:
             return nullcontext()
-        return self._of(parameters).reducing(overlap=overlap)
+        return self._buckets_of(parameters).reducing(overlap=overlap)
 
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
-        with self._of(parameters).reducing(overlap=False):
+        with self._buckets_of(parameters).reducing(overlap=False):
             pass
 
     def waited(self) -> float | None:
@@ -73,24 +186,15 @@ class Replicated(Sync):
     def filled_in(self) -> set[int]:
         return set() if self._buckets is None else self._buckets.filled_in
 
-    def _of(self, parameters: Sequence[nn.Parameter]) -> Buckets:
+    def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> Buckets:
         layout = [id(parameter) for parameter in parameters]
         if self._buckets is None or layout != self._layout:
             self._buckets = Buckets(parameters, self._process_group, self._group.wait)
             self._layout = layout
         return self._buckets
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return self._group.sum(values)
-
-    def sum_tensor(self, tensor: Tensor) -> Tensor:
-        return self._group.sum_tensor(tensor)
-
-    def largest(self, value: Tensor) -> Tensor:
-        return self._group.largest(value)
-
     def after_update(self) -> None:
-        """Buffers of the first rank for all, as DDP does at the first forward after a sync."""
+        """Broadcast the first rank's buffers, as DDP does at the first forward after a sync."""
         for model in self._models:
             buffers = [b for b in model.module.buffers() if b.dtype.is_floating_point]
             if model.broadcast_buffers and buffers and self.ranks > 1:

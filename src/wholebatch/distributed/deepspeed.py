@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 
 __all__ = ["DeepSpeed", "EngineOptimizer"]
@@ -50,7 +50,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
 
 
-class Order:
+class BackwardOrder:
     """The order in which backwards reached the parameters, as a number that ranks can compare.
 
     ZeRO 2 and 3 fill their buckets in that order, and add up buckets of all ranks: where ranks
@@ -90,18 +90,17 @@ class DeepSpeed(Sync):
         self._choose(sync)
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
-        self.ranks = self._group.size
-        self.rank = self._group.rank
+        self.use_group(self._group)
         averages = engine.gradient_average or self._stage == 3
         self.averaged_by = float(self.ranks) if averages else 1.0
         self.owns_hooks = self._stage > 0
-        # What the engine would do on the undivided batch, and 1.0 is DeepSpeed's default.
+        # The engine would clip the undivided batch too; its default is 1.0.
         self.clip_norm = float(engine.gradient_clipping()) or None
         self._found = engine._is_gradient_accumulation_boundary
         self._failed = False
-        self._order: Order | None = None
+        self._order: BackwardOrder | None = None
         if self._stage >= 2:
-            self._order = Order([p for p in engine.module.parameters() if p.requires_grad])
+            self._order = BackwardOrder([p for p in engine.module.parameters() if p.requires_grad])
             weakref.finalize(self, self._order.remove)
 
     def _choose(self, sync: str) -> None:
@@ -202,11 +201,7 @@ class DeepSpeed(Sync):
         self._engine.backward(torch.stack(scaled).sum(), scale_wrt_gas=False)
 
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
-        raise WindowError(
-            "a DeepSpeed engine reduces its gradients inside a backward, and this window has none "
-            "left: let every micro-batch make its backward (units=0 for one that does not count), "
-            "and let over() find the last one instead of calling flush()"
-        )
+        raise reduces_in_backward_only("a DeepSpeed engine")
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         if self._stage == 0:
@@ -236,23 +231,10 @@ class DeepSpeed(Sync):
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._stage == 0:
             return torch.nn.utils.get_total_norm(gradients)
-        # In float64 at once: ranks hold different numbers of slices and call this equally often.
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
-        for gradient in gradients:
-            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        return self._group.sum_tensor(square).sqrt()
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return self._group.sum(values)
-
-    def sum_tensor(self, tensor: Tensor) -> Tensor:
-        return self._group.sum_tensor(tensor)
-
-    def largest(self, value: Tensor) -> Tensor:
-        return self._group.largest(value)
+        return self._group.norm(gradients)
 
     def discard(self) -> None:
-        """As DeepSpeed itself does after an overflow; nothing is left to do after a step."""
+        """Clear the gradients as DeepSpeed does after an overflow; after a step none are left."""
         super().discard()
         optimizer = self._engine.optimizer
         if self._stage == 3:
@@ -275,7 +257,7 @@ class DeepSpeed(Sync):
 
 @contextmanager
 def _without_own_clipping(engine: Any) -> Iterator[None]:
-    """The window has clipped already, by the norm of the normalised gradients."""
+    """Switch the engine's clipping off: the window has clipped the normalised gradients."""
     owner, name = (
         (engine._config, "gradient_clipping")
         if engine.zero_optimization_stage() == 0
@@ -290,7 +272,7 @@ def _without_own_clipping(engine: Any) -> Iterator[None]:
 
 
 def _groups(engine: Any) -> list[list[nn.Parameter]]:
-    """The model's trainable parameters, in the groups of the user's optimizer."""
+    """Return the model's trainable parameters, in the groups of the user's optimizer."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 0:
         return [
@@ -306,7 +288,7 @@ def _groups(engine: Any) -> list[list[nn.Parameter]]:
 
 
 def _check(engine: Any) -> None:
-    """Refuse, by the name of the setting, what is not shown to be exact."""
+    """Refuse settings that are not shown to be exact, by their name."""
     config = engine._config
     zero = config.zero_config
     clash = {

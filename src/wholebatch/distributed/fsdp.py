@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Sync
-from wholebatch.errors import OptionError, UnsupportedError, WindowError
+from wholebatch.distributed.sync_strategy import Sync, reduces_in_backward_only
+from wholebatch.errors import OptionError, UnsupportedError
 
 __all__ = ["Sharded", "check_dtypes"]
 
@@ -48,9 +48,7 @@ class Sharded(Sync):
         check_dtypes(model)
         mesh = _mesh(self._modules, parameters[0])
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self._group = Group(groups, torch.device(mesh.device_type), rank=dist.get_rank())
-        self.ranks = self._group.size
-        self.rank = self._group.rank
+        self.use_group(Group(groups, torch.device(mesh.device_type), rank=dist.get_rank()))
         self.averaged_by = _divisor(self._modules, self.ranks)
         self._is_hybrid = mesh.ndim == 2
         self._found = [_switches(module) for module in self._modules]
@@ -66,7 +64,7 @@ class Sharded(Sync):
         elif sync == "auto":
             device = parameters[0].device  # of the numbers too: nccl takes no others
             here = torch.tensor(-free_memory(device), dtype=torch.float64, device=device)
-            free = int(-self._group.largest(here))
+            free = int(-super().largest(here))
             every = whole - slices > free // 2
             why = (
                 f"holding keeps {bytes_said(whole)} of whole gradients, "
@@ -98,20 +96,10 @@ class Sharded(Sync):
             yield
 
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
-        raise WindowError(
-            "a sharded model reduces its gradients inside a backward, and this window has none "
-            "left: let every micro-batch make its backward (units=0 for one that does not count), "
-            "and let over() find the last one instead of calling flush()"
-        )
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return self._group.sum(values)
-
-    def sum_tensor(self, tensor: Tensor) -> Tensor:
-        return self._group.sum_tensor(tensor)
+        raise reduces_in_backward_only("a sharded model")
 
     def largest(self, value: Tensor) -> Tensor:
-        found = self._group.largest(value)
+        found = super().largest(value)
         if self.progress is not None:  # ranks have agreed on a window: its forwards wait for them
             self.progress.mark()
         return found
@@ -140,18 +128,21 @@ def check_dtypes(model: nn.Module) -> None:
             )
 
 
+def _param_group(module: FSDPModule) -> Any:
+    """Return torch's own record of the parameters that this module shards, or None."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
 def _mesh(modules: Sequence[FSDPModule], parameter: DTensor) -> Any:
-    for module in modules:
-        group = module._get_fsdp_state()._fsdp_param_group
+    for group in map(_param_group, modules):
         if group is not None:
             return group.mesh_info.mesh
     return parameter.device_mesh
 
 
 def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:
-    """The engine's own division: by the number of ranks unless the user has set another."""
-    for module in modules:
-        group = module._get_fsdp_state()._fsdp_param_group
+    """Return the number by which the engine divides: the ranks, unless the user set another."""
+    for group in map(_param_group, modules):
         factor = getattr(group, "gradient_divide_factor", None)
         if factor is not None:
             return float(factor)
@@ -159,7 +150,8 @@ def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:
 
 
 def _switches(module: FSDPModule) -> tuple[bool, bool]:
-    group = module._get_fsdp_state()._fsdp_param_group
+    """Return the module's present settings: gradient sync, and all-reduce between replicas."""
+    group = _param_group(module)
     if group is None:
         return True, True
     return bool(group.reduce_grads), bool(group.all_reduce_grads)

@@ -12,15 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
 from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
-from wholebatch.distributed.pipeline_stages import LossFunction, PipelineRunner
-from wholebatch.distributed.pipeline_sync import Pipelined
+from wholebatch.distributed.pipeline_stages import LossFunction, Pipelined, PipelineRunner
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 
 __all__ = ["Pipeline"]
@@ -143,7 +142,7 @@ class Pipeline:
                 )
 
     def _drop_strangers(self) -> None:
-        """Clear the gradients of parameters that no optimizer steps: backward reaches them too."""
+        """Clear the gradients of parameters that no optimizer steps; backward computes them too."""
         own = {id(parameter) for parameter in self._window.inputs}
         for module in self._window.target.models:
             for parameter in module.parameters():
@@ -159,7 +158,7 @@ class Pipeline:
             "skipped": window.skipped,
             "next_seed": window.next_seed,
             "schedulers": [scheduler.state_dict() for scheduler in window.target.schedulers],
-            "random": random_state.capture(),
+            "random": capture_random(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -177,7 +176,7 @@ class Pipeline:
         window.next_seed = saved["next_seed"]
         for scheduler, one in zip(window.target.schedulers, saved["schedulers"], strict=True):
             scheduler.load_state_dict(one)
-        random_state.restore(saved["random"])
+        restore_random(saved["random"])
 
 
 def _stages(stage: Any) -> list[PipelineStage]:

@@ -1,27 +1,36 @@
-"""One batch through torch's pipeline schedules, in micro-batches of one shape.
+"""The stages of a pipeline: one batch through torch's schedules, and the sums between ranks.
 
 Schedules need equal shapes, and some need a certain number of micro-batches. So the inputs are
 padded with copies of the last sample. The outputs of the copies are cut off before the loss: their
 gradient is exactly zero, and the loss and its units are those of the batch.
+
+The schedule moves activations and their gradients between stages by itself; nothing there is
+averaged. What is left are sums: losses and units are on the last stage and are wanted on all, the
+norm is over the parameters of all stages, and replicas of a stage add up their gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils import _pytree as pytree
 
 from wholebatch.core.loss import Loss, Units, as_loss
 from wholebatch.core.splitting import batch_size_of, split, to_device
+from wholebatch.distributed.ddp import Buckets
+from wholebatch.distributed.process_group import Group
+from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import LossError, OptionError
 
-__all__ = ["Entry", "PipelineRunner", "Stage"]
+__all__ = ["Entry", "PipelineRunner", "Pipelined", "Stage"]
 
 Stage: TypeAlias = pipelining.PipelineStage
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Tensor]
@@ -87,7 +96,7 @@ class PipelineRunner:
             sizes.add(batch_size_of(target))
             self._targets = split(target, self._size)
         shapes = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]
-        said = [
+        mine = [
             float(max(sizes, default=-math.inf)),
             -float(min(sizes, default=math.inf)),
             float(self.is_first and not args),
@@ -96,7 +105,7 @@ class PipelineRunner:
         ]
         # One small collective, so that all ranks raise: if only one did, the others would hang.
         most, least, no_input, no_target, changed = self._largest(
-            torch.tensor(said, dtype=torch.float64)
+            torch.tensor(mine, dtype=torch.float64)
         ).tolist()
         self._shapes = shapes
         if no_input or no_target:
@@ -208,3 +217,59 @@ class PipelineRunner:
 
 def _carries(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class Pipelined(Sync):
+    """The ranks of one pipeline, and those that hold replicas of this rank's stages."""
+
+    same_parameters = False
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: dist.ProcessGroup | None,
+        data_parallel: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._modules = tuple(modules)
+        self._device = device
+        self.stages = Group([group], device, rank=dist.get_rank(group))
+        self._replica_group = data_parallel
+        self._replicas: Group | None = None
+        groups = [group]
+        if data_parallel is not None:
+            self._replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
+            groups.append(data_parallel)
+        self.use_group(Group(groups, device, rank=dist.get_rank()))
+        self.policy = "hold: replicas of a stage add up their gradients once per window"
+        if self._replicas is not None:
+            with torch.no_grad():
+                self._replicas.broadcast([p for m in modules for p in m.parameters()])
+            self.after_update()
+
+    @contextmanager
+    def backward(
+        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
+    ) -> Iterator[None]:
+        yield  # the schedule makes the backwards
+
+    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._replicas is None:
+            return
+        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        on_some = self._replicas.sum_tensor(present.to(self._device)).tolist()
+        used = [p for p, count in zip(parameters, on_some, strict=True) if count]
+        with Buckets(used, self._replica_group, self._replicas.wait).reducing(overlap=False):
+            pass
+
+    def largest(self, value: Tensor) -> Tensor:
+        return super().largest(value.to(self._device))
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return self.stages.norm(gradients)
+
+    def after_update(self) -> None:
+        """Broadcast the first replica's buffers, as DDP does."""
+        if self._replicas is not None:
+            buffers = [b for m in self._modules for b in m.buffers() if b.is_floating_point()]
+            self._replicas.broadcast(buffers)

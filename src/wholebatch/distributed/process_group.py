@@ -1,17 +1,55 @@
-"""Sums and maxima over process groups, waiting only for ranks that are alive."""
+"""Collectives over process groups, waiting only for ranks that are alive."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wholebatch.distributed.rank_failure import alarm
-from wholebatch.distributed.wait_time import Waiting
 
-__all__ = ["Group"]
+__all__ = ["Group", "Waiting"]
+
+
+class Waiting:
+    """The time that a rank waited for the others: on a CPU by the clock, on CUDA by events.
+
+    It is the part of communication that no computation hid. The host does not stop at a CUDA
+    collective, the stream does: the device stood still between an event before the wait and one
+    after it. Events are read when they are over, so reading them waits for nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure one wait within this context."""
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._open.append((before, after))
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all waits that are over."""
+        while self._open and self._open[0][1].query():
+            before, after = self._open.pop(0)
+            self._seconds += before.elapsed_time(after) / 1e3
+        return self._seconds
 
 
 class Group:
@@ -24,10 +62,10 @@ class Group:
         self._device = device
         self.rank = rank
         self.waiting = Waiting(device)
-        self.size = 1
+        self.ranks = 1
         for group in self._groups:
-            self.size *= dist.get_world_size(group)
-        if self.size > 1:
+            self.ranks *= dist.get_world_size(group)
+        if self.ranks > 1:
             alarm()  # from now on: a rank may fail before its first collective
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -42,8 +80,18 @@ class Group:
     def largest(self, value: Tensor) -> Tensor:
         return self._reduced(value.detach().clone(), dist.ReduceOp.MAX)
 
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm over the gradients of all ranks, each of which holds different ones.
+
+        Ranks may hold different numbers of gradients, so each sums its squares first, in float64.
+        """
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for gradient in gradients:
+            square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        return self.sum_tensor(square).sqrt()
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """The tensors of the first rank, to all."""
+        """Copy the tensors of the first rank to all."""
         for group in self._groups:
             source = dist.get_global_rank(group, 0) if group is not None else 0
             for tensor in tensors:

@@ -1,14 +1,15 @@
-"""A rank that fails or falls silent ends the others: none of them waits in a collective for ever.
+"""The alarm between ranks: if one fails or hangs, all end, and none waits in a collective for ever.
 
-The failing rank posts its message in the job's store. A thread in every rank looks there once a
-second; what waits in one of our own collectives raises the message at once, and a rank that is
-stuck inside an engine's collective is ended with it after a grace period.
+The failing rank posts its message in the job's store. A thread in every rank reads the store once a
+second. A rank that waits in one of our own collectives raises the message at once. A rank that is
+stuck inside an engine's collective is ended with the message after a grace period.
 
 A rank that hangs, or is stopped, posts nothing. So a rank that has made no progress for longer than
-the deadline (see `progress`) asks all of them where they stand, and posts who is silent, and where.
+the deadline (see `rank_progress`) asks every rank for its position, and posts which rank hangs, and
+where.
 
-Every rank says in the store that it has read the message. Rank 0, in whose process the store may
-live, does not end before all of them have: no rank is left to find only that the store is gone.
+Every rank confirms in the store that it has read the message. Rank 0, whose process may hold the
+store, ends only after all have confirmed. Otherwise they would find only that the store is gone.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wholebatch.distributed.deadline import DEADLINE
-from wholebatch.distributed.rank_progress import Progress, said_of
+from wholebatch.distributed.rank_progress import DEADLINE, Progress, error_line
 from wholebatch.errors import RankError, WholebatchError
 
 __all__ = ["Alarm", "alarm", "is_of_a_collective"]
@@ -38,25 +38,25 @@ __all__ = ["Alarm", "alarm", "is_of_a_collective"]
 _KEY = "wholebatch/failed"
 _LEFT = "wholebatch/left"
 _ASKED = "wholebatch/asked"
-_STANDS = "wholebatch/stands"
+_POSITIONS = "wholebatch/positions"
 _LOOK_EVERY = 1.0
 _GRACE = 10.0
-_ANSWER = 10.0  # that a rank has to say where it stands
+_ANSWER = 10.0  # seconds for a rank to answer with its position
 _LAST_TURN = 0.1
 _OWN_PATIENCE = 0.9  # of the process group's timeout: before torch gives up without a name
 
 
 class Alarm:
-    """Posts this rank's failure, and watches for the others': errors, and silence."""
+    """Posts this rank's failure, and watches the others for errors and for silence."""
 
     def __init__(self, store: Any, rank: int, ranks: int, *, patience: float) -> None:
         self.progress = Progress(patience=patience)
-        self.advice: str | None = None  # said after the message, if this rank is ended by it
+        self.advice: str | None = None  # printed after the message, if it ends this rank
         self._store = store
         self._rank, self._ranks = rank, ranks
         self._message: str | None = None
-        self._departure: str | None = None  # of a rank that ended by itself, and how
-        self._silent: list[int] = []  # ranks that hang, if that is what the message is about
+        self._departure: str | None = None  # the message of a rank that ended by itself
+        self._silent: list[int] = []  # the ranks that hang, if the message is about that
         self._readers: list[int] = []  # ranks that can read the message
         self._posted = False
         self._told = False
@@ -87,7 +87,7 @@ class Alarm:
         self._posted = True
         lost = is_of_a_collective(error)  # then the others may be dead
         readers = [self._rank] if lost else range(self._ranks)
-        self._post(f"rank {self._rank}: {said_of(error)}", readers=readers)
+        self._post(f"rank {self._rank}: {error_line(error)}", readers=readers)
 
     def _post(self, text: str, *, readers: Iterable[int], silent: Sequence[int] = ()) -> None:
         message = json.dumps({"text": text, "silent": [*silent], "readers": [*readers]})
@@ -112,7 +112,7 @@ class Alarm:
 
     @contextlib.contextmanager
     def failures(self) -> Iterator[None]:
-        """Raise, in the place of a collective's own error, what the rank that failed has said."""
+        """Raise the message of the rank that failed in place of a collective's own error."""
         try:
             yield
         except RankError:
@@ -120,13 +120,13 @@ class Alarm:
         except BaseException as error:
             cause = self._cause() if is_of_a_collective(error) else None
             if cause is None:
-                self.progress.error = said_of(error)  # in case that the script says nothing of it
+                self.progress.error = error_line(error)  # for the end of a script that caught it
                 raise
             self._told = True
             raise RankError(cause) from error
 
     def _cause(self, *, wait: float = 5 * _LOOK_EVERY) -> str | None:
-        """Return why the others are gone, as soon as one of them has said it."""
+        """Return the reason why the others are gone; wait for one of them to post it."""
         until = time.monotonic() + (0.0 if self._no_cause else wait)
         while not self._posted:
             if self._message is not None:
@@ -138,7 +138,7 @@ class Alarm:
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
-        self._no_cause = True  # not waited for twice
+        self._no_cause = True  # do not wait twice
         return None
 
     def _words(self) -> str:
@@ -156,7 +156,7 @@ class Alarm:
     # -------------------------------------------------------------- watching
 
     def _watch(self) -> None:
-        """Look for messages and questions; nothing here is done while the store does not answer."""
+        """Read messages and answer questions; this blocks while the store does not answer."""
         try:
             while not self._over.wait(_LOOK_EVERY) and not self._has_message():
                 self._read_departure()
@@ -166,7 +166,7 @@ class Alarm:
                 self._heard = time.monotonic()
             if self._message is not None and self._holds_store:
                 self._wait_for_readers(_KEY, self._readers)
-        except Exception:  # the process group is gone, and with it what we watch for
+        except Exception:  # the process group is gone, and with it the store
             pass
         self._read_by_all.set()
         if self._posted or self._message is None or self._over.wait(_GRACE):
@@ -174,7 +174,7 @@ class Alarm:
         self._leave(self._words())
 
     def _guard(self) -> None:
-        """End this rank if the store does not answer: it is on a machine that is gone."""
+        """End this rank if the store does not answer: its machine is stopped or gone."""
         before = time.monotonic()
         while not self._over.wait(_LOOK_EVERY):
             now = time.monotonic()
@@ -234,35 +234,35 @@ class Alarm:
         asked = int(self._store.add(_ASKED, 0))
         if asked > self._answered:
             self._answered = asked
-            stand = json.dumps({"asked": asked, **self.progress.stand()})
-            self._store.set(f"{_STANDS}/{self._rank}", stand)
+            position = json.dumps({"asked": asked, **self.progress.position()})
+            self._store.set(f"{_POSITIONS}/{self._rank}", position)
 
     def _ask(self) -> None:
-        """Ask every rank where it stands, and post who holds the others up."""
+        """Ask every rank for its position, and post which one holds the others up."""
         asked = int(self._store.add(_ASKED, 1))
-        stands: dict[int, dict[str, Any]] = {}
+        positions: dict[int, dict[str, Any]] = {}
         until = time.monotonic() + _ANSWER
-        while len(stands) < self._ranks and time.monotonic() < until:
+        while len(positions) < self._ranks and time.monotonic() < until:
             if self._over.wait(_LOOK_EVERY / 4) or self._has_message():
                 return
             self._answer()
-            for rank in set(range(self._ranks)) - stands.keys():
-                key = f"{_STANDS}/{rank}"
+            for rank in set(range(self._ranks)) - positions.keys():
+                key = f"{_POSITIONS}/{rank}"
                 if self._store.check([key]):
                     found = json.loads(self._store.get(key))
                     if found["asked"] >= asked:
-                        stands[rank] = found
+                        positions[rank] = found
             self._heard = time.monotonic()
         idle, deadline = self.progress.idle, self.progress.deadline
         if idle > deadline:  # still
-            ranks, said = _silence(stands, self._ranks)
+            ranks, text = _blame(positions, self._ranks)
             since = f"for {idle:.0f} s (the deadline is {deadline:.0f} s; {DEADLINE} sets it)"
-            self._post(said.format(since=since), silent=ranks, readers=stands)
+            self._post(text.format(since=since), silent=ranks, readers=positions)
 
     # ---------------------------------------------------------------- ending
 
     def _end(self) -> None:
-        """Before the interpreter goes: tell what was not told, and leave no thread in the store."""
+        """At the end of the interpreter, print what was not told, and end the threads."""
         if not self._posted and not self._told:
             self._end_by_itself()
         self.leave_if_one_hangs()
@@ -271,20 +271,20 @@ class Alarm:
         self._over.set()
         for thread in self._threads:
             thread.join(timeout=5.0)
-        # Nor one of gloo's: it lets go of a collective's tensors after having said that it is done,
-        # and needs the interpreter for that. A thread that still waits for its turn when the
-        # interpreter goes aborts the process ("terminate called without an active exception").
+        # Gloo's threads release a collective's tensors after it is reported as done, and need the
+        # interpreter for that. One that still waits for the interpreter when it ends aborts the
+        # process ("terminate called without an active exception").
         time.sleep(_LAST_TURN)
 
     @property
     def one_hangs(self) -> bool:
-        """True if a rank has fallen silent, which is why all of them end."""
+        """True if all ranks end because one has fallen silent."""
         return bool(self._silent)
 
     def leave_if_one_hangs(self) -> None:
-        """End this process without taking leave of the others: gloo would wait for the silent one.
+        """End this process at once if a rank is silent: gloo would wait for that rank.
 
-        To be called when everything is said.
+        Call it when everything is printed.
         """
         if self._silent:
             self._read_by_all.wait(_GRACE)
@@ -293,14 +293,14 @@ class Alarm:
             os._exit(1)
 
     def _end_by_itself(self) -> None:
-        """Say what a script has kept to itself: it caught an error, of this rank or of another."""
+        """Post or print an error that the script caught and did not report."""
         error, is_open = self.progress.error, self.progress.is_open
         if error is None and not is_open:
             return
         if error is None and self._cause(wait=2 * _LOOK_EVERY) is not None:
             self._tell_before()
             return
-        # Not as a failure: the others may have noticed it too, and be busy saving what they have.
+        # Not as a failure: the others may have noticed it too, and be saving a checkpoint.
         left = f"rank {self._rank}: {error or 'its script ended in the middle of a window'}"
         with contextlib.suppress(Exception):
             self._store.compare_set(_LEFT, "", left)
@@ -323,29 +323,30 @@ class Alarm:
             time.sleep(3 * _LOOK_EVERY)  # the store may live in this process: let them read it
 
 
-def _silence(stands: dict[int, dict[str, Any]], ranks: int) -> tuple[list[int], str]:
-    """Return the ranks that hold the others up, and one line on where they stand.
+def _blame(positions: dict[int, dict[str, Any]], ranks: int) -> tuple[list[int], str]:
+    """Return the ranks that hold the others up, and one line about their positions.
 
     A rank that does not answer is to blame. Else one that does not wait in a collective, the one
     that has come least far. If all of them wait, their collectives do not match.
     """
-    absent = sorted(set(range(ranks)) - stands.keys())
+    absent = sorted(set(range(ranks)) - positions.keys())
     if absent:
         return absent, (
             f"{_named(absent)} made no progress {{since}} and {_do(absent)} not answer: stopped, "
             "the machine is gone, or C code keeps the interpreter"
         )
-    working = [rank for rank, stand in stands.items() if not stand["waits"]]
+    working = [rank for rank, position in positions.items() if not position["waits"]]
     if not working:
-        places = "; ".join(f"rank {rank} at {stands[rank]['place']}" for rank in sorted(stands)[:4])
-        return sorted(stands), f"no rank made progress {{since}}: all wait in collectives, {places}"
-    least = min(stands[rank]["count"] for rank in working)
-    silent = sorted(rank for rank in working if stands[rank]["count"] == least)
-    first = stands[silent[0]]
+        everyone = sorted(positions)
+        places = "; ".join(f"rank {rank} at {positions[rank]['place']}" for rank in everyone[:4])
+        return everyone, f"no rank made progress {{since}}: all wait in collectives, {places}"
+    least = min(positions[rank]["count"] for rank in working)
+    silent = sorted(rank for rank in working if positions[rank]["count"] == least)
+    first = positions[silent[0]]
     error = first["error"]
     after = f", after an error in its last window: {error}" if error else ""
-    said = f"rank {silent[0]} stands at {first['place']}{after}".replace("{", "{{")
-    return silent, f"{_named(silent)} made no progress {{since}}: {said.replace('}', '}}')}"
+    where = f"rank {silent[0]} stands at {first['place']}{after}".replace("{", "{{")
+    return silent, f"{_named(silent)} made no progress {{since}}: {where.replace('}', '}}')}"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -357,11 +358,11 @@ def _do(ranks: Sequence[int]) -> str:
     return "does" if len(ranks) == 1 else "do"
 
 
-_alarms: dict[int, Alarm] = {}  # one for each job's store that this process is part of
+_alarms: dict[int, Alarm] = {}  # by the id of the job's store
 
 
 def alarm() -> Alarm:
-    """The alarm of the default process group."""
+    """Return the alarm of the default process group."""
     store = dist.distributed_c10d._get_default_store()
     if id(store) not in _alarms:
         _alarms[id(store)] = Alarm(
@@ -384,7 +385,7 @@ def _timeout() -> float:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """True if it was raised by torch's collectives, or where our own are waited for."""
+    """True if it was raised by torch's collectives, or while waiting for our own."""
     if not isinstance(error, RuntimeError) or isinstance(error, WholebatchError):
         return False
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,11 +1,12 @@
-"""How far a rank is: since when it stands still in a window, for how long it may, and where.
+"""The progress of a rank: its last step forward, the deadline for the next one, and its position.
 
-A rank counts while it is inside a window or waits in a collective. Between windows it may do what
-it likes (evaluate, save) for as long as it likes: there it stands still only for those who wait.
+The deadline runs while a rank is inside a window or waits in a collective. Between windows a rank
+may evaluate or save for as long as it likes; only the ranks that wait for it count the time.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import sysconfig
@@ -19,12 +20,31 @@ from typing import Any
 
 import torch
 
-from wholebatch.distributed.deadline import DEADLINE, parse_deadline
+from wholebatch.errors import OptionError
 
-__all__ = ["Progress", "place_of", "said_of"]
+__all__ = ["DEADLINE", "Progress", "error_line", "parse_deadline", "place_of"]
 
+DEADLINE = "WHOLEBATCH_DEADLINE"
+"""The environment variable of the deadline: seconds, "off", or "auto"."""
 _TIMES_SLOWEST = 10.0
 _SETTLED = 2  # windows after which the slowest says something
+
+
+def parse_deadline(text: str, label: str = DEADLINE) -> float | None:
+    """Return the seconds that a user wrote: None for "auto", infinity for "off".
+
+    >>> parse_deadline("90"), parse_deadline("auto"), parse_deadline("off")
+    (90.0, None, inf)
+    """
+    if text in ("auto", "off"):
+        return None if text == "auto" else math.inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise OptionError(f'{label} {text}: must be seconds above 0, "auto" or "off"')
+    return seconds
 
 
 class Progress:
@@ -39,13 +59,13 @@ class Progress:
         self.windows = 0
         self.slowest = 0.0
         self.waits = 0  # in a collective of ours
-        self.error: str | None = None  # what the last window was left by
+        self.error: str | None = None  # that the last window ended with
         self.is_open = False
         self._handled: BaseException | None = None  # when the window was opened
         self._since: float | None = None
 
     def mark(self) -> None:
-        """Note a step forward: from now on the next one is waited for."""
+        """Note a step forward; the deadline for the next one begins."""
         now = time.monotonic()
         if self._since is not None:
             self.slowest = max(self.slowest, now - self._since)
@@ -63,7 +83,7 @@ class Progress:
         error = sys.exc_info()[1]
         if error is self._handled:  # the whole step is made in an except block
             error = None
-        self.error = None if error is None else said_of(error)
+        self.error = None if error is None else error_line(error)
         self.windows += self.is_open and error is None
         self.is_open = False
         self._handled = None
@@ -79,7 +99,7 @@ class Progress:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a collective: a mark before and after; outside a window it leaves none open."""
+        """Mark the begin and end of a collective; outside a window, stop counting afterwards."""
         inside = self._since is not None
         self.mark()
         self.waits += 1
@@ -92,26 +112,26 @@ class Progress:
                 self._since = None
 
     def begin_again(self) -> None:
-        """Count from now: this process itself was stopped, and is not to blame the others."""
+        """Count from now: this process itself was stopped, so the others are not to blame."""
         if self._since is not None:
             self._since = time.monotonic()
 
     @property
     def idle(self) -> float:
-        """Seconds since the last mark of an open window; 0 between windows."""
+        """The seconds since the last mark of an open window; 0 between windows."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     @property
     def deadline(self) -> float:
-        """Seconds that may pass between two marks."""
+        """The seconds that may pass between two marks."""
         if self.fixed is not None:
             return self.fixed
         if self.windows < _SETTLED:
             return max(self.patience, self.least)
         return max(self.least, _TIMES_SLOWEST * self.slowest)
 
-    def stand(self) -> dict[str, Any]:
-        """Return how far this rank is, as others are told."""
+    def position(self) -> dict[str, Any]:
+        """Return how far this rank is and where, for the other ranks."""
         place, in_collective = place_of(threading.main_thread())
         return {
             "count": self.count,
@@ -121,7 +141,7 @@ class Progress:
         }
 
 
-def said_of(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error as Python prints it last: its class and message."""
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
@@ -129,28 +149,25 @@ def said_of(error: BaseException) -> str:
 def place_of(thread: threading.Thread) -> tuple[str, bool]:
     """Return the line at which a thread stands, and True if that is in torch's collectives.
 
-    The innermost line of the user's own code, where there is one.
+    It is the innermost line of the user's own code, if there is one.
     """
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "nowhere: its main thread has ended", False
     stack = traceback.extract_stack(frame)
-    own = [one for one in stack if not _is_library(one.filename)]
-    line = own[-1] if own else stack[-1]
-    inner = stack[-1]
+    homes = {
+        Path(torch.__file__).parent,
+        Path(__file__).parents[1],
+        Path(sysconfig.get_path("stdlib")),
+        Path(sysconfig.get_path("purelib")),
+    }
+    own = [
+        one
+        for one in stack
+        if not one.filename.startswith("<") and homes.isdisjoint(Path(one.filename).parents)
+    ]
+    line, inner = own[-1] if own else stack[-1], stack[-1]
     place = f"{line.filename}:{line.lineno}, in {line.name}"
     if inner is not line:
         place += f" (inside {Path(inner.filename).name}:{inner.lineno}, in {inner.name})"
     return place, Path(torch.distributed.__file__).parent in Path(inner.filename).parents
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith("<") or any(
-        home in Path(filename).parents
-        for home in (
-            Path(torch.__file__).parent,
-            Path(__file__).parents[1],
-            Path(sysconfig.get_path("stdlib")),
-            Path(sysconfig.get_path("purelib")),
-        )
-    )

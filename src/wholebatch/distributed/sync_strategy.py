@@ -1,4 +1,4 @@
-"""What a window asks of the engine that moves gradients between ranks."""
+"""The interface between a window and the engine that moves gradients between ranks."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.errors import WindowError
+
 if TYPE_CHECKING:
+    from wholebatch.distributed.process_group import Group
     from wholebatch.distributed.rank_progress import Progress
 
-__all__ = ["Sync"]
+__all__ = ["Single", "Sync", "reduces_in_backward_only"]
 
 
 class Sync(ABC):
     """One engine's way to add up gradients and counts over the data-parallel ranks."""
 
+    group: Group | None = None
+    """The data-parallel ranks; None in one process."""
+
     ranks: int = 1
-    """Data-parallel ranks whose batches together make the global batch."""
+    """The number of data-parallel ranks, whose batches together make the global batch."""
 
     rank: int = 0
-    """Which of them this process is."""
+    """The index of this process among them."""
 
     averaged_by: float = 1.0
-    """What the engine divides the reduced gradient by; the seed of backward undoes it exactly."""
+    """The engine divides the reduced gradient by this; the seed of backward undoes it exactly."""
 
     counts_must_agree: bool = False
-    """Whether every rank must run equally many forwards (collectives run inside of them)."""
+    """True if every rank must run equally many forwards (collectives run inside of them)."""
 
     keeps_gradients: bool = True
-    """Whether the gradients of an open window are in `.grad`, where a checkpoint can take them."""
+    """True if an open window's gradients are in `.grad`, where a checkpoint can take them."""
 
     grows_own_graph: bool = False
-    """Whether graphs lead to the engine's own tensors instead of the parameters themselves."""
+    """True if graphs lead to the engine's own tensors instead of the parameters themselves."""
 
     takes_graphs: bool = False
-    """Whether a micro-step may run as a graph, without autograd: what it adds into `.grad` is
+    """True if a micro-step may run as a graph, without autograd: the gradients that it adds are
     reduced at the close."""
 
     same_parameters: bool = True
-    """Whether all ranks hold the same parameters, whole or in slices."""
+    """True if all ranks hold the same parameters, whole or in slices."""
 
     owns_hooks: bool = False
-    """Whether the engine has put its own post-accumulate-grad hooks on the parameters."""
+    """True if the engine has put its own post-accumulate-grad hooks on the parameters."""
 
     owns_step: bool = False
     """True if the engine steps the optimizer itself."""
@@ -54,10 +60,14 @@ class Sync(ABC):
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
     policy: str = "one process: nothing to reduce"
-    """What is done when, and why, in a sentence."""
+    """When gradients are reduced, and why, in a sentence."""
+
+    def use_group(self, group: Group) -> None:
+        """Sum over these data-parallel ranks."""
+        self.group, self.ranks, self.rank = group, group.ranks, group.rank
 
     def optimizer(self, optimizer: Any) -> Any:
-        """What steps the parameters, given what the user passed as `optimizer`."""
+        """Return the optimizer that steps the parameters, given the user's."""
         return optimizer
 
     def check(self, **options: Any) -> None:
@@ -66,7 +76,7 @@ class Sync(ABC):
 
     @property
     def progress(self) -> Progress | None:
-        """Where the marks of this rank's way go, by which the others know that it is not stuck."""
+        """This rank's progress marks, by which the others know that it is not stuck."""
         if self.ranks == 1:
             return None
         from wholebatch.distributed.rank_failure import alarm
@@ -74,7 +84,7 @@ class Sync(ABC):
         return alarm().progress
 
     def failures(self) -> AbstractContextManager[None]:
-        """Tell an engine's collective that failed by the rank that made it fail."""
+        """Raise the message of the rank that failed in place of a collective's own error."""
         if self.ranks == 1:
             return nullcontext()
         from wholebatch.distributed.rank_failure import alarm
@@ -82,71 +92,97 @@ class Sync(ABC):
         return alarm().failures()
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """A window opens."""
+        """Note that a window opens."""
         if self.progress is not None:
             self.progress.begin()
 
     def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """The backward of an engine that `grows_own_graph`."""
+        """Run the backward of an engine that `grows_own_graph`."""
         torch.autograd.backward(totals, seeds)
 
     @abstractmethod
     def backward(
         self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
     ) -> AbstractContextManager[None]:
-        """The context of one backward; when it is left, a backward that reduces has reduced."""
+        """Return the context of one backward; if that reduces, it has reduced on leaving."""
 
     @abstractmethod
     def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
 
     def waited(self) -> float | None:
-        """Seconds so far that this rank has waited for others; None where the engine hides it."""
+        """Return the seconds of waiting for other ranks; None if the engine hides them."""
         return None
 
     def filled_in(self) -> set[int]:
-        """Parameters (by id) that had no gradient on this rank at the last reduction."""
+        """Return the parameters, by id, without a gradient on this rank at the last reduction."""
         return set()
 
-    @abstractmethod
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over the ranks, in float64, in one small collective."""
+        """Return the sums over the ranks, in float64, by one small collective."""
+        return list(values) if self.group is None else self.group.sum(values)
 
-    @abstractmethod
     def sum_tensor(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks, as a new tensor."""
+        """Return the sum of a tensor over the ranks, as a new tensor if there are several."""
+        return tensor if self.group is None else self.group.sum_tensor(tensor)
 
-    @abstractmethod
     def largest(self, value: Tensor) -> Tensor:
-        """The largest over the ranks of a number that is on the device; stays there."""
+        """Return the largest value over the ranks; it stays on the device."""
+        return value if self.group is None else self.group.largest(value)
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm over all gradients; every rank gets the same number."""
+        """Return the norm over all gradients; every rank gets the same number."""
         if gradients and all(
             type(gradient) is Tensor
             and gradient.dtype is gradients[0].dtype
             and gradient.device == gradients[0].device
             for gradient in gradients
-        ):  # what get_total_norm comes to, without its grouping
+        ):  # the same as get_total_norm, without its grouping
             norms = torch.stack(torch._foreach_norm(list(gradients)))
             norm: Tensor = torch.linalg.vector_norm(norms)
             return norm
         return torch.nn.utils.get_total_norm(gradients)
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
-        """What holds the reduced gradients in `.grad` at the close, by parameter group."""
+        """Return the objects whose `.grad` holds the reduced gradients, by parameter group."""
         return groups
 
     def after_update(self) -> None:
-        """The window is closed: bring into line what is not a parameter (buffers)."""
+        """Bring the buffers of all ranks into line after an update."""
         return
 
     def discard(self) -> None:
-        """Drop what the engine itself holds of a window that is over."""
+        """Drop the engine's own state of a window that is over."""
         if self.progress is not None:
             self.progress.end()
 
     def restore(self) -> None:
-        """Leave the engine's own switches as they were found."""
+        """Put the engine's own switches back as they were found."""
         if self.progress is not None:
             self.progress.pause()
+
+
+class Single(Sync):
+    """The model is in one process, whatever its devices."""
+
+    takes_graphs = True
+
+    def backward(
+        self, parameters: Sequence[nn.Parameter], *, reduces: bool, overlap: bool = True
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reduce_now(self, parameters: Sequence[nn.Parameter]) -> None:
+        return
+
+    def waited(self) -> float | None:
+        return 0.0
+
+
+def reduces_in_backward_only(engine: str) -> WindowError:
+    """Return the error of an engine that cannot reduce without a backward."""
+    return WindowError(
+        f"{engine} reduces its gradients inside a backward, and this window has none left: let "
+        "every micro-batch make its backward (units=0 for one that does not count), and let over() "
+        "find the last one instead of calling flush()"
+    )

@@ -1,10 +1,10 @@
 """Exact windows in a loop of Accelerate's.
 
-`ExactWindows` keeps the loop as it is and takes the place of `accelerator.backward`:
+`AccelerateWindows` keeps the loop as it is and takes the place of `accelerator.backward`:
 
 ```python
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-windows = ExactWindows(accelerator, model, optimizer)
+windows = AccelerateWindows(accelerator, model, optimizer)
 for batch in loader:
     with accelerator.accumulate(model):
         loss = F.cross_entropy(model(batch["x"]), batch["y"])     # the mean, as before
@@ -40,12 +40,13 @@ from wholebatch.core.window import Step
 from wholebatch.distributed.deepspeed import DeepSpeed
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.host_window import (
-    Given,
-    Gradients,
-    Hosted,
-    Options,
+    AdapterOptions,
+    GradientsIn,
+    HostLedger,
+    HostLoss,
+    LoopWindows,
     Settled,
-    all_parameters,
+    refuse_shared_batches,
 )
 
 require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
@@ -54,7 +55,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
-__all__ = ["ExactWindows", "accumulator"]
+__all__ = ["AccelerateWindows", "accumulator"]
 
 _SUPPORTED = (
     DistributedType.NO,
@@ -67,8 +68,8 @@ _SUPPORTED = (
 _REPLICATED = _SUPPORTED[:3]  # every process holds whole gradients
 
 
-class ExactWindows:
-    """Every update of Accelerate's loop is that of the undivided global batch.
+class AccelerateWindows(LoopWindows):
+    """Windows in Accelerate's loop, each of whose updates is that of the undivided global batch.
 
     `backward(mean=loss, units=...)` stands for `accelerator.backward(loss)`, where the loss is the
     micro-batch's mean; `backward(total, units=...)` takes its sum, and a `wb.Loss` is taken too.
@@ -96,44 +97,33 @@ class ExactWindows:
         _check(accelerator)
         self._accelerator = accelerator
         self._models = [model] if isinstance(model, nn.Module) else list(model)
-        self._optimizers = _torch_optimizers(optimizer)
-        self._audit = audit
+        optimizers = _torch_optimizers(optimizer)
         self._place = accelerator.step  # what accumulate() counts up
-        in_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
-        self._window = Hosted(
-            self._models,
-            [] if in_engine else self._optimizers,
-            device=accelerator.device,
-            options=Options(batchnorm, zero_units, nonfinite, audit),
-            gradients=_gradients_of(accelerator),
-            is_scaled=lambda: _scales(accelerator),
-        )
         self._engine: DeepSpeed | None = None
-        if in_engine:
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
             if len(self._models) > 1:
                 raise UnsupportedError(
-                    "several DeepSpeed engines in one ExactWindows: give each one of its own"
+                    "several DeepSpeed engines in one AccelerateWindows: give each one of its own"
                 )
             self._engine = DeepSpeed(self._models[0])
-            self._stepped = self._engine.optimizer(self._optimizers[0])
-        else:
-            for one in self._optimizers:
-                one.register_step_pre_hook(self._refuse_open_window)
-
-    @property
-    def updates(self) -> int:
-        """Windows that were completed so far."""
-        return self._window.updates
-
-    @property
-    def last(self) -> Settled | None:
-        """The window that was completed last."""
-        return self._window.last
-
-    @property
-    def skipped(self) -> int:
-        """Windows that made no update (not finite, or without units)."""
-        return self._window.skipped
+            self._stepped = self._engine.optimizer(optimizers[0])
+            optimizers = []
+        window = HostLedger(
+            self._models,
+            optimizers,
+            device=accelerator.device,
+            options=AdapterOptions(batchnorm, zero_units, nonfinite, audit),
+            gradients=_gradients_in(accelerator),
+            scaled_by=accelerator,
+        )
+        super().__init__(
+            window,
+            optimizers,
+            engine=accelerator.distributed_type,
+            save_when="when accelerator.sync_gradients",
+            step_after="its last micro-batch made no windows.backward(), so its gradients are not "
+            "complete; call windows.settle() before clipping and stepping",
+        )
 
     def backward(
         self,
@@ -145,7 +135,7 @@ class ExactWindows:
     ) -> Settled | None:
         """Make the backward of one micro-batch's loss: its sum, or its mean, over `units`."""
         accelerator, is_last = self._accelerator, self._accelerator.sync_gradients
-        given = Given.of(total, units, mean, audit=self._audit)
+        given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
         self._refuse_loop_without_accumulate(is_last)
         if self._engine is not None:
             return self._backward_in_engine(self._engine, given, is_last)
@@ -157,7 +147,7 @@ class ExactWindows:
 
     def settle(self) -> Settled | None:
         """Complete the window by hand, where its last micro-batch made no backward."""
-        return self._window.settle(averaged_by=self._window.ranks.size)
+        return self._window.settle(averaged_by=self._window.group.ranks)
 
     def _refuse_loop_without_accumulate(self, is_last: bool) -> None:
         """Refuse windows of one micro-batch because nobody counts the micro-batches."""
@@ -178,8 +168,10 @@ class ExactWindows:
                 "put the loop's body into `with accelerator.accumulate(model):`"
             )
 
-    def _backward_in_engine(self, engine: DeepSpeed, given: Given, is_last: bool) -> Settled | None:
-        """As Accelerate does it, but between backward and step the gradients are settled."""
+    def _backward_in_engine(
+        self, engine: DeepSpeed, given: HostLoss, is_last: bool
+    ) -> Settled | None:
+        """Run Accelerate's backward in DeepSpeed, and settle the gradients before its step."""
         groups = [list(group["params"]) for group in self._stepped.param_groups]
         parameters = [parameter for group in groups for parameter in group]
         if not self._window.is_open:
@@ -203,37 +195,6 @@ class ExactWindows:
         engine_itself.step()  # clips as its configuration says
         return settled
 
-    def _refuse_open_window(self, *_: Any) -> None:
-        if self._window.is_open:
-            raise WindowError(
-                "optimizer.step() while the window is open: its last micro-batch made no "
-                "windows.backward(), so its gradients are not complete; call windows.settle() "
-                "before clipping and stepping"
-            )
-
-    def discard(self) -> None:
-        """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
-        self._window.discard()
-
-    def state_dict(self) -> dict[str, Any]:
-        """For `accelerator.register_for_checkpointing(windows)`: an open window is kept whole.
-
-        Its gradients, which Accelerate's checkpoints leave out, are added over the processes.
-        """
-        if self._window.is_open and self._accelerator.distributed_type not in _REPLICATED:
-            raise WindowError(
-                f"the window is open with {self._window.micro_batches} micro-batches, and its "
-                f"gradients are inside {self._accelerator.distributed_type}: save when "
-                "accelerator.sync_gradients"
-            )
-        return self._window.state_dict(self._parameters())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._window.load_state_dict(state, self._parameters())
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return all_parameters(self._models, self._optimizers)
-
 
 def accumulator(
     accelerator: Accelerator,
@@ -242,7 +203,7 @@ def accumulator(
     scheduler: Any = None,
     **options: Any,
 ) -> Accumulator:
-    """A `wb.Accumulator` that drives what `accelerator.prepare` gave.
+    """Return a `wb.Accumulator` over what `accelerator.prepare` gave.
 
     ```python
     acc = accumulator(accelerator, model, optimizer, scheduler, clip_norm=1.0)
@@ -252,9 +213,9 @@ def accumulator(
     ```
 
     Windows have `steps=` micro-batches, or `accelerator.gradient_accumulation_steps` where that
-    is more than 1. The loss
-    scale of fp16 is Accelerate's; a prepared scheduler steps as Accelerate steps it. Leave out
-    `accelerator.accumulate`, `optimizer.step`, `scheduler.step` and `optimizer.zero_grad`.
+    is more than 1. The loss scale of fp16 is Accelerate's; a prepared scheduler steps as Accelerate
+    steps it. Leave out `accelerator.accumulate`, `optimizer.step`, `scheduler.step` and
+    `optimizer.zero_grad`.
     """
     _check(accelerator)
     close = Close.of(options.pop("close", None))
@@ -295,16 +256,11 @@ class _PreparedAccumulator(Accumulator):
         return super().backward(*args, **kwargs)
 
 
-def _gradients_of(accelerator: Accelerator) -> Gradients:
+def _gradients_in(accelerator: Accelerator) -> GradientsIn:
     """Return where Accelerate's engine keeps gradients within a window."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return "elsewhere"
     return "whole" if accelerator.distributed_type in _REPLICATED else "sharded"
-
-
-def _scales(accelerator: Accelerator) -> bool:
-    scaler = getattr(accelerator, "scaler", None)
-    return scaler is not None and bool(scaler.is_enabled())
 
 
 def _torch_optimizers(
@@ -332,10 +288,4 @@ def _check(accelerator: Accelerator) -> None:
             f"Accelerate with {kind}: the update is not shown to be that of the undivided batch; "
             "supported are one process, DDP, FSDP and DeepSpeed on CPU and CUDA"
         )
-    parallel = getattr(accelerator, "parallelism_config", None)
-    for name in ("tp", "cp", "sp"):
-        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
-            raise UnsupportedError(
-                f"Accelerate with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
-                "counted more than once over ranks that share a batch; use data parallelism alone"
-            )
+    refuse_shared_batches(accelerator, "Accelerate")

@@ -15,7 +15,7 @@ from .output_formats import FORMATS
 from .rules import RULES
 from .source_files import collect
 
-__all__ = ["CLEAN", "FOUND", "USAGE", "LintOptions", "main", "run"]
+__all__ = ["CLEAN", "FOUND", "USAGE", "LintArguments", "main", "run"]
 
 CLEAN, FOUND, USAGE = 0, 1, 2
 
@@ -25,7 +25,7 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True)
-class LintOptions:
+class LintArguments:
     """The options of one run."""
 
     paths: Sequence[str] = ()
@@ -43,13 +43,13 @@ class LintOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run; return 0 if clean, 1 with findings, 2 on wrong usage."""
     try:
-        return run(LintOptions(**vars(_parser().parse_args(argv))))
+        return run(LintArguments(**vars(_parser().parse_args(argv))))
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FOUND
 
 
-def run(options: LintOptions) -> int:
+def run(options: LintArguments) -> int:
     """Run once. Findings go to standard output, everything else to standard error."""
     try:
         if options.explain is not None:
@@ -64,7 +64,7 @@ def run(options: LintOptions) -> int:
         return USAGE
 
 
-def _lint(options: LintOptions) -> int:
+def _lint(options: LintArguments) -> int:
     _refuse_wrong(options)
     settings = load_settings(
         Path.cwd(), select=options.select, ignore=options.ignore, exclude=options.exclude
@@ -88,7 +88,7 @@ def _lint(options: LintOptions) -> int:
     return FOUND if any(f.level != "note" for f in findings) else CLEAN
 
 
-def _refuse_wrong(options: LintOptions) -> None:
+def _refuse_wrong(options: LintArguments) -> None:
     if not options.paths:
         raise UsageError("no paths given: name files or folders, for example `wholebatch lint .`")
     if options.form not in FORMATS:

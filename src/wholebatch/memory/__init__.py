@@ -6,22 +6,30 @@ from wholebatch.memory.activation_checkpointing import (
     without_checkpoints,
 )
 from wholebatch.memory.budget import Budget, parse_memory
-from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, choose_tokens
+from wholebatch.memory.choose_micro_batch import (
+    Choice,
+    choose_micro_batch,
+    choose_tokens,
+    resize_batch,
+)
 from wholebatch.memory.make_it_fit import Fit, Rung, fit, ladder
-from wholebatch.memory.meter import CudaPeak, MemoryMeter, cuda_peak, reset_cuda_peak
+from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
 from wholebatch.memory.out_of_memory import Recovered, Recovery, within
 from wholebatch.memory.plan import Plan, make_plan
 from wholebatch.memory.predict import Prediction, predict_peak
-from wholebatch.memory.prediction_correction import Correction, calibrate, choose_on_device
-from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.memory.size_in_force import Sizing
-from wholebatch.memory.trial_step import held_bytes, try_out
+from wholebatch.memory.trial_step import (
+    Correction,
+    calibrate,
+    choose_on_device,
+    held_bytes,
+    try_out,
+)
 
 __all__ = [
     "Budget",
     "Choice",
     "Correction",
-    "CudaPeak",
     "Fit",
     "MemoryMeter",
     "Plan",
@@ -34,7 +42,6 @@ __all__ = [
     "choose_micro_batch",
     "choose_on_device",
     "choose_tokens",
-    "cuda_peak",
     "fit",
     "held_bytes",
     "ladder",

@@ -27,10 +27,9 @@ __all__ = [
 
 Budget = int | float | str
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{p}B": 1000**k for k, p in enumerate("kMGT", 1)}
-_UNITS |= {f"{p}iB": 1024**k for k, p in enumerate("KMGT", 1)}
-_UNITS |= {"KB": 1000}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}b": 1000**k for k, p in enumerate("kmgt", 1)}
+_UNITS |= {f"{p}ib": 1024**k for k, p in enumerate("kmgt", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -59,17 +58,15 @@ def parse_memory(
         match = _SIZE.fullmatch(memory)
         if match is None:
             raise OptionError(_refusal(memory))
-        number, unit = float(match[1]), match[2]
+        number, unit = float(match[1]), match[2].lower()
         if unit == "" and "." in match[1]:
             return _fraction(number, memory, device, total) // processes
         if unit == "%":
             return _fraction(number / 100, memory, device, total) // processes
-        factors = {name.lower(): factor for name, factor in _UNITS.items()}
-        if unit.lower() not in factors:
+        size = int(number * _UNITS.get(unit, 0))
+        if size < 1:
             raise OptionError(_refusal(memory))
-        if number * factors[unit.lower()] < 1:
-            raise OptionError(_refusal(memory))
-        return int(number * factors[unit.lower()])
+        return size
     if isinstance(memory, float):
         return _fraction(memory, memory, device, total) // processes
     if memory < 1:

@@ -1,9 +1,9 @@
-"""The largest micro-batch that fits a budget, by prediction and not by running into the wall.
+"""The largest micro-batch that fits a budget, found by predictions, not by running out of memory.
 
-The peak over the micro-batch size is the largest of several straight lines (a small micro-batch
-is bound by the optimizer's step, a larger one by activations), so it bends upwards only. Beyond
-two points it lies above the line through them, between two it lies below: extrapolate to find a
-size that does not fit, then close in between, where a line's answer is always safe.
+The peak over the micro-batch size is the largest of several straight lines (a small micro-batch is
+bound by the optimizer's step, a larger one by activations), so it is convex. Beyond two points it
+lies above the line through them, between two it lies below. So the search extrapolates to a size
+that does not fit, and then closes in between, where a line's answer is always safe.
 """
 
 from __future__ import annotations
@@ -14,49 +14,57 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wholebatch.core.splitting import Tokens, batch_size_of, split
 from wholebatch.core.splitting.micro_batches import lengths_of
-from wholebatch.core.splitting.samples import Static, layout_of
+from wholebatch.core.splitting.samples import Static, layout_of, take
+from wholebatch.coupled.batchnorm.lock_step import Hold
+from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
 from wholebatch.errors import OptionError
 from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.predict import Prediction, Predictor
-from wholebatch.memory.resized_batches import resize_batch
 
-__all__ = ["Choice", "choose_micro_batch", "choose_tokens", "largest_fitting"]
+__all__ = [
+    "Choice",
+    "choose_in_lock_step",
+    "choose_micro_batch",
+    "choose_tokens",
+    "largest_fitting",
+    "resize_batch",
+]
 
 CLOSE_ENOUGH = 0.04
-"""A size is good enough when one larger by this share is known not to fit."""
+"""A size is good enough if one larger by this share is known not to fit."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A micro-batch size, why it is that one, and what it was chosen among."""
+    """A micro-batch size, the reason for it, and the sizes that were tried."""
 
     micro_batch: int
-    """Samples; or tokens, where the budget was one of tokens."""
+    """Samples; or tokens, if the budget was one of tokens."""
     prediction: Prediction
     budget: int
     is_whole_batch: bool
     tried: Mapping[int, int] = field(default_factory=dict)
-    """What was needed for every size that was predicted on the way: the peak, and what must stay
-    free beside it."""
+    """The bytes that each predicted size needs: its peak, and what must stay free beside it."""
     measured: int | None = None
-    """What a trial step at this size took, with all that a run holds; None: there was none."""
+    """The bytes of a trial step at this size, with all that a run holds; None without one."""
     failed: tuple[int, ...] = ()
-    """Sizes that a trial step ran out of memory with."""
+    """The sizes at which a trial step ran out of memory."""
     way: str = ""
-    """How the micro-batches run, where that was chosen too."""
+    """The way in which the micro-batches run, if that was chosen too."""
 
     @property
     def fits(self) -> bool:
-        """False: not even the smallest micro-batch fits; this is that one."""
+        """False if not even the smallest micro-batch fits; this is that one."""
         if self.measured is not None or self.failed:
             return self.measured is not None
         return self.tried[self.micro_batch] <= self.budget
 
-    def said(self) -> str:
-        """What was chosen and why, in two lines."""
+    def summary(self) -> str:
+        """Return what was chosen and why, in two lines."""
         by_size = sorted(self.prediction.by_category.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {bytes_said(size)}" for name, size in by_size[:3] if size)
         if self.is_whole_batch:
@@ -69,7 +77,7 @@ class Choice:
                 beyond = ""
             elif self.tried[above] > self.budget:
                 beyond = f"; {above} would need {bytes_said(self.tried[above])}"
-            else:  # a trial step has shown it
+            else:  # A trial step has shown it.
                 beyond = f"; for {above} the memory is in too many pieces"
             why = f"the largest that fits{beyond}"
         shown = "" if self.measured is None else f" ({bytes_said(self.measured)} in a trial step)"
@@ -95,11 +103,11 @@ def choose_micro_batch(
     gradients: str = "device",
     noise: bool = False,
 ) -> Choice:
-    """The largest micro-batch whose predicted peak is within `budget` bytes.
+    """Return the largest micro-batch whose predicted peak is within `budget` bytes.
 
-    `batch` is a batch of the data with its largest samples; `most` is how many samples an update
-    has (default: those of `batch`), which no micro-batch exceeds. `correct(samples, peak)` puts a
-    predicted peak right by what was measured (`calibrate`). If not even one sample fits, the
+    `batch` is a batch of the data with its largest samples; `most` is the number of samples of an
+    update (default: those of `batch`), which no micro-batch exceeds. `correct(samples, peak)`
+    corrects a predicted peak by a measurement (`calibrate`). If not even one sample fits, the
     choice is 1 and `choice.fits` is False.
     """
     most = batch_size_of(batch, static=static) if most is None else most
@@ -116,18 +124,18 @@ def choose_micro_batch(
             gradients=gradients,
             noise=noise,
         )
-        predictions[samples] = corrected(predicted, samples, correct)
-        return predictions[samples].peak + spare(predictions[samples], predictor.device)
+        predictions[samples] = _corrected(predicted, samples, correct)
+        return needed(predictions[samples], predictor.device)
 
     tried: dict[int, int] = {}
     size = largest_fitting(peak_of, budget=budget, most=most, tried=tried)
     return Choice(size, predictions[size], budget, size == most and tried[size] <= budget, tried)
 
 
-def corrected(
+def _corrected(
     prediction: Prediction, samples: int, correct: Callable[[int, int], int] | None
 ) -> Prediction:
-    """A prediction with what was measured beyond it counted as temporaries."""
+    """Return a prediction with the bytes measured beyond it, as temporaries."""
     if correct is None:
         return prediction
     peak = correct(samples, prediction.peak)
@@ -137,12 +145,12 @@ def corrected(
 
 
 def spare(prediction: Prediction, device: torch.device) -> int:
-    """What must stay free beside the peak, because an allocator's free memory is in pieces.
+    """Return the bytes that must stay free beside the peak, because free memory is fragmented.
 
-    CUDA's caching allocator cannot move what is alive. Under a hard limit on an H200, GPTs run
-    where one more of their largest piece would have room and mostly fail where it would not;
-    models of small pieces (a ViT, a ResNet) lose up to 3%. Expandable segments can be mapped
-    together, so there the size of a piece does not matter.
+    CUDA's caching allocator cannot move live memory. Under a hard limit on an H200, GPTs run if
+    there is room for one more of their largest allocation, and mostly fail if there is not; models
+    of small allocations (a ViT, a ResNet) lose up to 3%. Expandable segments can be mapped
+    together, so there the size of an allocation does not matter.
     """
     if device.type != "cuda":
         return 0
@@ -154,6 +162,11 @@ def spare(prediction: Prediction, device: torch.device) -> int:
     return max(prediction.largest, prediction.peak // 25)
 
 
+def needed(prediction: Prediction, device: torch.device) -> int:
+    """Return the bytes that a device must have for a predicted step."""
+    return prediction.peak + spare(prediction, device)
+
+
 def largest_fitting(
     peak_of: Callable[[int], int],
     *,
@@ -162,9 +175,10 @@ def largest_fitting(
     tried: dict[int, int] | None = None,
     least: int = 1,
 ) -> int:
-    """The largest size up to `most` with `peak_of(size) <= budget`, in few calls; else `least`.
+    """Return the largest size up to `most` with `peak_of(size) <= budget`, or else `least`.
 
-    Good to `CLOSE_ENOUGH` (or one), for peaks that grow with the size and bend upwards only.
+    It takes few calls, and is good to `CLOSE_ENOUGH` (or one) for peaks that grow with the size and
+    are convex.
 
     >>> largest_fitting(lambda size: 100 + max(300, 40 * size), budget=1000, most=512)
     22
@@ -194,18 +208,18 @@ def largest_fitting(
 
 
 def _next_guess(tried: Mapping[int, int], good: int, bad: int, *, budget: int, most: int) -> int:
-    if bad <= most:  # between: the peak lies below the line, so what it allows does fit
+    if bad <= most:  # Between them the peak lies below the line, so its answer fits.
         slope = (tried[bad] - tried[good]) / (bad - good)
         guess = good + int((budget - tried[good]) / slope)
-        # A line that allows nothing new has converged unless the peak bends: look in the middle.
+        # A line without a new answer has converged, unless the peak bends: try the middle.
         return guess if guess > good else (good + bad) // 2
     below = sorted(size for size in tried if size <= good)
     if len(below) < 2:
         return min(most, 4 * good)
     slope = (tried[good] - tried[below[-2]]) / (good - below[-2])
-    if slope <= 0:  # still bound by the optimizer's step
+    if slope <= 0:  # It is still bound by the optimizer's step.
         return min(most, 8 * good)
-    # Not further than eightfold: the line may be the one before the bend.
+    # Go up to eightfold at most: this may be the line before the bend.
     return min(most, 8 * good, good + max(1, int((budget - tried[good]) / slope)))
 
 
@@ -222,11 +236,11 @@ def choose_tokens(
     static: Static = (),
     correct: Callable[[int, int], int] | None = None,
 ) -> Choice:
-    """The largest budget of tokens for which the worst micro-batch of the data fits.
+    """Return the largest budget of tokens for which the worst micro-batch of the data fits.
 
-    `batches` are batches that show how long sequences get (all of the data, or a sample with its
-    longest). Each candidate is split as it would be in training, and predicted at its extremes:
-    the micro-batches with the longest sequences, the most samples, and the most tokens.
+    `batches` show how long sequences get (all of the data, or a sample with its longest). Each
+    candidate is predicted at its extremes: as many of the longest samples, or of the shortest, as
+    it allows.
     """
     if not batches:
         raise OptionError("batches=[]: give at least one, to see how long its sequences are")
@@ -240,13 +254,13 @@ def choose_tokens(
         key = (sample is longest, samples)
         if key not in known:
             micro = resize_batch(sample.batch, samples, static=static)
-            known[key] = corrected(predictor.peak(micro, precision=precision), samples, correct)
+            known[key] = _corrected(predictor.peak(micro, precision=precision), samples, correct)
         return known[key]
 
     def peak_of(tokens: int) -> int:
         worst = [of(one, min(most_samples, tokens // one.length)) for one in (longest, shortest)]
         predictions[tokens] = max(worst, key=lambda predicted: predicted.peak)
-        return predictions[tokens].peak + spare(predictions[tokens], predictor.device)
+        return needed(predictions[tokens], predictor.device)
 
     tried: dict[int, int] = {}
     size = largest_fitting(
@@ -269,35 +283,124 @@ class _Sample:
 
 
 def _extremes(batches: Sequence[Any], by: Tokens, static: Static) -> tuple[_Sample, _Sample]:
-    """The longest and the shortest sample of the data.
+    """Return the longest and the shortest sample of the data.
 
-    At one budget of tokens, what a layer keeps per token is the same for all lengths, what
-    attention keeps grows with the length, and what is kept per sample with the number of samples.
-    So the worst micro-batch is one of the longest samples or one of the shortest.
+    At one budget of tokens, the memory per token is the same for all lengths, that of attention
+    grows with the length, and that per sample with the number of samples. So the worst micro-batch
+    is one of the longest samples or one of the shortest.
     """
-    longest: _Sample | None = None
-    shortest: _Sample | None = None
+    found: list[_Sample] = []
     for batch in batches:
         layout = layout_of(batch, static=static)
         lengths, width = lengths_of(layout, by)
         if lengths is None:
             lengths = [width or 1] * layout.size
-        for row in (
-            max(range(layout.size), key=lengths.__getitem__),
-            min(range(layout.size), key=lengths.__getitem__),
-        ):
+        rows = range(layout.size)
+        for row in (max(rows, key=lengths.__getitem__), min(rows, key=lengths.__getitem__)):
             length = max(1, lengths[row])
-            trimmed = split(
-                layout.take([row]),
-                replace(by, budget=max(length, width or 1)),
-                batch_size=1,
-                static=static,
-            )
-            sample = _Sample(trimmed[0], length)
-            if longest is None or length > longest.length:
-                longest = sample
-            if shortest is None or length < shortest.length:
-                shortest = sample
-    assert longest is not None
-    assert shortest is not None
+            by_one = replace(by, budget=max(length, width or 1))
+            trimmed = split(layout.take([row]), by_one, batch_size=1, static=static)
+            found.append(_Sample(trimmed[0], length))
+        found = [max(found, key=lambda one: one.length), min(found, key=lambda one: one.length)]
+    longest, shortest = found
     return longest, shortest
+
+
+_SAID: dict[Hold, str] = {
+    "graphs": "in lock-step (exact BatchNorm)",
+    "inputs": "in lock-step (exact BatchNorm), blocks computed again",
+    "host": "in lock-step (exact BatchNorm), waiting in host memory",
+}
+
+
+def choose_in_lock_step(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    budget: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    precision: str = "full",
+    static: Static = (),
+) -> tuple[Choice, Hold]:
+    """Return the largest micro-batch that fits with exact BatchNorm, and the `hold` that it needs.
+
+    All micro-batches are alive at once, so their activations are those of the whole batch. The peak
+    depends first on what is held of them, and only then on their size (see `lock_step`). The whole
+    batch is tried first, then the ways that hold the most.
+    """
+    samples = batch_size_of(batch, static=static)
+    predictor = Predictor(model, loss, optimizer=optimizer)
+    target = predictor.device
+    found: dict[tuple[Hold | None, int], Prediction] = {}
+
+    def at(size: int, hold: Hold | None) -> int:
+        """Return the bytes that one size needs; for `host`, those of an ordinary window."""
+        if (hold, size) not in found:
+            in_lock_step = hold is not None and hold != "host"
+            found[hold, size] = predictor.peak(
+                resize_batch(batch, size, static=static),
+                precision=precision,
+                micro_batches=-(-samples // size) if hold is not None else 1,
+                lock_step=hold if in_lock_step else None,
+            )
+        return needed(found[hold, size], target)
+
+    whole = at(samples, None)
+    if whole <= budget or samples == 1:
+        prediction = found[None, samples]
+        return Choice(samples, prediction, budget, whole <= budget, {samples: whole}), "graphs"
+    ways: list[Hold] = ["graphs"]
+    ways += ["inputs"] if blocks_of(model) else []
+    ways += ["host"] if target.type == "cuda" else []
+    least = whole
+    for hold in ways:
+        tried = {samples: whole}
+        size = largest_fitting(
+            lambda size, hold=hold: at(size, hold),  # type: ignore[misc]
+            budget=budget,
+            most=samples - 1,
+            tried=tried,
+        )
+        least = min(least, tried[size])
+        if tried[size] <= budget:
+            choice = Choice(size, found[hold, size], budget, False, tried)
+            return replace(choice, way=_SAID[hold]), hold
+    raise OptionError(
+        f"memory={bytes_said(budget)}: exact BatchNorm has all {samples} samples of a batch in "
+        f"memory, which need {bytes_said(whole)} at once and {bytes_said(least)} in micro-batches; "
+        'use a smaller batch, or another batchnorm= ("statistics" keeps one micro-batch at a time)'
+    )
+
+
+def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:
+    """Return a batch of `samples` samples: the first of `batch`, repeated as often as needed.
+
+    It works on real, fake and meta tensors. Leaves without samples are passed on unchanged.
+
+    >>> resize_batch({"x": torch.tensor([1, 2, 3]), "name": "a"}, 5)
+    {'x': tensor([1, 2, 3, 1, 2]), 'name': 'a'}
+    """
+    if samples < 1:
+        raise OptionError(f"samples={samples}: must be at least 1")
+    layout = layout_of(batch, static=static)
+    if samples == layout.size:
+        return batch
+
+    def resized(value: Any) -> Any:
+        if samples < layout.size:
+            return take(value, slice(0, samples))
+        times, rest = divmod(samples, layout.size)
+        parts = [value] * times + ([take(value, slice(0, rest))] if rest else [])
+        if isinstance(value, Tensor):
+            return torch.cat(parts)  # Unlike indexing, this keeps the memory format.
+        if isinstance(value, (list, tuple)):
+            return type(value)(one for part in parts for one in part)
+        return take(value, [row % layout.size for row in range(samples)])
+
+    return layout.structure.build(
+        [
+            resized(leaf.value) if batched else leaf.value
+            for leaf, batched in zip(layout.leaves, layout.batched, strict=True)
+        ]
+    )

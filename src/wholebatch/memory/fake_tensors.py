@@ -1,58 +1,72 @@
-"""A model, an optimizer and a batch without their bytes: what a prediction runs on.
+"""A model, an optimizer and a batch of fake tensors, for predictions.
 
 Fake tensors have a shape, a dtype, strides and a device, and operations on them compute only
-those. The real model is read (its shapes), never written.
+those. The real model is read (its shapes), never written. Where torch's shape functions differ from
+the real kernels, or code behaves differently because it cannot read a fake tensor (attention masks
+of transformers), this module makes them agree.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.nn import functional
 
+from wholebatch.core.splitting.samples import Leaf, flatten
 from wholebatch.errors import UnsupportedError
-from wholebatch.memory.fake_op_cache import NOT_LOOKED_AT, Shapes
-from wholebatch.memory.kernel_outputs import asked_of
-from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.resized_batches import map_tensors
 
 __all__ = [
-    "FakeMeter",
+    "as_on_cuda",
     "fake_batch",
     "fake_mode_of",
     "fake_model",
     "fake_optimizer",
     "fake_tensor",
+    "map_tensors",
+    "masks_as_for",
+    "run_fake",
 ]
 
 
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return the same nested batch with `function` applied to every tensor."""
+    leaves, structure = flatten(batch)
+    return structure.build(
+        [
+            function(leaf.value) if isinstance(leaf.value, torch.Tensor) else leaf.value
+            for leaf in leaves
+        ]
+    )
+
+
 def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode:
-    """The fake mode a model was built under, or a new one for a model that has real tensors."""
+    """Return the fake mode that a model was built under, or a new one for real tensors."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):
             mode: FakeTensorMode = tensor.fake_mode
             return mode
     # Constants that the loss reaches through a closure (class weights) are real and may be used.
     made = FakeTensorMode(allow_non_fake_inputs=True)
-    made.cache_enabled = False  # `Shapes` asks only what is new, and looking for that takes long
+    made.cache_enabled = False  # `fake_meter` has a faster cache of its own
     return made
 
 
 def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor of the same shape, strides and dtype on `device`."""
+    """Return a fake tensor of the same shape, strides and dtype on `device`."""
     if tensor.device == device:
         if isinstance(tensor, FakeTensor):
             return tensor
-        # Keeps ties: tensors that share a storage share one afterwards.
+        # This keeps ties: tensors that share a storage share one afterwards.
         same: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
         return same
     with mode:
@@ -62,9 +76,9 @@ def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device
 def fake_model(
     model: torch.nn.Module, mode: FakeTensorMode, device: torch.device
 ) -> tuple[torch.nn.Module, dict[int, torch.nn.Parameter]]:
-    """A copy of the model with fake tensors, and its parameters by the id of the original's.
+    """Return a copy of the model with fake tensors, and its parameters by the originals' ids.
 
-    One tensor that two modules hold is one tensor in the copy too.
+    A tensor that two modules share is one tensor in the copy too.
     """
     parameters: dict[int, torch.nn.Parameter] = {}
     memo: dict[int, Any] = {}
@@ -90,7 +104,7 @@ def fake_model(
 
 
 def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
-    """A batch of fakes. Each tensor has a storage of its own, as a micro-batch on a device has."""
+    """Return a batch of fake tensors, each with its own storage, like a micro-batch on a device."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with mode:
@@ -107,10 +121,15 @@ def fake_optimizer(
     *,
     on_cuda: bool = False,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class, options and state, over the fake parameters.
+    """Return an optimizer of the same class, options and state over the fake parameters.
 
     On CUDA torch chooses its `foreach` implementation by itself, but not for fake tensors.
     """
+
+    def fake_state(tensor: torch.Tensor) -> torch.Tensor:
+        # Counts of steps stay on the CPU, beside moments on the device.
+        return fake_tensor(mode, tensor, device if tensor.dim() else tensor.device)
+
     groups = []
     for group in optimizer.param_groups:
         fakes = [parameters[id(p)] for p in group["params"] if id(p) in parameters]
@@ -118,9 +137,8 @@ def fake_optimizer(
         if on_cuda and options.get("foreach", False) is None and not options.get("fused"):
             options["foreach"] = True
         groups.append({**options, "params": fakes})
-    # A new object with the old one's attributes needs no guess about the constructor of a class
-    # that we do not know. Schedulers leave a `step` bound to the real optimizer on it, and hooks
-    # of the user's must not run for a prediction: those stay behind.
+    # Copy the attributes instead of calling the constructor, whose arguments are unknown. Leave out
+    # the `step` that schedulers bind to the real optimizer, and the user's hooks.
     fake = object.__new__(type(optimizer))
     fake.__dict__ = {
         name: type(value)() if name.endswith("_hooks") else value
@@ -131,123 +149,172 @@ def fake_optimizer(
     fake.state = defaultdict(dict)
     for key, state in optimizer.state.items():
         if id(key) in parameters:
-            fake.state[parameters[id(key)]] = map_tensors(dict(state), _fake_like(mode, device))
+            fake.state[parameters[id(key)]] = map_tensors(dict(state), fake_state)
     return fake
 
 
-def _fake_like(
-    mode: FakeTensorMode, device: torch.device
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        # Counts of steps stay on the CPU, beside moments on the device.
-        return fake_tensor(mode, tensor, device if tensor.dim() else tensor.device)
+# Kernels
 
-    return fake
+_aten = torch.ops.aten
 
-
-class FakeMeter(MemoryMeter):
-    """The meter over fake tensors, with what they lack to run a whole step."""
-
-    def __init__(
-        self,
-        *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        granule: int,
-    ) -> None:
-        super().__init__(model=model, optimizer=optimizer, device=device, granule=granule)
-        self._answers = False
-        self._shapes: Shapes | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled on fake tensors, and asking costs more than the answer
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is _DEVICE_OF:  # asked of fake tensors at every turn; makes nothing
-            of = args[0]
-            return of.fake_device if isinstance(of, FakeTensor) else func(*args)
-        return self._counted(func, args, kwargs or {})
-
-    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """As the meter's own, quicker for what is remembered: nearly everything is."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
-        if self._shapes is None or func.__name__.startswith(_CHANGE_LISTS):
-            return super()._counted(func, args, kwargs)
-        result = self._shapes.call(func, args, kwargs, self._asked, self._see_given)
-        if result is NOT_LOOKED_AT:
-            return super()._counted(func, args, kwargs)
-        self._see((result,), "temporaries")
-        return result
-
-    def _see_given(self, tensors: Sequence[FakeTensor]) -> None:
-        live, kind = self._ledger.live, self._device_type
-        for tensor in tensors:  # all of them strided
-            if tensor.fake_device.type == kind:
-                storage = tensor.untyped_storage()
-                # The size of one that is known changes where it is told (`resize_`) or returned.
-                if storage._cdata not in live:
-                    self._ledger.see(storage, "inputs")
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Answer 1 where a number is read out of a tensor, as optimizers do with their steps.
-
-        The memory of an update does not depend on it. That of a loss might, so there the error of
-        the fake tensor stands.
-        """
-        self._answers = True
-        try:
-            yield
-        finally:
-            self._answers = False
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What is not remembered."""
-        if self._shapes is None:
-            mode = next((one.fake_mode for one in args if isinstance(one, FakeTensor)), None)
-            if mode is not None:
-                self._shapes = Shapes(mode)
-            return self._asked(func, args, kwargs)
-        changes = func.__name__.startswith(_CHANGE_LISTS) and not func._schema.returns
-        if changes and all(_is_unknown(one) for one in args):
-            return None  # nothing is made, and nothing that was known is forgotten
-        if func is _NUMBER_OF and isinstance(args[0], FakeTensor):
-            known = args[0].constant
-            if known is not None:
-                with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-                    return known.item()
-            if self._answers:
-                return 1
-        return self._asked(func, args, kwargs)
-
-    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        try:
-            return asked_of(func, args, kwargs)
-        except DataDependentOutputException:
-            if not self._answers:
-                raise
-            return 1
+_WEIGHT_OF = {
+    _aten.native_batch_norm.default: 1,
+    _aten._native_batch_norm_legit.default: 1,
+    _aten._native_batch_norm_legit.no_stats: 1,
+    _aten.native_group_norm.default: 1,
+    _aten.native_layer_norm.default: 2,
+}
+"""The place of the weight in the arguments of normalisations, which save statistics."""
 
 
-def _is_unknown(value: Any) -> bool:
-    """Whether there are no numbers known of tensors, which a change would make wrong."""
-    if isinstance(value, list | tuple):
-        return all(_is_unknown(one) for one in value)
-    if isinstance(value, torch.Tensor):
-        local = getattr(value, "_local_tensor", value)  # of a sharded one
-        return type(local) is FakeTensor and local.constant is None
-    return True
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return products of groups of rows (experts): torch's shape function refuses fp32."""
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    elif a.dim() == b.dim():
+        shape = [a.shape[0], a.shape[1], b.shape[2]]
+    else:
+        shape = [a.shape[-2], b.shape[-1]]
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
 
 
-_CHANGE_LISTS = ("_foreach_", "_fused_")
-_DEVICE_OF = torch.ops.prim.device.default
-_NUMBER_OF = torch.ops.aten._local_scalar_dense.default
+def _rand(size: Any, **options: Any) -> torch.Tensor:
+    """Return 1 for a single random number: with LayerDrop, no layer is then left out."""
+    return torch.rand(size, **options) if size else torch.tensor(1.0)
+
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {_aten.rand.default: _rand}
+if hasattr(_aten, "_grouped_mm"):
+    _INSTEAD[_aten._grouped_mm.default] = _grouped_mm
+
+
+def run_fake(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run `func` on fake tensors, and return results as large as its kernel's."""
+    result = _INSTEAD.get(func, func)(*args, **kwargs)
+    place = _WEIGHT_OF.get(func)
+    if place is not None and args[place] is not None and args[place].dtype != args[0].dtype:
+        # With 16-bit input and fp32 weights, the statistics are saved in the weights' dtype.
+        output, *saved = result
+        return (output, *(one.to(args[place].dtype) for one in saved))
+    return result
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Make dropout need as much memory on a CPU as CUDA's fused kernels do.
+
+    CUDA's fused attention keeps q, k, v, the output and the sums of the softmax, with dropout as
+    without: it draws the mask again in the backward. The CPU's kernel has no dropout, and with it
+    the matrix of all pairs is computed. Dropout's mask has one byte for each number on CUDA; on a
+    CPU it has the dtype of the input.
+    """
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
+
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        if "dropout_p" in kwargs and _attends_in_one_kernel():
+            kwargs["dropout_p"] = 0.0
+        elif len(args) > _DROPOUT_P and _attends_in_one_kernel():
+            args = (*args[:_DROPOUT_P], 0.0, *args[_DROPOUT_P + 1 :])
+        return attention(*args, **kwargs)
+
+    def dropped(
+        input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if inplace or not training or not 0.0 < p < 1.0:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, train=True)[0]
+
+    functional.scaled_dot_product_attention, functional.dropout = attended, dropped
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+
+
+_DROPOUT_P = 4  # The place of dropout_p in the arguments of attention.
+
+
+def _attends_in_one_kernel() -> bool:
+    """True if a fused kernel may be chosen: `sdpa_kernel(SDPBackend.MATH)` forbids them all."""
+    return bool(
+        torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
+    )
+
+
+# Attention masks
+
+
+@contextmanager
+def masks_as_for(batch: Any) -> Iterator[None]:
+    """Make transformers leave out masks of fake tensors if it would leave them out for `batch`.
+
+    Its models make no mask if nothing is padded and no sequences are packed, and attention needs
+    less memory then. They find out by reading tensors; here the real batch is read instead. A batch
+    that cannot be read counts as padded, which needs more memory.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        yield
+        return
+    leaves, _ = flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
+    instead: dict[str, Callable[[Any], Any]] = {}
+    if not any(_may_be_padding(leaf.value) for leaf in tensors):
+        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+            instead[name] = _hidden_if_fake
+    if not any(_is_packed(leaf) for leaf in tensors):
+        instead["find_packed_sequence_indices"] = _never_packed
+    before = {name: getattr(masking, name) for name in instead if hasattr(masking, name)}
+    for name, function in before.items():
+        setattr(masking, name, instead[name](function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masking, name, function)
+
+
+def _hidden_if_fake(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function with None for a fake first argument: a padding mask that hides nothing."""
+
+    def called(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        is_fake = isinstance(padding_mask, FakeTensor)
+        return function(None if is_fake else padding_mask, *args, **kwargs)
+
+    return called
+
+
+def _never_packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return None for fake position ids: no packed sequences."""
+
+    def called(position_ids: Any) -> Any:
+        return None if isinstance(position_ids, FakeTensor) else function(position_ids)
+
+    return called
+
+
+def _may_be_padding(tensor: torch.Tensor) -> bool:
+    """True if this may be a mask that hides something: zeros and ones, one row for each sample."""
+    if tensor.dim() != 2:
+        return False
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return True
+    hidden = tensor == 0
+    return bool(hidden.any()) and bool((hidden | (tensor == 1)).all())
+
+
+def _is_packed(leaf: Leaf) -> bool:
+    """True if these are positions that begin again within a row."""
+    tensor: torch.Tensor = leaf.value
+    if "position" not in leaf.name or tensor.dim() != 2:
+        return False
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return True
+    return bool((tensor.diff(dim=-1) != 1).any())

@@ -22,10 +22,9 @@ from wholebatch.memory.activation_checkpointing import (
     with_checkpoints,
 )
 from wholebatch.memory.budget import bytes_said
-from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, spare
+from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, needed, resize_batch
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
-from wholebatch.memory.resized_batches import resize_batch
 
 __all__ = ["Fit", "Rung", "fit", "ladder", "lower_precisions", "refusal"]
 
@@ -77,7 +76,6 @@ def fit(
     what is needed. Checkpointing changes the model's blocks, but not its results. The caller must
     apply the returned precision. If nothing helps, an OptionError lists the peak of each way.
     """
-
     rungs = ladder(
         model,
         loss,
@@ -122,15 +120,22 @@ def ladder(
 
     With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding.
     """
-
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
-    target = predictor.device
+    blocks = _blocks_to_checkpoint(model)
 
-    def predict(precision: str, gradients: str = "device") -> Prediction:
-        return predictor.peak(sample, precision=precision, gradients=gradients, sharding=sharding)
+    def predict(
+        precision: str, *, checkpoints: bool = False, gradients: str = "device"
+    ) -> Prediction:
+        around: AbstractContextManager[object] = nullcontext()
+        if checkpoints:
+            around = checkpointed(model, blocks)
+        with around:
+            return predictor.peak(
+                sample, precision=precision, gradients=gradients, sharding=sharding
+            )
 
     def fits(found: Prediction) -> bool:
-        return found.peak + spare(found, target) <= budget
+        return needed(found, predictor.device) <= budget
 
     best = as_is = predict(precision)
     rungs = [Rung("as it is", as_is.peak, fits(as_is), precision, False)]
@@ -138,34 +143,37 @@ def ladder(
     if lower is not None:
         best = predict(lower)
         rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))
-    blocks = _blocks_to_checkpoint(model)
-    # If the 16-bit copies of the weights cost more than they save, try checkpointing alone first.
-    alone = [None] if lower is None or best.peak >= as_is.peak else []
-    for also in [*alone, *([lower] if lower else [])] if blocks else []:
-        with checkpointed(model, blocks):
-            found = predict(also or precision)
+    for also in _precisions_to_checkpoint(lower, best, as_is) if blocks else []:
+        found = predict(also or precision, checkpoints=True)
         what = f"{also} autocast and " if also else ""
         what += f"checkpointing of {len(blocks)} blocks"
         rungs.append(Rung(what, found.peak, fits(found), also or precision, True))
         best = min(best, as_is, found, key=lambda one: one.peak)
     if sharding is not None:
         return rungs
-    if target.type == "cuda":  # The host is slower than the other ways, so combine it with them.
+    if predictor.device.type == "cuda":  # The host is slower, so combine it with the other ways.
         last = rungs[-1]
-        around: AbstractContextManager[object] = nullcontext()
-        if last.checkpoints:
-            around = checkpointed(model, blocks)
-        with around:
-            best = predict(last.precision, "host")
+        best = predict(last.precision, checkpoints=last.checkpoints, gradients="host")
         what = "gradients on the host" if len(rungs) == 1 else f"{last.what}, gradients on the host"
         rungs.append(replace(last, what=what, peak=best.peak, fits=fits(best), gradients="host"))
-    if not fits(best):
-        devices = _devices_needed(best, budget)
-        if devices is not None:
-            peak = _sharded(best, devices)
-            what = f"and sharding over {devices} devices"
-            rungs.append(Rung(what, peak, True, lower or precision, bool(blocks), devices))
+    devices = None if fits(best) else _devices_needed(best, budget)
+    if devices is not None:
+        peak = _sharded(best, devices)
+        what = f"and sharding over {devices} devices"
+        rungs.append(Rung(what, peak, True, lower or precision, bool(blocks), devices))
     return rungs
+
+
+def _precisions_to_checkpoint(
+    lower: str | None, best: Prediction, as_is: Prediction
+) -> list[str | None]:
+    """Return the lower precisions to combine with checkpointing; None keeps the precision.
+
+    Checkpointing alone is tried first if the 16-bit copies of the weights cost more than they save.
+    """
+    if lower is None:
+        return [None]
+    return [None, lower] if best.peak >= as_is.peak else [lower]
 
 
 def refusal(rungs: list[Rung], budget: int) -> str:

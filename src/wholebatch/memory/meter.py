@@ -14,23 +14,26 @@ compute nothing: `memory.predict` uses it that way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.memory.live_bytes import CATEGORIES, Ledger, storages_of
+from wholebatch.core.readable_sizes import CATEGORIES
 
 __all__ = [
     "CATEGORIES",
-    "CudaPeak",
     "MemoryMeter",
-    "cuda_peak",
+    "Record",
+    "StorageLedger",
     "peak_with_recordings",
     "reset_cuda_peak",
+    "storage_id",
+    "storages_of",
+    "tensors_in",
 ]
 
 
@@ -69,7 +72,7 @@ class MemoryMeter(TorchDispatchMode):
         self._model = model
         self._optimizer = optimizer
         self._device_type = _device_type(model, device)
-        self._ledger = Ledger(granule=granule)
+        self._ledger = StorageLedger(granule=granule)
         self._in_backward = False
         self._forward_began = 0
         self._recompute_began: int | None = None
@@ -107,10 +110,6 @@ class MemoryMeter(TorchDispatchMode):
         """Reset the peak to the bytes that are alive now."""
         self._mark_known()
         self._ledger.reset_peak()
-
-    def note_largest(self, nbytes: int) -> None:
-        """Include a storage that was made before `reset_peak` in `largest`."""
-        self._ledger.largest = max(self._ledger.largest, nbytes)
 
     def mark(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Set the category of tensors outside the model and optimizer, such as gradient buffers."""
@@ -211,7 +210,7 @@ class MemoryMeter(TorchDispatchMode):
     def _mark_known(self) -> None:
         self._mark_gradients()
         if self._optimizer is not None:
-            self.mark("optimizer state", _tensors(self._optimizer.state.values()))
+            self.mark("optimizer state", tensors_in(self._optimizer.state.values()))
 
     def _mark_gradients(self) -> None:
         self.mark("gradients", (p.grad for p in self._parameters() if p.grad is not None))
@@ -224,11 +223,11 @@ class MemoryMeter(TorchDispatchMode):
                 yield from group["params"]
 
 
-_LEDGERS: list[Ledger] = []
+_LEDGERS: list[StorageLedger] = []
 """The ledgers of the active meters."""
 
 
-def _watch_sizes(ledger: Ledger) -> None:
+def _watch_sizes(ledger: StorageLedger) -> None:
     """Report resized storages to the ledger: a resize is not a dispatched operation.
 
     FSDP2 frees its gathered parameters this way, and lock-step frees what it sends to the host.
@@ -237,7 +236,7 @@ def _watch_sizes(ledger: Ledger) -> None:
     torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
 
 
-def _unwatch_sizes(ledger: Ledger) -> None:
+def _unwatch_sizes(ledger: StorageLedger) -> None:
     _LEDGERS.remove(ledger)
     if not _LEDGERS:
         del torch.UntypedStorage.resize_  # This uncovers the method of the base class.
@@ -250,14 +249,15 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
     return resized
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """Yield the tensors in nested lists and mappings."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _device_type(model: torch.nn.Module | None, device: torch.device | str | None) -> str:
@@ -267,33 +267,6 @@ def _device_type(model: torch.nn.Module | None, device: torch.device | str | Non
         for tensor in model.parameters():
             return tensor.device.type
     return "cpu"
-
-
-@dataclass(frozen=True)
-class CudaPeak:
-    """The peak of CUDA memory, from three sources that count different things."""
-
-    allocated: int
-    """Bytes of live tensors at the allocator's peak, rounded to its blocks."""
-
-    reserved: int
-    """Bytes that the allocator had reserved at its peak, including fragmentation."""
-
-    device_used: int
-    """Bytes in use on the whole device now, by the driver's count.
-
-    This includes the CUDA context, libraries' workspaces, graph pools and other processes.
-    """
-
-
-def cuda_peak(device: torch.device | str | int | None = None) -> CudaPeak:
-    """Return the peak of CUDA memory since `reset_cuda_peak` (or the start)."""
-    free, total = torch.cuda.mem_get_info(device)
-    return CudaPeak(
-        allocated=torch.cuda.max_memory_allocated(device),
-        reserved=torch.cuda.max_memory_reserved(device),
-        device_used=total - free,
-    )
 
 
 def peak_with_recordings(device: torch.device) -> int:
@@ -314,3 +287,168 @@ def peak_with_recordings(device: torch.device) -> int:
 def reset_cuda_peak(device: torch.device | str | int | None = None) -> None:
     """Reset CUDA's peaks to the current values."""
     torch.cuda.reset_peak_memory_stats(device)
+
+
+class Record:
+    """One storage: its bytes, its category, and when it was first seen."""
+
+    __slots__ = ("born", "category", "is_given", "nbytes", "ref")
+
+    def __init__(self, nbytes: int, category: str, born: int) -> None:
+        self.nbytes = nbytes
+        self.is_given = category == "inputs"
+        self.category = category
+        self.born = born
+        self.ref: _StorageRef | None = None
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that carries the data of its callback, so that it needs no closure."""
+
+    __slots__ = ("key", "record")
+    key: int
+    record: Record
+
+
+class StorageLedger:
+    """The live storages, the peak of their sum with its records, and the largest new storage.
+
+    Memory belongs to storages, not to tensors. Views share a storage, and it outlives its first
+    tensor as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. So each storage
+    counts once, from the moment it is first seen until it is freed. Storages are identified by
+    object and tracked by weak reference: an allocator reuses an address within microseconds.
+
+    The category of a storage may become known late: a tensor turns out to be a saved activation
+    when the backward begins, or a gradient when it has ended. So the peak is kept as the set of
+    records that were alive then, not as numbers by category.
+    """
+
+    def __init__(self, *, granule: int = 1) -> None:
+        self.current = 0
+        self.given = 0  # The part of `current` that was first seen as an input.
+        self.peak = 0
+        self.largest = 0
+        self.clock = 0
+        self._granule = granule
+        self.live: dict[int, Record] = {}  # By the address of the storage object.
+        self._peak_at = 0
+        # Alive at the peak and freed since. They are needed to split the peak by category.
+        self._dead_since_peak: list[Record] = []
+
+    def see(self, storage: torch.UntypedStorage, category: str) -> Record:
+        """Return the record of a storage; a new storage gets this category."""
+        key = storage_id(storage)
+        record = self.live.get(key)
+        if record is not None:
+            if record.nbytes == self._rounded(storage.nbytes()):
+                return record
+            category = record.category  # Resized: end the old record, which may be in the peak.
+            if record.ref is not None:
+                self._died(record.ref)
+        self.clock += 1
+        record = Record(self._rounded(storage.nbytes()), category, self.clock)
+        reference = _StorageRef(storage, self._died)
+        reference.key = key
+        reference.record = record
+        record.ref = reference
+        self.live[key] = record
+        self.largest = max(self.largest, record.nbytes)
+        if record.is_given:
+            self.given += record.nbytes
+        self._grow(record.nbytes)
+        return record
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Update the size of a storage; ignore one that was never seen."""
+        record = self.live.get(storage_id(storage))
+        if record is not None:
+            self.see(storage, record.category)
+
+    def reset_peak(self) -> None:
+        """Reset the peak to the bytes that are alive now."""
+        self.peak = self.current
+        self.largest = 0
+        self._peak_at = self.clock
+        self._dead_since_peak.clear()
+
+    def since(self, born: int) -> Iterator[Record]:
+        """Return the live records that were first seen after `born`, youngest first."""
+        # A dict keeps insertion order, so this visits only the young records. Copy them to a list:
+        # garbage collection may free a storage while the caller iterates.
+        young: list[Record] = []
+        for record in reversed(self.live.values()):
+            if record.born <= born:
+                break
+            young.append(record)
+        return iter(young)
+
+    def current_by_category(self) -> dict[str, int]:
+        """Return the live bytes now, by category, with 0 for empty ones."""
+        return _by_category(list(self.live.values()))
+
+    def peak_by_category(self) -> dict[str, int]:
+        """Return the bytes alive at the peak, by category; they add up to `peak`."""
+        at_peak = [r for r in list(self.live.values()) if r.born <= self._peak_at]
+        return _by_category(at_peak + self._dead_since_peak)
+
+    def _grow(self, nbytes: int) -> None:
+        self.current += nbytes
+        if self.current > self.peak:
+            self.peak = self.current
+            self._peak_at = self.clock
+            self._dead_since_peak.clear()
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(reference, _StorageRef)
+        record = reference.record
+        record.ref = None
+        if self.live.get(reference.key) is record:
+            del self.live[reference.key]
+        self.current -= record.nbytes
+        if record.is_given:
+            self.given -= record.nbytes
+        if record.born <= self._peak_at:
+            self._dead_since_peak.append(record)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granule) * self._granule
+
+
+def _by_category(records: list[Record]) -> dict[str, int]:
+    totals = dict.fromkeys(CATEGORIES, 0)
+    for record in records:
+        totals[record.category] = totals.get(record.category, 0) + record.nbytes
+    return totals
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage as long as it is alive."""
+    key: int = storage._cdata
+    return key
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages of a tensor: one if it is plain, several if sparse or wrapped."""
+    parts = _parts_of(tensor)
+    if parts is None:
+        return [tensor.untyped_storage()]
+    return [storage for part in parts for storage in storages_of(part)]
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the inner tensors of a tensor, or None if it has a storage itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        parts = (getattr(tensor, name) for name in names)
+        return [part for part in parts if isinstance(part, torch.Tensor)]  # Skip DTensor's mesh.
+    layout = tensor.layout
+    if layout is torch.strided:
+        return None
+    if layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # An opaque layout (MKL-DNN): Python cannot reach its bytes.

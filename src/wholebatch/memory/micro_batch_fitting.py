@@ -17,16 +17,13 @@ from wholebatch.core.splitting import Tokens, batch_size_of, split_numbered
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
-from wholebatch.memory.batchnorm_choice import choose_in_lock_step
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
-from wholebatch.memory.choose_micro_batch import Choice
+from wholebatch.memory.choose_micro_batch import Choice, choose_in_lock_step, resize_batch
 from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
-from wholebatch.memory.prediction_correction import choose_on_device
-from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.memory.size_in_force import Sizing
-from wholebatch.memory.trial_step import held_bytes, try_out
+from wholebatch.memory.trial_step import choose_on_device, held_bytes, try_out
 
 __all__ = ["Fitting"]
 
@@ -303,7 +300,7 @@ class Fitting:
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
             return samples
-        self.said = choice.said()
+        self.said = choice.summary()
         _log.info("%s", self.said)
         return choice.micro_batch
 

@@ -135,7 +135,7 @@ class Recovery:
             yield attempt
             if attempt.failure is None:
                 if self._draws_on_host is None:
-                    self._draws_on_host = not before.host_draws_same(ForwardState())
+                    self._draws_on_host = not before.draws_same(ForwardState(), host=True)
                 return
             discard()
             before.restore()

@@ -1,32 +1,42 @@
-"""A window as plain as can be: for predictions on fake tensors, and trial steps on real ones."""
+"""A window with nothing but its allocations, for predictions on fake tensors and trial steps.
+
+It allocates what a window of the library allocates, up to a few scalars. Gradients that leave the
+device (`wholebatch.offload`) have nowhere to go in a prediction: they are dropped in the same
+hooks, and those that come back for the optimizer's step are allocated again, bucket by bucket.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor, nn
 
 from wholebatch.core import precision as precisions
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.noise_scale.gradient_norms import Incoming
-from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
-from wholebatch.distributed.gradient_buckets import Buckets
+from wholebatch.distributed.ddp import Buckets
+from wholebatch.errors import OptionError
 from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
-from wholebatch.memory.offload_memory import Elsewhere
+from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
+from wholebatch.offload.transfer_to_host import ring_bytes
 
-__all__ = ["PlainWindow", "Reduction"]
+__all__ = [
+    "PlainWindow",
+    "Reduction",
+    "bucket_bytes_of",
+    "check_gradients",
+    "held_on_device",
+]
 
 Reduction: TypeAlias = Literal["overlap", "after"]
 
 
 class PlainWindow:
-    """A window as plain as can be: forwards and backwards, then the update; nothing is normalised.
-
-    It allocates what a window of the library allocates, up to a few scalars.
-    """
+    """Forwards and backwards, then the update; nothing is normalised."""
 
     def __init__(
         self,
@@ -47,8 +57,7 @@ class PlainWindow:
         self._sharding = sharding
         self._lock_step: LockStep | None = None
         if lock_step is not None:
-            norms = [*batchnorms(model), *tracked_instance_norms(model)]
-            self._lock_step = LockStep(norms, model=model, hold=lock_step)
+            self._lock_step = LockStep(model, hold=lock_step)
         self._reduction = reduction
         self._incoming = Incoming() if noise else None
         self._sent = sent
@@ -59,10 +68,10 @@ class PlainWindow:
             precision, next(model.parameters()).device.type, keeps=sharding is None
         )
         self._sixteen_bit = precisions.SixteenBit([] if optimizer is None else [optimizer])
-        self._elsewhere: Elsewhere | None = None
+        self._offloaded: _OffloadedGradients | None = None
         self.steps_in_backward = gradients == "release"
         if gradients != "device":
-            self._elsewhere = Elsewhere(gradients, model, optimizer, around_update)
+            self._offloaded = _OffloadedGradients(gradients, model, optimizer, around_update)
 
     def run(self, micros: Sequence[Any]) -> None:
         """Train on these micro-batches once."""
@@ -71,17 +80,17 @@ class PlainWindow:
         self.clear()
 
     def add_all(self, micros: Sequence[Any]) -> None:
-        """Everything before the optimizer's step."""
+        """Run everything before the optimizer's step."""
         self._begin()
         self._add(micros)
 
     def add_last(
         self, micro: Any, *, after_forward: bool, with_gradients: Sequence[torch.nn.Parameter]
     ) -> None:
-        """The last of several micro-batches alone: where the others have left what they leave.
+        """Run the last of several micro-batches alone, in the state that the others leave.
 
-        These parameters have gradients, and casts of weights are kept if there was a forward. The
-        backwards before it take no more than the last: they find what it finds, or less.
+        `with_gradients` have gradients, and casts of weights are kept if there was a forward. The
+        backwards before it need no more than the last: they find what it finds, or less.
         """
         self._begin()
         if after_forward:
@@ -92,7 +101,7 @@ class PlainWindow:
         self._add([micro])
 
     def make_state(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """One step with gradients for these parameters, which are dropped again."""
+        """Make the optimizer's state by one step, with gradients for these parameters."""
         assert self._optimizer is not None
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
@@ -106,29 +115,33 @@ class PlainWindow:
 
     def _add(self, micros: Sequence[Any]) -> None:
         if self._lock_step is not None and len(micros) > 1:
-            self._lock_step.run(micros, forward=self._forward, backward=self._backward)
-            with self._reducing(self._reduction is not None, overlap=False):
-                pass
+            self._lock_step.run(micros, forward=self._forward, backward=torch.autograd.backward)
+            after = self._reduction is not None
         else:
-            overlap = self._reduction == "overlap"
-            if self._incoming is not None:
-                self._incoming.attach([p for p in self._model.parameters() if p.requires_grad])
-            for place, micro in enumerate(micros):
-                totals = self._forward(micro)
-                is_last = place == len(micros) - 1
-                if self._sharding is not None:
-                    reduces_next(self._model, is_last or self._sharding.sync == "every")
-                with self._reducing(overlap and is_last, overlap=True), self._leaving(is_last):
-                    self._backward(totals)
-                if self._incoming is not None:
-                    self._incoming.take()
-                del totals
-            if self._incoming is not None:
-                self._incoming.detach()
-            with self._reducing(self._reduction == "after", overlap=False):
-                pass
+            self._add_in_turn(micros)
+            after = self._reduction == "after"
+        with self._reducing(after, overlap=False):
+            pass
         self._casts.end()
         self._sixteen_bit.round_once()
+
+    def _add_in_turn(self, micros: Sequence[Any]) -> None:
+        if self._incoming is not None:
+            self._incoming.attach([p for p in self._model.parameters() if p.requires_grad])
+        for place, micro in enumerate(micros):
+            totals = self._forward(micro)
+            is_last = place == len(micros) - 1
+            if self._sharding is not None:
+                reduces_next(self._model, is_last or self._sharding.sync == "every")
+            leaving = self._offloaded.backward(last=is_last) if self._offloaded else nullcontext()
+            overlaps = self._reduction == "overlap" and is_last
+            with self._reducing(overlaps, overlap=True), leaving:
+                torch.autograd.backward(totals)
+            if self._incoming is not None:
+                self._incoming.take()
+            del totals
+        if self._incoming is not None:
+            self._incoming.detach()
 
     def _forward(self, micro: Any) -> list[torch.Tensor]:
         with self._casts.forward():
@@ -137,14 +150,6 @@ class PlainWindow:
             return [result.total]
         return [term.total for term in result.by_name.values()]
 
-    def _backward(self, totals: list[torch.Tensor]) -> None:
-        torch.autograd.backward(totals)
-
-    def _leaving(self, is_last: bool) -> AbstractContextManager[None]:
-        if self._elsewhere is None:
-            return nullcontext()
-        return self._elsewhere.backward(last=is_last)
-
     def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
         if not reduces:
             return nullcontext()
@@ -152,13 +157,118 @@ class PlainWindow:
         return Buckets(trained, None, lambda work: None, send=self._sent).reducing(overlap=overlap)
 
     def step(self) -> None:
-        """The optimizer's step; gradients stay."""
+        """Run the optimizer's step; gradients stay."""
         if self._optimizer is not None:
             with self._around_update():
-                (self._elsewhere or self._optimizer).step()
+                (self._offloaded or self._optimizer).step()
 
     def clear(self) -> None:
         """Drop the gradients."""
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
         self._sixteen_bit.end()
+
+
+def check_gradients(gradients: str) -> None:
+    """Refuse an unknown place of the gradients."""
+    if gradients not in ("device", *BUCKET_BYTES):
+        allowed = ", ".join(map(repr, ("device", *BUCKET_BYTES)))
+        raise OptionError(f"gradients={gradients!r}: must be one of {allowed}")
+
+
+def bucket_bytes_of(gradients: str) -> int:
+    """Return the bytes of gradients that are on the device at a time; 0 means all of them."""
+    return BUCKET_BYTES.get(gradients, 0)
+
+
+def held_on_device(gradients: str, model: nn.Module, device: torch.device) -> int:
+    """Return the bytes that a way to keep gradients holds on the device all the time."""
+    if gradients != "host" or device.type != "cuda":
+        return 0
+    return ring_bytes(sum(4 * p.numel() for p in model.parameters() if p.requires_grad))
+
+
+class _OffloadedGradients:
+    """The hooks and the optimizer's step of a window whose gradients leave the device."""
+
+    def __init__(
+        self,
+        gradients: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        around_update: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._around_update = around_update
+        self._gradients = gradients
+        self._optimizer = optimizer
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._most = bucket_bytes(self._parameters, BUCKET_BYTES[gradients])
+        self._ready: list[nn.Parameter] = []
+        self._bytes = 0
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Install the hooks around one backward; after the `last` one, gradients are final."""
+        made = self._release if self._gradients == "release" else _leave
+        if self._gradients == "release" and not last:
+            yield
+            return
+        handles = [p.register_post_accumulate_grad_hook(made) for p in self._parameters]
+        try:
+            yield
+            self._flush()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _release(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        self._ready.append(parameter)
+        self._bytes += parameter.numel() * parameter.element_size()
+        if self._bytes > self._most:
+            self._flush()
+
+    def _flush(self) -> None:
+        ready, self._ready, self._bytes = self._ready, [], 0
+        kept = [parameter.grad_dtype for parameter in ready]
+        for parameter in ready:
+            if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
+                precisions.round_gradient(parameter)
+        if ready and self._optimizer is not None:
+            with self._around_update(), only(self._optimizer, ready):
+                self._optimizer.step()
+        for parameter, dtype in zip(ready, kept, strict=True):
+            parameter.grad = None
+            parameter.grad_dtype = dtype
+
+    def step(self) -> None:
+        """Step all parameters in buckets, with the gradients of one bucket at a time."""
+        if self._optimizer is None or self._gradients == "release":
+            return
+        for bucket in _buckets(self._parameters, self._most):
+            kept = [parameter.grad_dtype for parameter in bucket]
+            for parameter in bucket:
+                parameter.grad_dtype = parameter.dtype  # Sums are rounded to it before the step.
+                parameter.grad = torch.empty_like(parameter)
+            with only(self._optimizer, bucket):
+                self._optimizer.step()
+            for parameter, dtype in zip(bucket, kept, strict=True):
+                parameter.grad = None
+                parameter.grad_dtype = dtype
+
+
+def _leave(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
+    buckets: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if not buckets or filled + size > most:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(parameter)
+        filled += size
+    return buckets

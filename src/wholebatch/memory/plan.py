@@ -5,8 +5,8 @@ Everything here is predicted. It needs neither the device nor memory for the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,11 +19,10 @@ from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
     repeated_blocks,
 )
-from wholebatch.memory.choose_micro_batch import largest_fitting, spare
+from wholebatch.memory.choose_micro_batch import largest_fitting, needed, resize_batch
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.make_it_fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
-from wholebatch.memory.resized_batches import resize_batch
 
 __all__ = ["Plan", "Point", "Variant", "make_plan"]
 
@@ -95,33 +94,77 @@ class Plan:
         return f"{product} = {samples}{uneven}"
 
 
-class _Peaks:
-    """Cached predictions for one way of running."""
+@dataclass(frozen=True)
+class _Planned:
+    """The model and the batch of a plan, and the devices that it is for."""
 
-    def __init__(
-        self,
-        predict: Callable[[int], Prediction],
-        device: torch.device,
-        *,
-        budget: int,
-    ) -> None:
-        self._predict = predict
-        self._device = device
-        self._budget = budget
+    predictor: Predictor
+    model: torch.nn.Module
+    batch: Any
+    static: Static
+    budget: int
+    ranks: int
+    most: int
+    """The samples of a batch on one rank."""
+    sharding: Sharding | None
+
+    def peaks(self, precision: str, gradients: str = "device") -> _PeaksBySize:
+        """Return the predictions for one way of running."""
+        return _PeaksBySize(self, precision, gradients)
+
+    def sample(self, size: int = 1) -> Any:
+        """Return a batch of this size."""
+        return resize_batch(self.batch, size, static=self.static)
+
+
+class _PeaksBySize:
+    """Cached predictions for one way of running, by the size of the micro-batch."""
+
+    def __init__(self, planned: _Planned, precision: str, gradients: str) -> None:
+        self.precision = precision
+        self.gradients = gradients
+        self._planned = planned
         self.made: dict[int, Prediction] = {}
 
     def at(self, size: int) -> Prediction:
+        planned = self._planned
         if size not in self.made:
-            self.made[size] = self._predict(size)
+            # Data-parallel ranks all-reduce buckets of gradients during the last backward.
+            reduces = planned.ranks > 1 and planned.sharding is None
+            self.made[size] = planned.predictor.peak(
+                planned.sample(size),
+                precision=self.precision,
+                micro_batches=1 if size == planned.most else 2,
+                gradients=self.gradients,
+                reduction="overlap" if reduces else None,
+                sharding=planned.sharding,
+            )
         return self.made[size]
 
     def need(self, size: int) -> int:
-        found = self.at(size)
-        return found.peak + spare(found, self._device)
+        """Return the bytes that a device must have for this size."""
+        return needed(self.at(size), self._planned.predictor.device)
+
+    def fits(self, size: int) -> bool:
+        return self.need(size) <= self._planned.budget
 
     def point(self, size: int) -> Point:
         found = self.at(size)
-        return Point(size, found.peak, found.by_category, self.need(size) <= self._budget)
+        return Point(size, found.peak, found.by_category, self.fits(size))
+
+    def variant(
+        self, size: int, *, checkpointing: bool, like: _PeaksBySize | None = None
+    ) -> Variant:
+        """Return this way of running; `like` has the same slope and saves a prediction."""
+        size, budget = min(size, self._planned.most), self._planned.budget
+        high = self.need(size)
+        low = self.need(1) if like is None else high - like.need(size) + like.need(1)
+        if low > budget:  # Never report "nothing fits" from an estimate.
+            low = self.need(1)
+        slope = max(1.0, (high - low) / max(1, size - 1))
+        about = 0 if low > budget else min(self._planned.most, 1 + int((budget - low) / slope))
+        peak = self.at(size).peak
+        return Variant(self.precision, checkpointing, size, peak, about, self.gradients)
 
 
 def make_plan(
@@ -144,6 +187,49 @@ def make_plan(
     With `sync`, FSDP2 shards the model over them block by block: `"hold"` keeps whole gradients
     until the last micro-batch, `"every"` keeps slices. Otherwise each device holds the whole model.
     """
+    _check_sizes(batch_size, ranks, budget)
+    sharding = None if sync is None else Sharding(ranks, sync)
+    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    most = -(-batch_size // ranks)
+    planned = _Planned(predictor, model, batch, static, budget, ranks, most, sharding)
+    here = planned.peaks(precision)
+    # Use one group for all predictions, so that they can share copies of the model.
+    with nullcontext() if sharding is None else pretended_ranks(ranks):
+        largest = largest_fitting(here.need, budget=budget, most=most)
+        fits = here.fits(largest)
+        steps = -(-most // largest)
+        even = -(-most // steps)
+        points = _points(here, even, largest, most)
+        others = _variants(planned, here, max(2, largest), optimizer) if variants else []
+        rungs: list[Rung] = []
+        if not fits:
+            rungs = ladder(
+                model,
+                loss,
+                planned.sample(),
+                budget=budget,
+                optimizer=optimizer,
+                precision=precision,
+                device=predictor.device,
+                sharding=sharding,
+            )
+    return Plan(
+        batch_size=batch_size,
+        ranks=ranks,
+        budget=budget,
+        precision=precision,
+        points=points,
+        micro_batch=even if fits else None,
+        largest=largest if fits else None,
+        steps=steps if fits else 0,
+        variants=tuple(others),
+        rungs=tuple(rungs),
+        seconds=sum(found.seconds for found in here.made.values()),
+        sync=sync,
+    )
+
+
+def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:
     for name, value in (("batch_size", batch_size), ("ranks", ranks), ("budget", budget)):
         if value < 1:
             raise OptionError(f"{name}={value}: must be at least 1")
@@ -151,141 +237,48 @@ def make_plan(
         raise OptionError(
             f"batch_size={batch_size} on {ranks} ranks: must be at least one sample for each"
         )
-    sharding = None if sync is None else Sharding(ranks, sync)
-    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
-    target = predictor.device
-    most = -(-batch_size // ranks)
-
-    def peaks(
-        precision: str, gradients: str = "device", sharding: Sharding | None = sharding
-    ) -> _Peaks:
-        def predict(size: int) -> Prediction:
-            return predictor.peak(
-                resize_batch(batch, size, static=static),
-                precision=precision,
-                micro_batches=1 if size == most else 2,
-                gradients=gradients,
-                # Data-parallel ranks all-reduce buckets of gradients during the last backward.
-                reduction="overlap" if ranks > 1 and sharding is None else None,
-                sharding=sharding,
-            )
-
-        return _Peaks(predict, target, budget=budget)
-
-    # Use one group for all predictions, so that they can share copies of the model.
-    with nullcontext() if sharding is None else pretended_ranks(ranks):
-        here = peaks(precision)
-        chosen = largest_fitting(here.need, budget=budget, most=most)
-        fits = here.need(chosen) <= budget
-        # For the plot, add a few powers of two, up to the first size that does not fit.
-        beyond = min((size for size in here.made if here.need(size) > budget), default=most + 1)
-        size = 1
-        while size < beyond and len(here.made) < _POINTS:
-            here.need(size)
-            size *= 2
-        steps = -(-most // chosen)
-        even = -(-most // steps)
-        if fits:
-            here.need(even)
-        shown = tuple(here.point(size) for size in _shown(here.made, even, chosen))
-        others: list[Variant] = []
-        if variants:
-            others = _variants(
-                model, peaks, here, precision, max(2, chosen), budget=budget, most=most
-            )
-            if sharding is not None:
-                other: Literal["hold", "every"] = "every" if sync == "hold" else "hold"
-                known = peaks(precision, sharding=Sharding(ranks, other))
-                is_on, at = others[0].checkpointing, others[0].micro_batch
-                row = _variant(known, precision, is_on, at, budget, most, like=here)
-                others = [*(replace(one, sync=sync) for one in others), replace(row, sync=other)]
-            elif optimizer is not None and target.type == "cuda":
-                for gradients in _elsewhere(optimizer):
-                    known = peaks(precision, gradients)
-                    is_on = others[0].checkpointing
-                    at = others[0].micro_batch
-                    others.append(
-                        _variant(known, precision, is_on, at, budget, most, gradients, here)
-                    )
-        rungs: Sequence[Rung] = ()
-        if not fits:
-            sample = resize_batch(batch, 1, static=static)
-            rungs = ladder(
-                model,
-                loss,
-                sample,
-                budget=budget,
-                optimizer=optimizer,
-                precision=precision,
-                device=target,
-                sharding=sharding,
-            )
-        return Plan(
-            batch_size=batch_size,
-            ranks=ranks,
-            budget=budget,
-            precision=precision,
-            points=shown,
-            micro_batch=even if fits else None,
-            largest=chosen if fits else None,
-            steps=steps if fits else 0,
-            variants=tuple(others),
-            rungs=tuple(rungs),
-            seconds=sum(found.seconds for found in here.made.values()),
-            sync=sync,
-        )
 
 
-def _shown(made: dict[int, Prediction], even: int, largest: int) -> list[int]:
+def _points(here: _PeaksBySize, even: int, largest: int, most: int) -> tuple[Point, ...]:
     """Return the sizes to show: powers of two, the choice, the largest, and the next above it."""
-    beyond = min((size for size in made if size > largest), default=largest)
-    return sorted(s for s in made if s & (s - 1) == 0 or s in (even, largest, beyond))
+    # Add a few powers of two, up to the first size that does not fit.
+    beyond = min((size for size in here.made if not here.fits(size)), default=most + 1)
+    size = 1
+    while size < beyond and len(here.made) < _POINTS:
+        here.at(size)
+        size *= 2
+    if here.fits(largest):
+        here.at(even)
+    above = min((size for size in here.made if size > largest), default=largest)
+    shown = sorted(s for s in here.made if s & (s - 1) == 0 or s in (even, largest, above))
+    return tuple(here.point(size) for size in shown)
 
 
 def _variants(
-    model: torch.nn.Module,
-    peaks: Callable[..., _Peaks],
-    here: _Peaks,
-    precision: str,
-    size: int,
-    *,
-    budget: int,
-    most: int,
+    planned: _Planned, here: _PeaksBySize, size: int, optimizer: torch.optim.Optimizer | None
 ) -> list[Variant]:
-    blocks = repeated_blocks(model)
+    """Return other ways to run: precisions, with checkpointing, and other places of gradients."""
+    model, precision = planned.model, here.precision
     is_on = any(is_checkpointed(module) for module in model.modules())
-    found = []
-    for again in (False, True):
-        if again and (is_on or not blocks):
-            continue
-        around: AbstractContextManager[object] = checkpointed(model) if again else nullcontext()
-        with around:
-            for one in dict.fromkeys((precision, "full", *lower_precisions(model, "full"))):
-                known = here if one == precision and not again else peaks(one)
-                found.append(_variant(known, one, again or is_on, min(size, most), budget, most))
+    precisions = dict.fromkeys((precision, "full", *lower_precisions(model, "full")))
+    found = [
+        (here if one == precision else planned.peaks(one)).variant(size, checkpointing=is_on)
+        for one in precisions
+    ]
+    if not is_on and repeated_blocks(model):
+        with checkpointed(model):
+            found += [planned.peaks(one).variant(size, checkpointing=True) for one in precisions]
+    if planned.sharding is not None:
+        sync = planned.sharding.sync
+        other: Literal["hold", "every"] = "every" if sync == "hold" else "hold"
+        peaks = replace(planned, sharding=Sharding(planned.ranks, other)).peaks(precision)
+        row = peaks.variant(size, checkpointing=is_on, like=here)
+        return [*(replace(one, sync=sync) for one in found), replace(row, sync=other)]
+    if optimizer is not None and planned.predictor.device.type == "cuda":
+        # Two of these need Adam's moments (AdamW is a subclass).
+        adam = isinstance(optimizer, torch.optim.Adam)
+        places = ("host", "swap", "release", "moments") if adam else ("host", "release")
+        for gradients in places:
+            peaks = planned.peaks(precision, gradients)
+            found.append(peaks.variant(size, checkpointing=is_on, like=here))
     return found
-
-
-def _elsewhere(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the other ways to keep gradients; two need Adam's moments (AdamW is a subclass)."""
-    adam = isinstance(optimizer, torch.optim.Adam)
-    return ("host", "swap", "release", "moments") if adam else ("host", "release")
-
-
-def _variant(
-    known: _Peaks,
-    precision: str,
-    checkpointing: bool,
-    at: int,
-    budget: int,
-    most: int,
-    gradients: str = "device",
-    like: _Peaks | None = None,
-) -> Variant:
-    """Build a variant from its peaks. `like` has the same slope and saves a prediction."""
-    high = known.need(at)
-    low = known.need(1) if like is None else high - like.need(at) + like.need(1)
-    low = known.need(1) if low > budget else low  # Never report "nothing fits" from an estimate.
-    slope = max(1.0, (high - low) / max(1, at - 1))
-    about = 0 if low > budget else min(most, 1 + int((budget - low) / slope))
-    return Variant(precision, checkpointing, at, known.at(at).peak, about, gradients)

@@ -8,38 +8,64 @@ prediction.peak, prediction.by_category["activations"]
 A whole window (forward and backward of the micro-batches, the update) runs on fake tensors, which
 have shapes but no data, under the same meter that counts a real run. On the CPU the two agree to
 the byte.
+
+A prediction needs the peak of the forwards and backwards, and that of the optimizer's step. The
+second is the same for every micro-batch size and precision, so it runs once. Of the first only the
+last micro-batch of a window counts: it finds the gradients and the cast weights of the others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
+from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.lock_step import Hold
-from wholebatch.errors import OptionError
-from wholebatch.memory.fake_windows import CUDA_WORKSPACES, Ran, Rehearsal, Way
-from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
-from wholebatch.memory.offload_memory import check_gradients
-from wholebatch.memory.plain_window import PlainWindow, Reduction
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.memory.fake_meter import FakeMeter
+from wholebatch.memory.fake_tensors import (
+    as_on_cuda,
+    fake_batch,
+    fake_mode_of,
+    fake_model,
+    fake_optimizer,
+    masks_as_for,
+)
+from wholebatch.memory.fsdp_sharding import Sharding, gathered, group_now, pretended_ranks, shard
+from wholebatch.memory.plain_window import (
+    PlainWindow,
+    Reduction,
+    bucket_bytes_of,
+    check_gradients,
+    held_on_device,
+)
 
-__all__ = [
-    "CUDA_WORKSPACES",
-    "PlainWindow",
-    "Prediction",
-    "Predictor",
-    "Reduction",
-    "Sharding",
-    "predict_peak",
-    "target_device",
-]
+__all__ = ["CUDA_WORKSPACES", "Prediction", "Predictor", "predict_peak"]
+
+CUDA_GRANULE = 512
+"""CUDA's caching allocator hands out blocks of multiples of this many bytes."""
+
+CUDA_WORKSPACES = 64 * 2**20
+"""The workspaces of cuBLAS and cuBLASLt on a Hopper GPU: 32 MiB each (less on others)."""
 
 _ENOUGH_IN_LOCK_STEP = 3
 """The number of lock-step micro-batches to simulate; each further one adds the same bytes."""
+
+_STATE = "optimizer state"
+_LEAVING = ("host", "swap", "moments")
+"""Gradients that do not stay on the device from one micro-batch to the next."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +83,84 @@ class Prediction:
     """
 
 
+@dataclass(frozen=True)
+class _WindowOptions:
+    """The options of a simulated window; `predict_peak` explains them."""
+
+    precision: str = "full"
+    micro_batches: int = 2
+    first: bool = False
+    lock_step: Hold | None = None
+    reduction: Reduction | None = None
+    gradients: str = "device"
+    noise: bool = False
+    sharding: Sharding | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise OptionError(f"micro_batches={self.micro_batches}: must be at least 1")
+        check_gradients(self.gradients)
+        if self.sharding is not None and (self.gradients != "device" or self.lock_step is not None):
+            raise OptionError(
+                f"sharding with gradients={self.gradients!r} or micro-batches in lock-step:"
+                " a sharded model keeps its gradients where its engine does, and its micro-batches"
+                " run one after the other"
+            )
+
+
+@dataclass(frozen=True)
+class _Peaks:
+    """The peaks, by category, of a window's two halves, and its largest single allocation."""
+
+    adding: dict[str, int]
+    stepping: dict[str, int]
+    largest: int
+
+    def of_more(self, before: _Peaks, more: int) -> _Peaks:
+        """Extrapolate to `more` micro-batches, each adding as much as this one since `before`."""
+        adding = {
+            name: size + more * (size - before.adding[name]) for name, size in self.adding.items()
+        }
+        return replace(self, adding=adding)
+
+    def with_held(self, held: int) -> _Peaks:
+        """Add bytes that are held all the time."""
+        adding, stepping = (
+            {**half, "temporaries": half["temporaries"] + held}
+            for half in (self.adding, self.stepping)
+        )
+        return _Peaks(adding, stepping, self.largest)
+
+
+@dataclass
+class _Copy:
+    """The model without its bytes, for one way of calling its modules."""
+
+    mode: FakeTensorMode
+    model: torch.nn.Module
+    parameters: dict[int, torch.nn.Parameter]
+    has_run: bool = False
+    trained: list[torch.nn.Parameter] | None = None
+    """The parameters that a backward gives a gradient; None before the first backward."""
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """The bytes of state that an optimizer's first step makes, and the peak of its last step."""
+
+    made: int
+    beyond: dict[str, int] = field(default_factory=dict)
+    largest: int = 0
+
+
+class _GradientMissing(Exception):
+    """A parameter that was assumed to be trained got no gradient."""
+
+
+class _GradientIsView(Exception):
+    """A gradient is a view into something larger, which it keeps alive."""
+
+
 class Predictor:
     """Predictions for one model, loss and optimizer; later ones are faster than the first.
 
@@ -72,62 +176,216 @@ class Predictor:
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.device = target_device(model, device)
-        self._rehearsal = Rehearsal(model, loss, optimizer=optimizer, target=self.device)
+        self.device = _target_device(model, device)
+        self._model = model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._on_cuda = self.device.type == "cuda"
+        self._is_missing = self._on_cuda and not torch.cuda.is_available()
+        self._run_on = torch.device("cpu") if self._is_missing else self.device
+        self._copies: dict[tuple[Any, ...], _Copy] = {}
+        self._steps: dict[tuple[Any, ...], _Stepped] = {}
+        self._leaving: dict[tuple[Any, ...], _Peaks] = {}
 
-    def peak(
-        self,
-        batch: Any,
-        *,
-        precision: str = "full",
-        micro_batches: int = 2,
-        first: bool = False,
-        lock_step: Hold | None = None,
-        reduction: Reduction | None = None,
-        gradients: str = "device",
-        noise: bool = False,
-        sharding: Sharding | None = None,
-    ) -> Prediction:
+    def peak(self, batch: Any, **options: Any) -> Prediction:
         """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s."""
-        if micro_batches < 1:
-            raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
-        check_gradients(gradients)
-        if sharding is not None and (gradients != "device" or lock_step is not None):
-            raise OptionError(
-                f"sharding with gradients={gradients!r} or micro-batches in lock-step:"
-                " a sharded model keeps its gradients where its engine does, and its micro-batches"
-                " run one after the other"
-            )
+        window = _WindowOptions(**options)
+        if window.gradients != "device":
+            # Gradients off the device are reduced one bucket at a time, at the close, and noise is
+            # not measured.
+            window = replace(window, reduction=None, noise=False)
         began = time.perf_counter()
-        way = Way(
-            precision=precision,
-            first=first,
-            lock_step=lock_step,
-            # Gradients off the device are reduced one bucket at a time, at the close.
-            reduction=reduction if gradients == "device" else None,
-            gradients=gradients,
-            noise=noise and gradients == "device",  # Otherwise noise is not measured.
-            sharding=sharding,
-        )
-
-        def run(count: int) -> Ran:
-            with nullcontext() if sharding is None else pretended_ranks(sharding.ranks):
-                return self._rehearsal.run(batch, replace(way, micro_batches=count))
-
-        if lock_step is None:
-            ran = run(min(micro_batches, 2))  # The third starts from the same state as the second.
-        elif micro_batches <= _ENOUGH_IN_LOCK_STEP:
-            ran = run(micro_batches)
-        else:
-            ran = _continued(
-                run(_ENOUGH_IN_LOCK_STEP - 1),
-                run(_ENOUGH_IN_LOCK_STEP),
-                micro_batches - _ENOUGH_IN_LOCK_STEP,
-            )
-        by_category = max(ran.adding, ran.stepping, key=lambda one: sum(one.values()))
+        with nullcontext() if window.sharding is None else pretended_ranks(window.sharding.ranks):
+            peaks = self._peaks(batch, window)
+        by_category = max(peaks.adding, peaks.stepping, key=lambda one: sum(one.values()))
         return Prediction(
-            sum(by_category.values()), by_category, time.perf_counter() - began, ran.largest
+            sum(by_category.values()), by_category, time.perf_counter() - began, peaks.largest
         )
+
+    def _peaks(self, batch: Any, window: _WindowOptions) -> _Peaks:
+        """Simulate as many micro-batches as are needed to know the peaks of all."""
+        count, enough = window.micro_batches, _ENOUGH_IN_LOCK_STEP
+        if window.lock_step is None:  # The third starts from the same state as the second.
+            return self._run(batch, replace(window, micro_batches=min(count, 2)))
+        if count <= enough:
+            return self._run(batch, window)
+        before = self._run(batch, replace(window, micro_batches=enough - 1))
+        last = self._run(batch, replace(window, micro_batches=enough))
+        return last.of_more(before, count - enough)
+
+    def _run(self, batch: Any, window: _WindowOptions) -> _Peaks:
+        """Return the peaks of a window whose micro-batches are like `batch`."""
+        kinds: tuple[Any, ...] = tuple(
+            (type(module), module.training) for module in self._model.modules()
+        )
+        if window.sharding is not None:
+            kinds = (*kinds, window.sharding.ranks, group_now())
+        if kinds not in self._copies:
+            self._copies[kinds] = self._copy(window.sharding)
+        copy = self._copies[kinds]
+        # Gradients that leave with buckets of the same size leave at the same moments.
+        alike = replace(window, gradients="device"), bucket_bytes_of(window.gradients)
+        key = (kinds, alike, _shapes_of(batch))
+        leaves = self._place(window) in _LEAVING
+        peaks = self._leaving.get(key) if leaves else None
+        if peaks is None:
+            try:
+                peaks = self._simulated(copy, batch, window)
+            except BaseException:
+                del self._copies[kinds]  # its state is unknown
+                raise
+        if leaves:
+            self._leaving[key] = peaks
+        if not self._on_cuda:
+            return peaks
+        held = held_on_device(window.gradients, copy.model, self.device)
+        return peaks.with_held(CUDA_WORKSPACES + held)
+
+    def _place(self, window: _WindowOptions) -> str:
+        """Return the place of the gradients; on a CPU, the host is the device."""
+        to_host = window.gradients in ("host", "swap")
+        return "device" if to_host and not self._on_cuda else window.gradients
+
+    def _copy(self, sharding: Sharding | None) -> _Copy:
+        mode = fake_mode_of(self._model)
+        model, parameters = fake_model(self._model, mode, self._run_on)
+        if sharding is not None:
+            parameters = shard(model, mode, parameters, ranks=sharding.ranks, device=self._run_on)
+        return _Copy(mode, model, parameters)
+
+    def _simulated(self, copy: _Copy, batch: Any, window: _WindowOptions) -> _Peaks:
+        """Run the last micro-batch alone if that is enough, otherwise all of them."""
+        for _ in range(2):
+            try:
+                return self._simulate(copy, batch, window, last_is_enough=True)
+            except _GradientMissing:
+                pass  # The trained parameters are known now.
+            except _GradientIsView:
+                break
+        return self._simulate(copy, batch, window, last_is_enough=False)
+
+    def _simulate(
+        self, copy: _Copy, batch: Any, options: _WindowOptions, *, last_is_enough: bool
+    ) -> _Peaks:
+        optimizer = self._fake_optimizer(copy, options)
+        micros = [fake_batch(copy.mode, batch, self._run_on)] * options.micro_batches
+        if options.lock_step is not None:  # They are alive at the same time.
+            micros = [fake_batch(copy.mode, batch, self._run_on) for _ in micros]
+        meter = FakeMeter(
+            model=copy.model,
+            optimizer=optimizer,
+            device=self._run_on,
+            granule=CUDA_GRANULE if self._on_cuda else 1,
+        )
+        kernels = as_on_cuda() if self._is_missing else nullcontext()
+        with _untouched(self._model), _quiet(), masks_as_for(batch), kernels, copy.mode, meter:
+            window = PlainWindow(
+                copy.model,
+                self._loss,
+                optimizer=optimizer,
+                precision=options.precision,
+                around_update=meter.answering,
+                lock_step=options.lock_step,
+                reduction=options.reduction,
+                sent=lambda flat: meter.mark("communication", [flat]),
+                gradients=self._place(options),
+                noise=options.noise and options.lock_step is None,
+                sharding=options.sharding,
+            )
+            # Lock-step reads counts of samples, as an optimizer its steps; a loss may read nothing.
+            numbers = meter.answering() if options.lock_step is not None else nullcontext()
+            try:
+                with numbers:
+                    self._add(copy, window, micros, meter, options, last_is_enough)
+                    return self._step(copy, window, meter, options)
+            except (
+                DataDependentOutputException,
+                DynamicOutputShapeException,
+                UnsupportedOperatorException,
+            ) as error:
+                raise UnsupportedError(_why_not(error)) from error
+            finally:
+                window.clear()
+
+    def _fake_optimizer(self, copy: _Copy, options: _WindowOptions) -> torch.optim.Optimizer | None:
+        if self._optimizer is None:
+            return None
+        fake = fake_optimizer(
+            self._optimizer, copy.mode, self._run_on, copy.parameters, on_cuda=self._on_cuda
+        )
+        if options.sharding is not None:
+            fake.state.clear()  # It is that of whole parameters; the step makes slices.
+        return fake
+
+    def _is_first(self, options: _WindowOptions) -> bool:
+        return options.first or self._optimizer is None
+
+    def _add(
+        self,
+        copy: _Copy,
+        window: PlainWindow,
+        micros: Sequence[Any],
+        meter: FakeMeter,
+        options: _WindowOptions,
+        last_is_enough: bool,
+    ) -> None:
+        """Run the forwards and backwards."""
+        needs_state = window.steps_in_backward and not self._is_first(options)
+        alike = options.lock_step is None and options.sharding is None
+        if alike and last_is_enough and len(micros) == 2 and not _has_sparse(copy.model):
+            trained = copy.trained
+            if trained is None:
+                trained = [p for p in copy.model.parameters() if p.requires_grad]
+            if needs_state:
+                window.make_state(trained)
+                meter.reset_peak()
+            there = [] if self._place(options) in _LEAVING else trained
+            with _gradients_checked(copy, there):
+                window.add_last(
+                    micros[0],
+                    after_forward=not copy.has_run or options.precision not in ("full", "fp32"),
+                    with_gradients=there,
+                )
+        else:
+            if options.sharding is not None:
+                if not copy.has_run:  # The first forward creates the whole parameters.
+                    window.add_all(micros[:1])
+                    copy.model.zero_grad(set_to_none=True)
+                meter.mark("parameters", gathered(copy.model))
+                meter.reset_peak()
+            if needs_state:
+                window.add_all(micros)
+                meter.reset_peak()
+            window.add_all(micros)
+        copy.has_run = True
+
+    def _step(
+        self, copy: _Copy, window: PlainWindow, meter: FakeMeter, options: _WindowOptions
+    ) -> _Peaks:
+        """Run the update, and return the peaks of both halves, of a first window or a later one.
+
+        The first step makes the optimizer's state, which exists beside everything from then on. So
+        the forwards and backwards of a later window need what those of the first did, plus the
+        state; its step needs what a second step with the same gradients does.
+        """
+        adding, at_end = meter.peak_by_category, meter.current_by_category
+        largest = meter.largest
+        is_first = self._is_first(options)
+        dtypes = [None if p.grad is None else p.grad.dtype for p in copy.model.parameters()]
+        key = (options.gradients, options.sharding, is_first, *dtypes)
+        if key not in self._steps:
+            if not is_first:
+                window.step()
+            made = meter.current_by_category[_STATE] - at_end[_STATE]
+            meter.reset_peak()
+            window.step()
+            peak = meter.peak_by_category
+            beyond = {name: size - at_end.get(name, 0) for name, size in peak.items()}
+            self._steps[key] = _Stepped(made, beyond, meter.largest)
+        stepped = self._steps[key]
+        adding[_STATE] += stepped.made
+        stepping = {name: at_end.get(name, 0) + size for name, size in stepped.beyond.items()}
+        return _Peaks(adding, stepping, max(largest, stepped.largest))
 
 
 def predict_peak(
@@ -176,15 +434,7 @@ def predict_peak(
     )
 
 
-def _continued(before: Ran, last: Ran, more: int) -> Ran:
-    """Extrapolate to `more` lock-step micro-batches, each adding as much as the last one."""
-    adding = {
-        name: size + more * (size - before.adding[name]) for name, size in last.adding.items()
-    }
-    return Ran(adding, last.stepping, last.largest)
-
-
-def target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
+def _target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
     """Return the device of the step: as given, else the model's; the CPU for a meta model."""
     if device is not None:
         return torch.device(device)
@@ -192,3 +442,83 @@ def target_device(model: torch.nn.Module, device: torch.device | str | None) -> 
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cpu")
+
+
+@contextmanager
+def _gradients_checked(copy: _Copy, there: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Check, after a backward, that it can stand for those before it.
+
+    Every parameter whose gradient was there must get one; the first backward finds those that do.
+    No gradient may be a view: autograd keeps the first one as it is, with all its storage. That
+    happens for a token that is expanded over a batch of one, and for weights that are concatenated
+    before they are used.
+    """
+    reached: set[int] = set()
+    views: list[torch.Size] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size():
+            views.append(gradient.shape)
+
+    handles = [parameter.register_hook(look) for parameter in there]
+    handles += [
+        parameter.register_post_accumulate_grad_hook(lambda one: reached.add(id(one)))
+        for parameter in ([] if copy.trained is not None else there)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if copy.trained is None and there:
+        copy.trained = [parameter for parameter in there if id(parameter) in reached]
+        if len(copy.trained) < len(there):
+            raise _GradientMissing
+    if views:
+        raise _GradientIsView
+
+
+def _shapes_of(batch: Any) -> tuple[Any, ...]:
+    leaves, _ = flatten(batch)
+    values = [leaf.value for leaf in leaves]
+    return tuple((v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor))
+
+
+def _has_sparse(model: torch.nn.Module) -> bool:
+    """True if a gradient may be sparse: its size then depends on the micro-batch."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+@contextmanager
+def _untouched(model: torch.nn.Module) -> Iterator[None]:
+    """Refuse a loss that uses the real model from outside: it would get fake gradients."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        reached = [parameter for parameter, before in gradients if parameter.grad is not before]
+        for parameter, before in gradients:
+            parameter.grad = before
+    if reached:
+        raise UnsupportedError(
+            "memory cannot be predicted for this loss: it uses a model from outside instead of the"
+            " one it is given; write it as a function of its first argument, loss(model, micro)"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore torch's warning about the data pointer of a fake tensor."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
+
+
+def _why_not(error: Exception) -> str:
+    operation = getattr(error, "func", error)
+    return (
+        f"memory cannot be predicted for this loss: {operation} reads numbers out of a tensor"
+        " (.item(), .tolist(), an if on its values, indexing by a mask), and a prediction has"
+        " shapes but no numbers; use torch.where or masks of fixed shape, or give the micro-batch"
+        " size as a number"
+    )

@@ -1,7 +1,5 @@
-"""Where a window's gradients go, and how they reach the update."""
+"""Gradients and moments that leave the device, or are freed early, while a window is open."""
 
-from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_store import Store, refuse_stray
 from wholebatch.offload.choose_store import GradientsOn, OptimizerOn, choose
 
-__all__ = ["DeviceStore", "GradientsOn", "OptimizerOn", "Store", "choose", "refuse_stray"]
+__all__ = ["GradientsOn", "OptimizerOn", "choose"]

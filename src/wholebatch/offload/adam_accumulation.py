@@ -1,37 +1,39 @@
 """Adam accumulation: the gradients of a window add up in Adam's first moment itself.
 
+This is the one store whose update is only approximately that of the undivided batch.
+
 With gₖ the gradient of micro-batch k, already divided by the units of the whole window, an update
 of Adam from the undivided batch is
 
     m ← β₁ m + (1 − β₁) Σ gₖ        v ← β₂ v + (1 − β₂) (Σ gₖ)²
 
-The first sum can be made in the memory of m, one term after the other: it is exact. When the first
-gradient of a window comes, m is divided by what gradients are to be multiplied with,
+The first sum can be made in the memory of m, one term after the other, and is exact. When the first
+gradient of a window comes, m is divided by the factor that gradients get at the end,
 
     s = β₁ / (1 − β₁) m + g₁        s ← s + gₖ        m ← (1 − β₁) s
 
-and s is the parameter's `.grad` from then on: all that come later add themselves, as in the plain
-window, by autograd or within the matrix product that makes them. A parameter without a gradient is
+and s is the parameter's `.grad` from then on. Later gradients add themselves, as in the plain
+window: by autograd, or within the matrix product that makes them. A parameter without a gradient is
 never touched.
 
 The square of a sum cannot be made term by term, and Adam accumulation as it was proposed (arXiv
-2305.19982) puts Σ gₖ² in its place. Here the old moments are kept too, in half the bits, in the
-memory of v (`packed`), so that the close finds the whole gradient again, and v from it:
+2305.19982) replaces it by Σ gₖ². Here the old moments are kept too, in half the bits, in the memory
+of v (`packed_moments`), so that the close recovers the whole gradient, and v from it:
 
     G = s − β₁ / (1 − β₁) m_old        v ← β₂ v_old + (1 − β₂) G²
 
-v then differs from that of the undivided batch by the rounding of m_old and v_old alone, whatever
-the gradients are. This is the one store whose update is not that of the undivided batch.
+So v differs from that of the undivided batch by the rounding of m_old and v_old alone.
 
-Decay, bias correction and weight decay are made once per update. Over R ranks s is added up once
-per window: each rank begins with 1/R of the old m, so that the sum has all of it. v is made of the
-same numbers on every rank, and does not travel.
+Decay, bias correction and weight decay are applied once per update. Over R ranks s is summed once
+per window: each rank begins with 1/R of the old m, so that the sum has all of it. v is computed
+from the same numbers on every rank, and does not travel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,28 +41,40 @@ from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, read_scalars
 from wholebatch.core.gradient_store import Store
+from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.distributed import Sync
-from wholebatch.errors import StateError, UnsupportedError, WindowError
-from wholebatch.offload.adam_state import Owner, owners_of, state_of
-from wholebatch.offload.host_sums import bucket_bytes
-from wholebatch.offload.moment_keys import Ready, real
-from wholebatch.offload.packed_moments import pack, pack_together, unpack, unpack_together
+from wholebatch.errors import OptionError, StateError, UnsupportedError, WindowError
+from wholebatch.offload.packed_moments import (
+    Key,
+    keys_of,
+    pack,
+    pack_together,
+    unpack,
+    unpack_together,
+)
+from wholebatch.offload.parameter_buckets import (
+    BUCKET_BYTES,
+    as_real,
+    bucket_bytes,
+    in_buckets,
+    sum_over_ranks,
+)
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
-__all__ = ["MomentsStore"]
+__all__ = ["KeyCache", "MomentsStore", "adam_state_of", "check_adam", "check_moments"]
 
-_BUCKET_BYTES = 64 * 2**20
-"""Moments that are reduced, or stepped with, together."""
 _SMALL = 2**15
-"""Elements up to which gradients wait for others: kernels then take many at once."""
+"""Parameters of up to this many elements wait for others, so that kernels take many at once."""
 _WAITING_BYTES = 2**20
-"""How much may wait."""
+"""The bytes of gradients that may wait."""
+
+State = Mapping[str, Any]
 
 
 class MomentsStore(Store):
-    """Gradients in `.grad`, which is Adam's first moment: no other memory is used."""
+    """Gradients in `.grad`, which is Adam's first moment: they need no memory of their own."""
 
     option = 'gradients="moments"'
     in_grad = False  # the window's last backward would make a copy of all to reduce them
@@ -69,10 +83,6 @@ class MomentsStore(Store):
         "eager code calls"
     )
     counts_first = True
-    approximate = (
-        "Adam's second moment is made of old moments that were kept in half their bits while the "
-        "gradients were added up"
-    )
     counts_changes = False  # moments are changed by backwards
     after_failure = (
         "the parameters are as before this window, and the optimizer's moments too, but rounded to "
@@ -81,28 +91,27 @@ class MomentsStore(Store):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._owners: dict[int, Owner] = {}
-        self._most = _BUCKET_BYTES
-        self._waiting: dict[int, nn.Parameter] = {}  # small ones, whose first gradient is made
+        self._groups: dict[int, _Group] = {}  # by the parameter's id
+        self._most = 0
+        self._waiting: dict[int, nn.Parameter] = {}  # small ones with a first gradient
         self._waiting_bytes = 0
-        self._may_wait = _WAITING_BYTES
-        self._opened: dict[int, nn.Parameter] = {}  # whose moments hold gradients
-        self._keys: dict[int, Tensor] = {}  # what brings their old moments back
-        self._ready = Ready()  # keys of those that may be opened yet
-        self._in_place: list[nn.Parameter] = []  # whose `.grad` is the first moment
-        self._nowhere: set[int] = set()
+        self._may_wait = 0
+        self._opened: dict[int, nn.Parameter] = {}  # their moments hold gradients
+        self._keys: dict[int, Tensor] = {}  # to unpack their old moments
+        self._key_cache = KeyCache()
+        self._in_place: list[nn.Parameter] = []  # their `.grad` is the first moment
         self._counts = True
 
-    # ----------------------------------------------------------------- window
+    # Open window
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
     ) -> None:
         super().begin(parameters, known)
         self._counts = known is None or any(known.values())
-        self._most = bucket_bytes(parameters, _BUCKET_BYTES)
+        self._most = bucket_bytes(parameters, BUCKET_BYTES["moments"])
         self._may_wait = bucket_bytes(parameters, _WAITING_BYTES)
-        self._owners = owners_of(self.target.optimizers)
+        self._groups = _groups_of(self.target.optimizers)
         for parameter in parameters:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
@@ -113,9 +122,9 @@ class MomentsStore(Store):
 
     @torch.no_grad()
     def _made(self, parameter: Tensor) -> None:
-        """The first gradient of a window goes into the moment, which takes its place."""
+        """Add the first gradient of a window into the moment, which becomes `.grad`."""
         gradient = parameter.grad
-        if gradient is None:  # a function of the graph had none to give
+        if gradient is None:  # a function of the graph returned none
             return
         if gradient.is_sparse:
             raise UnsupportedError(
@@ -123,7 +132,7 @@ class MomentsStore(Store):
                 'gradients="device"'
             )
         assert isinstance(parameter, nn.Parameter)
-        if not self._counts:  # no units in all of the window: these are zeros, and no update
+        if not self._counts:  # the window has no units: gradients are zeros, and there is no update
             parameter.grad = None
             return
         if not _is_small(parameter):
@@ -141,24 +150,24 @@ class MomentsStore(Store):
 
     @torch.no_grad()
     def _put_in_place(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Their first gradients go into the moments; those that come later add themselves."""
+        """Add first gradients into the moments, and let later ones add themselves."""
         self._open(parameters)
-        gradients = [real(p.grad) for p in parameters if p.grad is not None]
+        gradients = [as_real(p.grad) for p in parameters if p.grad is not None]
         torch._foreach_add_([self._moments(p)[0] for p in parameters], gradients)
         del gradients
         for parameter in parameters:
-            parameter.grad = self._owner_of(parameter).state(parameter)["exp_avg"]
+            parameter.grad = self._group_of(parameter).state(parameter)["exp_avg"]
             self._in_place.append(parameter)
-            self.look_away(parameter)
+            self.unhook(parameter)
 
     def _open(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Pack and decay the moments of those that this window has not touched yet."""
+        """Pack and decay the moments of parameters that this window has not touched yet."""
         for some in self._alike([p for p in parameters if id(p) not in self._opened]):
-            owner = self._owner_of(some[0])
-            states = [state_of(owner.optimizer, owner.group, parameter) for parameter in some]
-            firsts, seconds = ([real(s[n]) for s in states] for n in ("exp_avg", "exp_avg_sq"))
+            group = self._group_of(some[0])
+            states = [adam_state_of(group.optimizer, group.options, p) for p in some]
+            firsts, seconds = ([as_real(s[n]) for s in states] for n in ("exp_avg", "exp_avg_sq"))
             keys = [
-                self._ready.key(id(parameter), state, self._unopened)
+                self._key_cache.key(id(parameter), state, self._unopened)
                 for parameter, state in zip(some, states, strict=True)
             ]
             if len(some) == 1:
@@ -167,48 +176,48 @@ class MomentsStore(Store):
                 pack_together(firsts, seconds, keys)
             self._keys.update((id(p), key.row) for p, key in zip(some, keys, strict=True))
             self._opened.update((id(parameter), parameter) for parameter in some)
-            torch._foreach_mul_(firsts, owner.decay / self.sync.ranks)
+            torch._foreach_mul_(firsts, group.decay / self.sync.ranks)
 
     def _unopened(self) -> dict[int, dict[str, Any]]:
-        """The state of all that may be opened yet."""
-        states = [(id(p), self._owner_of(p).optimizer.state.get(p)) for p in self.parameters]
+        """Return the state of all parameters that may still be opened."""
+        states = [(id(p), self._group_of(p).optimizer.state.get(p)) for p in self.parameters]
         return {number: s for number, s in states if s and number not in self._opened}
 
     def _alike(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Large ones one by one, and small ones of one parameter group together."""
+        """Yield large parameters one by one, and small ones of one group together."""
         small: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             if _is_small(parameter):
-                small.setdefault(id(self._owner_of(parameter)), []).append(parameter)
+                small.setdefault(id(self._group_of(parameter)), []).append(parameter)
             else:
                 yield [parameter]
         for some in small.values():
-            yield from _in_buckets(some, self._may_wait)
+            yield from in_buckets(some, self._may_wait)
 
-    def _owner_of(self, parameter: nn.Parameter) -> Owner:
-        return self._owners[id(parameter)]
+    def _group_of(self, parameter: nn.Parameter) -> _Group:
+        return self._groups[id(parameter)]
 
     def _moments(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
-        state = self._owner_of(parameter).state(parameter)
-        return real(state["exp_avg"]), real(state["exp_avg_sq"])
+        state = self._group_of(parameter).state(parameter)
+        return as_real(state["exp_avg"]), as_real(state["exp_avg_sq"])
 
     def _old(self, some: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The sums that are in the first moments, the old ones, and the old second; by pieces."""
+        """Yield pieces of the sums in the first moments, the old first, and the old second."""
         moments = [self._moments(parameter) for parameter in some]
         keys = [self._keys[id(parameter)] for parameter in some]
         if len(some) == 1:
             return unpack(*moments[0], keys[0])
         return unpack_together([m for m, _ in moments], [v for _, v in moments], keys)
 
-    # ------------------------------------------------------------------ close
+    # Close
 
     def reduce_now(self) -> None:
         for parameter in self.parameters:
-            if id(parameter) in self._hooked:  # not every gradient is made by a backward's hooks
+            if self.is_hooked(parameter):  # a gradient that no backward has made
                 self._made(parameter)
         self.backward_made()
         for parameter in self._in_place:
-            if parameter.grad is not self._owner_of(parameter).state(parameter)["exp_avg"]:
+            if parameter.grad is not self._group_of(parameter).state(parameter)["exp_avg"]:
                 raise WindowError(
                     f"the gradient of {self.target.name_of(parameter)} was taken away in the "
                     'middle of the window: with gradients="moments" it is the optimizer\'s '
@@ -219,88 +228,83 @@ class MomentsStore(Store):
     def absent(self) -> set[int]:
         return {id(p) for p in self.parameters} - self._opened.keys()
 
-    def drop(self, parameter: nn.Parameter) -> None:
-        self._nowhere.add(id(parameter))
-
     @torch.no_grad()
     def close(
         self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
     ) -> Closed:
         assert normalise == 1.0  # the units were known before the first backward
         if self.sync.ranks > 1:
-            some = [p for p in self.parameters if id(p) not in self._nowhere]
+            some = [p for p in self.parameters if id(p) not in self.dropped]
             self._open(some)  # another rank has a gradient
-            for bucket in _in_buckets(some, self._most):
-                self._reduce([self._moments(parameter)[0] for parameter in bucket])
+            for bucket in in_buckets(some, self._most):
+                moments = [self._moments(parameter)[0] for parameter in bucket]
+                sums = sum_over_ranks(self.sync, [moment.reshape(-1) for moment in moments])
+                for moment, summed in zip(moments, sums, strict=True):
+                    moment.copy_(summed.view_as(moment))
         norms = torch._foreach_norm([self._moments(p)[0] for p in self._opened.values()])
         finite = all(map(math.isfinite, read_scalars(norms)))
-        # The whole gradient was never there, so it has no norm to report.
+        # The whole gradient never exists, so there is no norm to report.
         return Closed(norm=math.nan, clip=1.0, finite=finite)
-
-    def _reduce(self, moments: list[Tensor]) -> None:
-        flat = self.sync.sum_tensor(torch.cat([moment.reshape(-1) for moment in moments]))
-        sizes = [moment.numel() for moment in moments]
-        for moment, piece in zip(moments, flat.split(sizes), strict=True):
-            moment.copy_(piece.view_as(moment))
 
     @torch.no_grad()
     def step(self, remaining: float) -> None:
         for parameter in self._in_place:
             parameter.grad = None
         for optimizer in self.target.optimizers:
-            mine = [p for p in self._opened.values() if self._owner_of(p).optimizer is optimizer]
+            mine = [p for p in self._opened.values() if self._group_of(p).optimizer is optimizer]
             for some in self._alike(mine):
                 self._make_moments(some)
             steps = [optimizer.state[parameter]["step"] for parameter in mine]
             if steps:
                 torch._foreach_add_(steps, 1.0)
             counts = dict(zip(map(id, mine), read_scalars(steps), strict=True))
-            for bucket in _in_buckets(mine, self._most):
+            for bucket in in_buckets(mine, self._most):
                 self._step(optimizer, bucket, counts)
             optimizer.step()  # finds no gradient: only its hooks run, and schedulers see a step
         self._opened, self._keys = {}, {}
 
     def _make_moments(self, some: Sequence[nn.Parameter]) -> None:
-        """Both moments, from the whole gradient that is in the first."""
-        owner = self._owner_of(some[0])
-        beta2 = owner.group["betas"][1]
+        """Make both moments from the sums in the first."""
+        group = self._group_of(some[0])
+        beta2 = group.options["betas"][1]
         for first, old, second in self._old(some):
-            gradient = torch.add(first, old, alpha=-owner.decay, out=old)
+            gradient = torch.add(first, old, alpha=-group.decay, out=old)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-            first.mul_(owner.share)
+            first.mul_(group.share)
         for parameter in some:
             del self._opened[id(parameter)], self._keys[id(parameter)]
 
     def _step(
         self, optimizer: torch.optim.Optimizer, some: list[nn.Parameter], counts: dict[int, float]
     ) -> None:
+        """Step these parameters with their new moments; `counts` are their numbers of updates."""
         by_group: dict[int, list[nn.Parameter]] = {}
         for parameter in some:
-            by_group.setdefault(id(self._owner_of(parameter).group), []).append(parameter)
+            by_group.setdefault(id(self._group_of(parameter)), []).append(parameter)
         for parameters in by_group.values():
-            owner = self._owner_of(parameters[0])
-            group, beta1, beta2 = owner.group, owner.beta1, owner.group["betas"][1]
-            lr, decay = float(group["lr"]), group["weight_decay"]
+            options = self._group_of(parameters[0]).options
+            beta1, beta2 = map(float, options["betas"])
+            lr, decay = float(options["lr"]), options["weight_decay"]
             steps = [counts[id(parameter)] for parameter in parameters]
             states = [optimizer.state[parameter] for parameter in parameters]
-            targets = [real(parameter.data) for parameter in parameters]
+            targets = [as_real(parameter.data) for parameter in parameters]
             if decay:
                 torch._foreach_mul_(targets, 1.0 - lr * decay)
-            # What corrects v is multiplied above and below instead: one pass less.
+            # Multiply above and below by the bias correction of v instead: one pass less.
             roots = [math.sqrt(1.0 - beta2**step) for step in steps]
-            below = torch._foreach_sqrt([real(state["exp_avg_sq"]) for state in states])
-            torch._foreach_add_(below, [group["eps"] * root for root in roots])
+            below = torch._foreach_sqrt([as_real(state["exp_avg_sq"]) for state in states])
+            torch._foreach_add_(below, [options["eps"] * root for root in roots])
             torch._foreach_addcdiv_(
                 targets,
-                [real(state["exp_avg"]) for state in states],
+                [as_real(state["exp_avg"]) for state in states],
                 below,
                 [-lr * r / (1.0 - beta1**step) for r, step in zip(roots, steps, strict=True)],
             )
 
-    # ------------------------------------------------------------------ state
+    # State
 
     def saved(self) -> dict[str, Any]:
-        """What brings the old moments back; they themselves are in the optimizer's state."""
+        """Return the keys of the old moments, which are themselves in the optimizer's state."""
         keys = [self._keys.get(id(parameter)) for parameter in self.parameters]
         saved = [None if key is None else key.cpu() for key in keys]
         return {"moments": saved, "sums": True}
@@ -325,11 +329,11 @@ class MomentsStore(Store):
 
     @torch.no_grad()
     def discard(self) -> None:
-        for some in self._alike([*self._opened.values()]):  # of a window that made no update
+        for some in self._alike([*self._opened.values()]):  # the window made no update
             for first, old, _ in self._old(some):
                 first.copy_(old)
-        self._opened, self._keys, self._nowhere = {}, {}, set()
-        self._ready.clear()
+        self._opened, self._keys = {}, {}
+        self._key_cache.clear()
         self._in_place = []
         self._waiting, self._waiting_bytes = {}, 0
         super().discard()
@@ -339,18 +343,157 @@ def _is_small(parameter: Tensor) -> bool:
     return 0 < parameter.numel() <= _SMALL
 
 
-def _in_buckets(parameters: Sequence[nn.Parameter], most: int) -> list[list[nn.Parameter]]:
-    """Neighbours of one dtype and device together, up to a size."""
-    buckets: list[list[nn.Parameter]] = []
-    filled, last = 0, None
-    for parameter in parameters:
-        size, kind = (
-            parameter.numel() * parameter.element_size(),
-            (parameter.dtype, parameter.device),
+def check_moments(target: Target, options: CloseOptions, *, counts_units: bool) -> None:
+    """Refuse options that need a whole gradient, with the reason."""
+    option = 'gradients="moments"'
+    if options.clip_norm is not None or options.clip_value is not None:
+        raise OptionError(
+            f"{option} with clip_norm= or clip_value=: clipping needs the whole gradient, which is "
+            'never there; leave it out, or use gradients="host"'
         )
-        if kind != last or filled + size > most:
-            buckets.append([])
-            filled, last = 0, kind
-        buckets[-1].append(parameter)
-        filled += size
-    return buckets
+    if not counts_units:
+        raise OptionError(
+            f"{option} without units=: what has gone into a moment cannot be divided again when "
+            "the total is known at last; count it before, with units=, a function of the "
+            "micro-batch"
+        )
+    if target.scale is not None:
+        raise OptionError(
+            f"{option} with a loss scale: what has gone into a moment cannot be divided by it at "
+            'the close; use precision="bf16" or full precision'
+        )
+    for optimizer in target.optimizers:
+        check_adam(optimizer, option, "be added into")
+        name = type(optimizer).__name__
+        for group in optimizer.param_groups:
+            decoupled = group.get("decoupled_weight_decay", name == "AdamW")
+            if group["weight_decay"] and not decoupled:
+                raise UnsupportedError(
+                    f"{option} with {name}(weight_decay={group['weight_decay']}): a decay that "
+                    "is part of the gradient would be squared with it; use AdamW"
+                )
+            for flag in ("amsgrad", "capturable", "differentiable"):
+                if group.get(flag):
+                    raise UnsupportedError(f"{option} with {name}({flag}=True): leave it out")
+    for group_of in target.groups():
+        for parameter in group_of:
+            if parameter.dtype in SIXTEEN_BIT:
+                raise UnsupportedError(
+                    f"{option} with 16-bit parameters ({target.name_of(parameter)}): their moments "
+                    "are 16-bit too, and lose what is added in small parts; keep the parameters in "
+                    'float32 and use precision="bf16"'
+                )
+
+
+def check_adam(optimizer: torch.optim.Optimizer, option: str, what: str) -> None:
+    """Refuse an optimizer whose moments are not Adam's; `what` gradients would do to them."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedError(
+            f"{option} with {type(optimizer).__name__}: gradients can {what} the moments of "
+            'torch\'s Adam and AdamW only; use one of these, or gradients="host"'
+        )
+
+
+# Adam's state
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A parameter group of Adam, and the factors of its first moments in a window."""
+
+    optimizer: torch.optim.Optimizer
+    options: dict[str, Any]
+    decay: float
+    """The factor of the old moment in a sum of gradients: β₁ / (1 − β₁)."""
+    share: float
+    """The factor of the sum in the new moment: 1 − β₁."""
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the parameter's state, which exists already."""
+        state: dict[str, Any] = self.optimizer.state[parameter]
+        return state
+
+
+def _groups_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, _Group]:
+    """Return the groups by the ids of their parameters."""
+    groups: dict[int, _Group] = {}
+    for optimizer in optimizers:
+        for options in optimizer.param_groups:
+            beta1 = float(options["betas"][0])
+            if not 0.0 <= beta1 < 1.0:
+                raise UnsupportedError(
+                    f"betas={options['betas']}: gradients can be added up in Adam's first moment "
+                    "if the first of its betas is at least 0 and below 1"
+                )
+            sign = -1.0 if options["maximize"] else 1.0
+            decay, share = sign * beta1 / (1.0 - beta1), sign * (1.0 - beta1)
+            group = _Group(optimizer, options, decay, share)
+            groups.update((id(parameter), group) for parameter in options["params"])
+    return groups
+
+
+def adam_state_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
+    """Return the parameter's state; if there is none, make it as Adam's own first step would."""
+    state: dict[str, Any] = optimizer.state[parameter]
+    if not state:
+        fused = group.get("fused")
+        wide = torch.get_default_dtype() is torch.float64 and not fused
+        made = {
+            "step": torch.zeros(
+                (),
+                dtype=torch.float64 if wide else torch.float32,
+                device=parameter.device if fused else torch.device("cpu"),
+            )
+        }
+        names = ["exp_avg", "exp_avg_sq"]
+        for name in names + (["max_exp_avg_sq"] if group["amsgrad"] else []):
+            made[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            made[name].requires_grad_(False)
+        state.update(made)  # all or nothing: memory may run out on the way
+    return state
+
+
+# Keys of the packed moments
+
+
+class KeyCache:
+    """Holds keys of packed moments, made for all of them at once: each by itself is many kernels.
+
+    A key is valid as long as nobody has changed its moments.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Key, Tensor, Tensor, int, int]] = {}
+
+    def key(self, number: int, state: State, everyones: Callable[[], Mapping[int, State]]) -> Key:
+        """Return the key of these moments; if it is missing, make those of `everyones` too."""
+        if not self._is_valid(number, state):
+            self._make({**everyones(), number: state})
+        return self._made[number][0]
+
+    def _is_valid(self, number: int, state: State) -> bool:
+        if number not in self._made:
+            return False
+        _, first, second, *versions = self._made[number]
+        is_same = state["exp_avg"] is first and state["exp_avg_sq"] is second
+        return is_same and versions == [first._version, second._version]
+
+    def _make(self, states: Mapping[int, State]) -> None:
+        kinds: dict[Any, dict[int, State]] = {}
+        for number, state in states.items():
+            first = state["exp_avg"]
+            kinds.setdefault((first.dtype, first.device), {})[number] = state
+        for alike in kinds.values():
+            keys = keys_of(
+                [as_real(state["exp_avg"]) for state in alike.values()],
+                [as_real(state["exp_avg_sq"]) for state in alike.values()],
+                [state["step"] for state in alike.values()],
+            )
+            for (number, state), key in zip(alike.items(), keys, strict=True):
+                first, second = state["exp_avg"], state["exp_avg_sq"]
+                self._made[number] = key, first, second, first._version, second._version
+
+    def clear(self) -> None:
+        self._made.clear()

@@ -1,4 +1,4 @@
-"""The store that an option names, or the reason why it cannot be used here."""
+"""The choice of a gradient store by its option, or the reason why it cannot be used here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import torch
 from torch import nn
 
 from wholebatch.core.close import CloseOptions
-from wholebatch.core.device_store import DeviceStore
-from wholebatch.core.gradient_store import Store
+from wholebatch.core.gradient_store import DeviceStore, Store, refuse_foreign_code
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.offload.adam_accumulation import MomentsStore
-from wholebatch.offload.adam_accumulation_limits import check_moments
+from wholebatch.offload.adam_accumulation import MomentsStore, check_moments
 from wholebatch.offload.host_store import HostStore
-from wholebatch.offload.partial_steps import check_parts, refuse_foreign_code
+from wholebatch.offload.parameter_buckets import check_parts
 from wholebatch.offload.release_store import ReleaseStore, check_release
 from wholebatch.offload.swap_store import SwapStore, check_swap
 
@@ -38,10 +36,10 @@ def choose(
     counts_units: bool = False,
     on_gradient: bool = False,
 ) -> Store:
-    """The store for `gradients=`, checked against everything else that was asked for.
+    """Return the store for `gradients=`, checked against all other options.
 
-    `counts_units`: the units of a window are known before its first backward. `on_gradient`: a
-    function of the user's is to see the whole gradient.
+    `counts_units` is True if the units of a window are known before its first backward,
+    `on_gradient` if a function of the user's is to see the whole gradient.
     """
     _check_name("gradients", gradients, get_args(GradientsOn))
     _check_name("optimizer_on", optimizer_on, get_args(OptimizerOn))

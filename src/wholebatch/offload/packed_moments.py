@@ -1,17 +1,17 @@
 """Adam's two old moments in the memory of the second one, while a window is open.
 
 At the close of a window Adam needs three numbers for each element: the old m, the old v, and the
-gradient G. The memory of the moments has room for two. But m grows into what it is to be while the
-gradients are added to it, and the old m is needed only to find G again, for v; the old v is an
-average that knows its own noise. Both do with 16 bits, and share the 32 of `exp_avg_sq`:
+gradient G. The memory of the moments has room for two. The gradients are added into m itself, and
+the old m is needed only to recover G, for v; the old v is an average with noise of its own. 16 bits
+are enough for both, and they share the 32 of `exp_avg_sq`:
 
     m    as float16, relative to the largest of its tensor
     v    the bits of its float32, which are a logarithm in steps: 64 powers of two below the
          largest, 1024 steps in each
 
-v is rounded in every window, so rounding must not lean to one side: where v changes by less than a
-step, rounding to the nearest would hold it still for ever. A dither that goes with the number of
-the update is added before and taken off after, so that the errors of many updates cancel.
+v is rounded in every window, so rounding must not be biased: where v changes by less than a step,
+rounding to the nearest would freeze it. A dither that depends on the number of the update is added
+before and subtracted after, so that the errors of many updates cancel.
 
 In float64 there are 64 bits, and both are kept as float32, without scale and dither.
 """
@@ -29,25 +29,25 @@ from torch import Tensor
 __all__ = ["Key", "keys_of", "pack", "pack_together", "unpack", "unpack_together"]
 
 _CHUNK = 2**22
-"""Elements that are worked on together: a few temporaries of this size are all that it takes."""
+"""Elements that are processed together: temporaries are a few of this size."""
 _DROPPED = 13
-"""Low bits of a float32 that v does without: 10 of its 23 are left."""
+"""The low bits of a float32 that v drops: 10 of its 23 are left."""
 _STEP = 2**_DROPPED
 _OCTAVES = 2**29
 """64 powers of two, in the bits of a float32."""
 _GOLDEN = 0.6180339887498949
 _HALF_MOST = 2.0**15
-"""What the largest m becomes in float16, which ends at 65504."""
+"""The largest m in float16, whose range ends at 65504."""
 _LOWER = 0 if sys.byteorder == "little" else 1
 _SMALLEST = 2.0**-100
-"""A scale of m whose inverse is still a float32."""
+"""The smallest scale of m: its inverse is still a float32."""
 
 
 class Key(NamedTuple):
-    """What two moments are packed with."""
+    """The numbers that two moments are packed with."""
 
     row: Tensor
-    """What `unpack` asks for: the scale of m, the bits that v is counted from, and the dither."""
+    """The numbers that `unpack` needs: the scale of m, the lowest bits of v, and the dither."""
     shift: Tensor
     factor: Tensor
 
@@ -55,9 +55,9 @@ class Key(NamedTuple):
 def keys_of(
     firsts: Sequence[Tensor], seconds: Sequence[Tensor], counts: Sequence[Tensor | float]
 ) -> list[Key]:
-    """The keys of many moments of one dtype and device, by as many kernels as for one.
+    """Return the keys of many moments of one dtype and device, by as many kernels as for one.
 
-    `counts` are the numbers of updates so far. Nothing is changed, nor read from the device.
+    `counts` are the numbers of updates so far. Nothing is changed or read from the device.
     """
     nothing = torch.zeros(3, dtype=torch.float64)
     keys = [Key(nothing, nothing[0], nothing[0])] * len(firsts)
@@ -75,8 +75,7 @@ def keys_of(
 def pack(first: Tensor, second: Tensor, key: Key) -> None:
     """Put both moments into the memory of `second`.
 
-    All memory that it takes is taken before the first change, so that it fails with both moments
-    intact.
+    All memory is allocated before the first change, so that a failure leaves both moments intact.
     """
     if not first.numel():
         return
@@ -91,9 +90,9 @@ def pack(first: Tensor, second: Tensor, key: Key) -> None:
 
 
 def unpack(first: Tensor, second: Tensor, row: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Pieces of the moments: the first as it is now, the old first, and the old v in `second`.
+    """Yield pieces of the moments: the first as it is now, the old first, and the old second.
 
-    The old first is there until the next piece is asked for, and may be written to.
+    The old first is valid until the next piece, and may be written to.
     """
     first, second = _with_rows(first, second)
     scratch = _Scratch(first)
@@ -107,7 +106,7 @@ def unpack(first: Tensor, second: Tensor, row: Tensor) -> Iterator[tuple[Tensor,
 
 
 def pack_together(firsts: Sequence[Tensor], seconds: Sequence[Tensor], keys: Sequence[Key]) -> None:
-    """`pack` for many small moments of one dtype and device, by as many kernels as for one."""
+    """Pack many small moments of one dtype and device, by as many kernels as for one."""
     m, v = _row(firsts), _row(seconds)
     in_full = v.dtype is torch.float64
     scratch = _Scratch(m, wide=in_full)
@@ -123,7 +122,7 @@ def pack_together(firsts: Sequence[Tensor], seconds: Sequence[Tensor], keys: Seq
 def unpack_together(
     firsts: Sequence[Tensor], seconds: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """`unpack` for them: one piece, whose changes are theirs when the next one is asked for."""
+    """Unpack many small moments: yield one piece, and write its changes back after it."""
     m, v = _row(firsts), _row(seconds)
     scratch = _Scratch(m)
     if v.dtype is torch.float64:
@@ -136,20 +135,20 @@ def unpack_together(
     _back(seconds, v)
 
 
-# ------------------------------------------------------------------------------------------ bits
+# Bits
 
 
 def _put(m: Tensor, v: Tensor, shift: Tensor, factor: Tensor, scratch: _Scratch) -> None:
     bits = v.view(torch.int32)
     there = torch.ne(bits, 0, out=scratch.narrow(m).view(torch.int16))
-    # Too small is one step and not 0: a v that vanishes would make a step without bounds.
+    # Round up to one step, not down to 0: a v of 0 would make a step without bounds.
     bits.add_(shift).clamp_(min=_STEP).bitwise_left_shift_(16 - _DROPPED).mul_(there)
     torch.mul(m, factor, out=_low(v))
 
 
 def _take(m: Tensor, v: Tensor, shift: Tensor, factor: Tensor, scratch: _Scratch) -> Tensor:
     bits = v.view(torch.int32)
-    # Factors of one dimension: with one of none the product would be made in float16.
+    # The factor has one dimension: with a 0-dim one the product would be computed in float16.
     old = torch.mul(_low(v), factor, out=scratch.wide(m))
     bits.bitwise_right_shift_(16 - _DROPPED).bitwise_and_(_OCTAVES - _STEP)
     there = torch.ne(bits, 0, out=scratch.narrow(m).view(torch.int16))
@@ -177,17 +176,17 @@ def _take_in_full(m: Tensor, v: Tensor, scratch: _Scratch) -> Tensor:
 
 
 def _low(second: Tensor) -> Tensor:
-    """The lower half of each float32, as the float16 that it holds."""
+    """Return the lower half of each float32, as the float16 that it holds."""
     return second.unsqueeze(-1).view(torch.float16)[..., _LOWER]
 
 
-# --------------------------------------------------------------------------------------- numbers
+# Keys
 
 
 def _rows(
     firsts: Sequence[Tensor], seconds: Sequence[Tensor], counts: Sequence[Tensor | float]
 ) -> Tensor:
-    """A row of a key for each, on their device."""
+    """Return the row of a key for each, on their device."""
     largest = torch.stack(torch._foreach_norm([*firsts], math.inf)).double()
     scale = torch.exp2(torch.ceil(torch.log2(largest))).clamp(min=_SMALLEST)
     top = torch.stack(torch._foreach_norm([*seconds], math.inf)).view(torch.int32).double()
@@ -196,7 +195,7 @@ def _rows(
 
 
 def _dither(counts: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    """One for each count. Those of the host reach the device as arguments of a kernel."""
+    """Return one for each count; counts on the host reach the device as kernel arguments."""
     if all(isinstance(count, Tensor) and count.device == like.device for count in counts):
         at = torch.stack([count for count in counts if isinstance(count, Tensor)]).double()
         return torch.floor(torch.frac(at * _GOLDEN) * _STEP)
@@ -208,16 +207,16 @@ def _dither(counts: Sequence[Tensor | float], like: Tensor) -> Tensor:
 
 
 def _to_take(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What is added to the bits of v, and what m is multiplied with."""
+    """Return what is added to the bits of v, and what m is multiplied by, to unpack them."""
     scale, base, dither = rows.unbind(-1)
     return (base - dither + _STEP // 2).int(), (scale / _HALF_MOST).float().view(-1)
 
 
-# --------------------------------------------------------------------------------------- pieces
+# Pieces
 
 
 class _Scratch:
-    """Memory for one piece: in the moments' dtype, and in that of half its bits."""
+    """Memory for one piece: in the moments' dtype, and in a dtype of half its bits."""
 
     def __init__(self, like: Tensor, *, wide: bool = True) -> None:
         size = max((m.numel() for m, _ in _chunks(like, like)), default=0)
@@ -248,14 +247,14 @@ def _back(tensors: Sequence[Tensor], row: Tensor) -> None:
 
 
 def _each(numbers: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Each number as often as its tensor has elements."""
+    """Repeat each number as often as its tensor has elements."""
     sizes = [tensor.numel() for tensor in tensors]
     repeats = torch.tensor(sizes).to(numbers.device, non_blocking=True)
     return numbers.repeat_interleave(repeats, output_size=sum(sizes))
 
 
 def _chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors in pieces that see the same elements, of a size that is worth a kernel."""
+    """Yield both tensors in pieces of the same elements, large enough to be worth a kernel."""
     if first.numel() <= _CHUNK:
         yield first, second
         return

@@ -1,18 +1,17 @@
 """Gradients are freed as soon as they are final: the parameter is updated in the backward itself.
 
-A gradient is final when the window's last backward has made it. Where nothing is needed of the
-whole gradient first (no norm to clip by, no update to be called off), the optimizer can step on a
-few parameters while the backward goes on to the next, and their gradients never exist together.
-With one micro-batch in a window the device then holds no gradient but those few.
+A gradient is final when the window's last backward has made it. If nothing is needed of the whole
+gradient first (no norm to clip by, no update to be called off), the optimizer can step on a few
+parameters while the backward goes on to the next, and all gradients never exist together. With one
+micro-batch in a window the device holds only those few.
 
-What can be known before is looked at before: the losses and units of the window are read, and added
-up over the ranks, ahead of the last backward. If a loss is not finite it does not run at all.
+The losses and units of the window are read, and summed over the ranks, before the last backward. If
+a loss is not finite, that backward does not run at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,29 +20,35 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import Closed, CloseOptions, DeferredHooks, check_counts, read_scalars
-from wholebatch.core.device_store import DeviceStore
+from wholebatch.core.close_on_device import Numbers
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.optimizer_step import is_torchs
+from wholebatch.core.precision import round_gradient
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError
-from wholebatch.offload.close_on_device import Numbers
-from wholebatch.offload.host_sums import bucket_bytes
-from wholebatch.offload.partial_steps import only
+from wholebatch.offload.parameter_buckets import (
+    BUCKET_BYTES,
+    HeldPostHooks,
+    as_real,
+    bucket_bytes,
+    in_buckets,
+    only,
+    sum_over_ranks,
+)
 
 if TYPE_CHECKING:
     from wholebatch.core.model_and_optimizer import Target
 
 __all__ = ["ReleaseStore", "check_release"]
 
-_BUCKET_BYTES = 32 * 2**20
-
 
 @dataclass(eq=False)
-class _Bucket:
+class _SteppedTogether:
     """Parameters of one optimizer, dtype and device that are stepped together."""
 
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
-    missing: int = 0
+    missing: int
     done: bool = False
 
 
@@ -59,24 +64,23 @@ class ReleaseStore(DeviceStore):
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
-        self._post_hooks: dict[torch.optim.Optimizer, Any] = {}
+        self._post_hooks: dict[torch.optim.Optimizer, HeldPostHooks] = {}
         self._clear()
 
     def _clear(self) -> None:
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._buckets: list[_SteppedTogether] = []
+        self._bucket_of: dict[int, _SteppedTogether] = {}
         self._next = 0
         self._known: Mapping[str, float] = {}
         self._user_hooks: dict[int, Mapping[int, Any]] = {}
         self._sums: tuple[Numbers, Numbers] = {}, {}
-        self._looked = False
-        self._releasing = False  # whether a gradient that is made now is final
-        self._refused = False
+        self._releasing = False  # True while gradients are final as they are made
+        self._refused: bool | None = None  # None until the losses are read
         self._norms: list[Tensor] = []
         self._bad: list[Tensor] = []
         self._released: list[nn.Parameter] = []
 
-    # ----------------------------------------------------------------- window
+    # Open window
 
     def begin(
         self, parameters: list[nn.Parameter], known: Mapping[str, float] | None = None
@@ -100,8 +104,7 @@ class ReleaseStore(DeviceStore):
         return not self._refused
 
     def _look(self) -> None:
-        """Before anything changes: all losses are finite, and the units are those counted."""
-        self._looked = True
+        """Check, before anything changes, that all losses are finite and the units as counted."""
         totals, units = self._sums
         names = sorted(self._known)
         bad = [
@@ -115,7 +118,7 @@ class ReleaseStore(DeviceStore):
         self._refused = number > 0 or not any(counts)
 
     def _made(self, parameter: Tensor) -> None:
-        """A backward has added to this parameter's gradient."""
+        """Step on a bucket whose last gradient a backward has just made."""
         if not self._releasing:
             return
         bucket = self._bucket_of[id(parameter)]
@@ -132,8 +135,8 @@ class ReleaseStore(DeviceStore):
             self._finish()
 
     def reduce_now(self) -> None:
-        """No backward was the last: everything is still there, and goes bucket by bucket."""
-        if not self._looked:
+        """Step on all buckets, if no backward was the last."""
+        if self._refused is None:
             self._look()
         if not self._refused:
             self._finish()
@@ -144,10 +147,10 @@ class ReleaseStore(DeviceStore):
         for bucket in self._buckets:
             self._step_on(bucket)
 
-    # ------------------------------------------------------------------- step
+    # Steps in the last backward
 
     @torch.no_grad()
-    def _step_on(self, bucket: _Bucket) -> None:
+    def _step_on(self, bucket: _SteppedTogether) -> None:
         if bucket.done:
             return
         bucket.done = True
@@ -156,9 +159,7 @@ class ReleaseStore(DeviceStore):
         ready = [parameter for parameter in bucket.parameters if parameter.grad is not None]
         for parameter in ready:
             self._run_hooks(parameter)
-        norms = torch._foreach_norm(
-            [_real(parameter.grad) for parameter in ready if parameter.grad is not None]
-        )
+        norms = torch._foreach_norm([as_real(p.grad) for p in ready if p.grad is not None])
         if norms:
             norm = torch.linalg.vector_norm(torch.stack([one.double() for one in norms]))
             self._norms.append(norm)
@@ -176,15 +177,12 @@ class ReleaseStore(DeviceStore):
             and all(group.get("fused") for group in optimizer.param_groups)
         )
         if not fused and bool(bad):
-            return  # left as they are; a fused step finds that out on the device
+            return  # leave them as they are; a fused step finds that out on the device
         for parameter in ready:
             if self.target.sixteen_bit.rounds(parameter):
-                gradient, parameter.grad = parameter.grad, None
-                parameter.grad_dtype = parameter.dtype
-                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        if optimizer not in self._post_hooks:  # they run once, when all of the update is made
-            self._post_hooks[optimizer] = optimizer._optimizer_step_post_hooks
-            optimizer._optimizer_step_post_hooks = OrderedDict()
+                round_gradient(parameter)
+        if optimizer not in self._post_hooks:  # they run once, after the whole update
+            self._post_hooks[optimizer] = HeldPostHooks(optimizer)
         self._released += ready
         taker: Any = optimizer
         if fused:
@@ -202,12 +200,12 @@ class ReleaseStore(DeviceStore):
             if replaced is not None:
                 parameter.grad = replaced
 
-    def _reduce(self, bucket: _Bucket) -> None:
-        """The sum over the ranks; with it go counts of the ranks that have a gradient at all."""
+    def _reduce(self, bucket: _SteppedTogether) -> None:
+        """Sum over the ranks, with the numbers of ranks that have a gradient for each parameter."""
         parameters = bucket.parameters
         like = parameters[0]
         dtype = like.grad_dtype or like.dtype
-        parts = [
+        rows = [
             torch.zeros(p.numel(), dtype=dtype, device=p.device)
             if p.grad is None
             else p.grad.reshape(-1)
@@ -216,26 +214,20 @@ class ReleaseStore(DeviceStore):
         there = torch.tensor(
             [float(p.grad is not None) for p in parameters], dtype=dtype, device=like.device
         )
-        flat = self.sync.sum_tensor(_real(torch.cat([*parts, there])))
-        flat = torch.view_as_complex(flat) if dtype.is_complex else flat
-        sizes = [parameter.numel() for parameter in parameters]
-        *pieces, counts = flat.split([*sizes, len(parameters)])
-        for index, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
+        *sums, counts = sum_over_ranks(self.sync, [*rows, there])
+        for index, (parameter, summed) in enumerate(zip(parameters, sums, strict=True)):
             if parameter.grad is not None:
-                parameter.grad.copy_(piece.view_as(parameter))
+                parameter.grad.copy_(summed.view_as(parameter))
             elif counts[index].real.item() > 0:
-                parameter.grad = piece.view_as(parameter).clone()
+                parameter.grad = summed.view_as(parameter).clone()
 
-    # ------------------------------------------------------------------ close
+    # Close
 
     def absent(self) -> set[int]:
         return set()
 
-    def drop(self, parameter: nn.Parameter) -> None:
-        return
-
     def refuse_nothing(self) -> None:
-        return  # what the last backward made is used up and gone
+        return  # the gradients are used and freed
 
     def close(
         self, groups: Sequence[Sequence[nn.Parameter]], normalise: float, hooks: DeferredHooks
@@ -247,21 +239,20 @@ class ReleaseStore(DeviceStore):
         return Closed(norm=math.hypot(*read_scalars(self._norms)), clip=1.0, finite=finite)
 
     def step(self, remaining: float) -> None:
-        """It is made already; hooks that follow a step run now, once."""
+        """Run the hooks that follow a step: the steps are made already."""
         self._released = []
-        for optimizer, hooks in self._give_back().items():
-            for hook in list(hooks.values()):
-                hook(optimizer, (), {})
+        for hooks in self._restored_hooks():
+            hooks.run()
 
-    def _give_back(self) -> dict[torch.optim.Optimizer, Any]:
-        hooks, self._post_hooks = self._post_hooks, {}
-        for optimizer, theirs in hooks.items():
-            optimizer._optimizer_step_post_hooks = theirs
-        return hooks
+    def _restored_hooks(self) -> list[HeldPostHooks]:
+        held, self._post_hooks = [*self._post_hooks.values()], {}
+        for hooks in held:
+            hooks.restore()
+        return held
 
     def discard(self) -> None:
         self.spoiled += [(parameter, parameter._version) for parameter in self._released]
-        self._give_back()
+        self._restored_hooks()
         super().discard()
         self._clear()
 
@@ -290,30 +281,17 @@ def check_release(target: Target, options: CloseOptions, *, counts_units: bool) 
 
 def _layout(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]
-) -> list[_Bucket]:
-    """Last parameters first, as backward reaches them; a large one has a bucket of its own."""
+) -> list[_SteppedTogether]:
+    """Put parameters into buckets, the last ones first, as backward reaches them."""
     owners = {
         id(p): optimizer
         for optimizer in optimizers
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    buckets: list[_Bucket] = []
-    most = bucket_bytes(parameters, _BUCKET_BYTES)
-    filling: dict[tuple[Any, ...], tuple[_Bucket, int]] = {}
-    for parameter in reversed(parameters):
-        optimizer = owners[id(parameter)]
-        key = (id(optimizer), parameter.dtype, parameter.device)
-        size = parameter.numel() * max(4, parameter.element_size())
-        bucket, filled = filling.get(key, (None, 0))
-        if bucket is None or filled + size > most:
-            bucket, filled = _Bucket(optimizer, []), 0
-            buckets.append(bucket)
-        bucket.parameters.append(parameter)
-        bucket.missing += 1
-        filling[key] = (bucket, filled + size)
-    return buckets
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    buckets = in_buckets(
+        reversed(parameters),
+        bucket_bytes(parameters, BUCKET_BYTES["release"]),
+        lambda p: (id(owners[id(p)]), p.dtype, p.device),
+    )
+    return [_SteppedTogether(owners[id(some[0])], some, len(some)) for some in buckets]

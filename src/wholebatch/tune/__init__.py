@@ -7,14 +7,22 @@ found = tune(make, loss=loss, batch=batch, memory="20GiB", precisions=("full", "
 found.best.setting, found.advice, found.bottleneck
 found.write(Path("tune.json"))          # wholebatch train --from tune.json
 ```
+
+Names are loaded when first used: the command line reads `tune.batch_scaling` without torch.
 """
 
-from wholebatch.tune.bottleneck import Bottleneck
-from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
-from wholebatch.tune.search import Limits, Watch
-from wholebatch.tune.settings import PARTS, Setting, Trial, Way
-from wholebatch.tune.tuning import tune
-from wholebatch.tune.tuning_result import Tuned
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wholebatch.tune.bottleneck import Bottleneck
+    from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
+    from wholebatch.tune.search import Limits, Watch
+    from wholebatch.tune.settings import PARTS, Setting, Trial, Way
+    from wholebatch.tune.tuning import tune
+    from wholebatch.tune.tuning_result import Tuned
 
 __all__ = [
     "PARTS",
@@ -29,3 +37,24 @@ __all__ = [
     "parse_bandwidth",
     "tune",
 ]
+
+_HOMES = {
+    "PARTS": "settings",
+    "Bottleneck": "bottleneck",
+    "Limits": "search",
+    "RanksModel": "ranks_model",
+    "Setting": "settings",
+    "Trial": "settings",
+    "Tuned": "tuning_result",
+    "Watch": "search",
+    "Way": "settings",
+    "parse_bandwidth": "ranks_model",
+    "tune": "tuning",
+}
+
+if not TYPE_CHECKING:  # a type checker that saw this would believe any name exists
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

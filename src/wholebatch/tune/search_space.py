@@ -17,9 +17,8 @@ from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
     repeated_blocks,
 )
-from wholebatch.memory.choose_micro_batch import spare
+from wholebatch.memory.choose_micro_batch import resize_batch, spare
 from wholebatch.memory.predict import Prediction, predict_peak
-from wholebatch.memory.resized_batches import resize_batch
 from wholebatch.tune.settings import Setting, Way
 
 __all__ = ["Predicted", "sizes_of", "ways_of"]

@@ -14,7 +14,7 @@ from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
-from wholebatch.memory.resized_batches import resize_batch
+from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.tune.bottleneck import accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import best_flops, copy_bandwidth, flops_of, reduce_bandwidth
 from wholebatch.tune.ranks_model import RanksModel

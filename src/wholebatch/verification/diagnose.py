@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import restore_random
 from wholebatch.core.splitting import to_device
 from wholebatch.coupled.audit import Audit, audit
 from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
@@ -124,7 +124,7 @@ def _state(evidence: Evidence) -> list[Cause]:
     with _norms_frozen(bench):
         first, gradients = _mean(bench, micro, device)
         moved = _moved(bench)
-        random_state.restore(bench.start.random)
+        restore_random(bench.start.random)
         second, again = _mean(bench, micro, device)
     apart = distance(again, gradients, bench.devices)
     unit = bench.numbers.unit(bench.model)

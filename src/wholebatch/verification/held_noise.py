@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.coupled import Coupled
 
 __all__ = ["Draws"]
@@ -105,9 +105,9 @@ class _Hold(TorchDispatchMode):
         self.record.places[f"{name} ({_line()})"] = None
         if name != "randperm" and name not in _HELD:
             return func(*args, **kwargs)
-        before = random_state.capture(every=False)
+        before = capture_random(every=False)
         drawn = func(*args, **kwargs)
-        random_state.restore(before)
+        restore_random(before)
         # A permutation of the batch couples its samples, also held: it must not be the identity.
         return drawn.sort(descending=True).values if name == "randperm" else self._held(drawn)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
+from wholebatch.core.forward_state import capture_random, restore_random
 
 __all__ = ["Start"]
 
@@ -29,7 +29,7 @@ class Start:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.random = random_state.capture()
+        self.random = capture_random()
         self._tensors = [(tensor, _kept(tensor)) for tensor in _tensors_of(model)]
         self._kept = {id(tensor): kept for tensor, kept in self._tensors}
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -69,7 +69,7 @@ class Start:
             self.optimizer.state.clear()
             for parameter, state in self._state.items():
                 self.optimizer.state[parameter] = {n: _copied(v) for n, v in state.items()}
-        random_state.restore(self.random)
+        restore_random(self.random)
 
     def leave(self) -> None:
         """Everything as it was, the gradients too: the proof is over."""

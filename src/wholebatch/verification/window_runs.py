@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core import random_state
 from wholebatch.core.close import ClipNorm
+from wholebatch.core.forward_state import capture_random
 from wholebatch.core.options import grouped
 from wholebatch.core.splitting import to_device
 from wholebatch.core.splitting.samples import flatten
@@ -213,7 +213,7 @@ class Bench:
             return True
         if self.silences and not any(total.requires_grad for total in found.totals):
             return True
-        return not _equal(random_state.capture(), self.start.random)
+        return not _equal(capture_random(), self.start.random)
 
     def replayed(self, run: Run) -> Run:
         """The update that the optimizer makes of the gradients this run saw."""

@@ -3,9 +3,10 @@
 from wholebatch.cli.recipes.recipe import (
     EMBEDDED,
     Recipe,
-    Settings,
+    RecipeDefaults,
     load_recipe,
     place_of,
+    run_file,
     source_of,
 )
 from wholebatch.cli.recipes.recipe_batches import Batches, Nothing, Position, share_of
@@ -16,9 +17,10 @@ __all__ = [
     "Nothing",
     "Position",
     "Recipe",
-    "Settings",
+    "RecipeDefaults",
     "load_recipe",
     "place_of",
+    "run_file",
     "share_of",
     "source_of",
 ]

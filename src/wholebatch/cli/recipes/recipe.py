@@ -25,6 +25,7 @@ import linecache
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -34,11 +35,21 @@ from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from wholebatch.cli.recipes.schedule_end import with_horizon
+from wholebatch.cli.recipes.recipe_batches import Batches
 from wholebatch.errors import RecipeError, WholebatchError
 
-__all__ = ["EMBEDDED", "Recipe", "Settings", "load_recipe", "place_of", "source_of"]
+__all__ = [
+    "EMBEDDED",
+    "Horizon",
+    "Recipe",
+    "RecipeDefaults",
+    "load_recipe",
+    "place_of",
+    "run_file",
+    "source_of",
+]
 
 EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
 """The embedded recipes by name, the default first."""
@@ -47,7 +58,7 @@ _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1, "stages": 1}
 
 
-class Settings(TypedDict, total=False):
+class RecipeDefaults(TypedDict, total=False):
     """The settings that a recipe may put in `defaults`; the command line overrides them."""
 
     batch_size: int
@@ -68,7 +79,7 @@ class Recipe:
     path: Path
     description: str
     digest: str
-    defaults: Settings
+    defaults: RecipeDefaults
     unit: str
     audit: bool
     loss: Callable[[Any, Any], Any]
@@ -80,6 +91,11 @@ class Recipe:
     def is_embedded(self) -> bool:
         """True if this is one of the embedded recipes."""
         return self.path.parent == Path(__file__).parent
+
+    @property
+    def known_as(self) -> str:
+        """Return the argument of `wholebatch train` that names this recipe."""
+        return self.name if self.is_embedded else str(self.path)
 
     def build_model(self) -> nn.Module:
         """Return the result of `model()`."""
@@ -94,6 +110,19 @@ class Recipe:
         if data is None:
             raise RecipeError(f"{self.path}: data() returned None; return a dataset or a loader")
         return data
+
+    def build_batches(
+        self, batch_size: int, *, seed: int, rank: int = 0, ranks: int = 1
+    ) -> Batches:
+        """Return the batches of `data()`; of several ranks, the share of this one."""
+        return Batches(
+            self.build_data,
+            batch_size=batch_size,
+            seed=seed,
+            collate=self.collate,
+            rank=rank,
+            ranks=ranks,
+        )
 
     def build_optimizer(self, model: nn.Module, *, lr: float | None) -> torch.optim.Optimizer:
         """Return the result of `optimizer(model)`, or AdamW; `lr`, if given, overrides its rate."""
@@ -168,14 +197,18 @@ class Recipe:
             raise
         except Exception as error:
             place = place_of(error, self.path) or str(self.path)
-            raise RecipeError(f"{place}: {part}() failed: {_said(error)}") from error
+            raise RecipeError(f"{place}: {part}() failed: {_one_line(error)}") from error
 
 
-def load_recipe(name: str) -> Recipe:
-    """Load a recipe from a file or by its embedded name; raise RecipeError if it is invalid."""
+def load_recipe(name: str | None) -> Recipe:
+    """Load a recipe from a file or by its embedded name; raise RecipeError if it is invalid.
+
+    None is the default recipe.
+    """
+    name = next(iter(EMBEDDED)) if name is None else name
     path = _find(name)
     source = _read(path)
-    module = _run(path)
+    module = run_file(path)
     parts = _parts_of(module, path)
     return Recipe(
         name=name if name in EMBEDDED else path.stem,
@@ -236,7 +269,7 @@ def _read(path: Path) -> bytes:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
 
 
-def _run(path: Path) -> ModuleType:
+def run_file(path: Path) -> ModuleType:
     """Run the file as a module. It can import its neighbours, as when Python runs it."""
     module_name = f"wholebatch_recipe_{path.stem}".replace("-", "_").replace(".", "_")
     spec = importlib.util.spec_from_loader(
@@ -257,10 +290,10 @@ def _run(path: Path) -> ModuleType:
         raise
     except SyntaxError as error:
         if error.filename is None or Path(error.filename) != path:  # In a file that it imports.
-            raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+            raise RecipeError(f"{place_of(error, path) or path}: {_one_line(error)}") from error
         raise RecipeError(f"{path}:{error.lineno}: not valid Python: {error.msg}") from error
     except Exception as error:
-        raise RecipeError(f"{place_of(error, path) or path}: {_said(error)}") from error
+        raise RecipeError(f"{place_of(error, path) or path}: {_one_line(error)}") from error
     return module
 
 
@@ -290,17 +323,17 @@ def _parts_of(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
     return parts
 
 
-def _defaults_of(module: ModuleType, path: Path) -> Settings:
+def _defaults_of(module: ModuleType, path: Path) -> RecipeDefaults:
     defaults = getattr(module, "defaults", {})
     if not isinstance(defaults, Mapping):
         raise RecipeError(f"recipe {path}: defaults is {_kind(defaults)}, not a dict")
-    allowed = list(Settings.__annotations__)
+    allowed = list(RecipeDefaults.__annotations__)
     for name in defaults:
         if name not in allowed:
             raise RecipeError(
                 f"recipe {path}: defaults has {name!r}; it may have {', '.join(allowed)}"
             )
-    return cast(Settings, dict(defaults))
+    return cast(RecipeDefaults, dict(defaults))
 
 
 def _audit_of(module: ModuleType, path: Path) -> bool:
@@ -332,6 +365,69 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Horizon:
+    """A scheduler that was made for so many updates; after them the rate stays as it is.
+
+    Torch's own go on: a cosine rises again, a one-cycle schedule raises an error.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    >>> schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=2)
+    >>> held = Horizon(schedule, 2)
+    >>> rates = []
+    >>> for _ in range(4):
+    ...     _ = optimizer.step(), held.step()
+    ...     rates.append(optimizer.param_groups[0]["lr"])
+    >>> rates
+    [0.75, 0.5, 0.5, 0.5]
+    """
+
+    def __init__(self, scheduler: LRScheduler, updates: int) -> None:
+        self.scheduler = scheduler
+        self.optimizer = scheduler.optimizer
+        self.updates = updates
+        self._made = 0  # updates so far, those beyond the last too
+        # What the scheduler sets, at its beginning: rates, and momenta or betas of some.
+        self._start = [_numbers(group) for group in self.optimizer.param_groups]
+
+    def step(self) -> None:
+        """Go on to the next update; nothing happens beyond the last."""
+        self._made += 1
+        if self.scheduler.last_epoch < self.updates:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's own state, for how many updates it is, and how many were made."""
+        return {**self.scheduler.state_dict(), "horizon": self.updates, "made": self._made}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; one made for another number of updates is made anew up to there."""
+        own = {name: value for name, value in state.items() if name not in ("horizon", "made")}
+        self._made = int(state.get("made", state["last_epoch"]))
+        if state.get("horizon", self.updates) == self.updates:
+            self.scheduler.load_state_dict(own)
+            return
+        for group, start in zip(self.optimizer.param_groups, self._start, strict=True):
+            group.update(start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no optimizer steps between these
+            for _ in range(min(self._made, self.updates)):
+                self.scheduler.step()
+
+
+def with_horizon(scheduler: Any, updates: int) -> Any:
+    """Return torch's schedulers, in a list too, with their end; others as they are."""
+    if isinstance(scheduler, list | tuple):
+        return [with_horizon(one, updates) for one in scheduler]
+    if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+        return Horizon(scheduler, updates)
+    return scheduler
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

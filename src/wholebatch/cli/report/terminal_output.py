@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,7 +17,14 @@ from rich.table import Table
 
 from wholebatch.core.readable_sizes import bytes_said
 
-__all__ = ["Terminal", "bytes_said", "count_said", "time_said"]
+__all__ = [
+    "Terminal",
+    "bytes_said",
+    "path_from_here",
+    "plain_table",
+    "short_count",
+    "short_duration",
+]
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -105,7 +115,7 @@ class Terminal:
         """Show that one more window is closed."""
         self._done = updates
         left = self._time_left(updates)
-        saying = f"loss {loss:.3f}  {count_said(units_per_second)} {self._unit}/s"
+        saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
         saying += f"  {left} left" if left else ""
         if self._progress is not None and self._task is not None:
             self._progress.update(
@@ -128,17 +138,30 @@ class Terminal:
         made = updates - self._began_at
         if made <= 0 or updates >= self._total:
             return ""
-        return time_said((time.perf_counter() - self._began) / made * (self._total - updates))
+        return short_duration((time.perf_counter() - self._began) / made * (self._total - updates))
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()  # Show it at once to a reader who follows the log.
 
 
-def count_said(number: float) -> str:
+def plain_table(*columns: str, **style: Any) -> Table:
+    """Return a table without lines; a column whose name begins with ">" is aligned to the right."""
+    table = Table(**{"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", **style})
+    for name in columns:
+        is_right = name.startswith(">")
+        table.add_column(
+            name.removeprefix(">"),
+            justify="right" if is_right else "left",
+            overflow="ellipsis" if is_right else "fold",
+        )
+    return table
+
+
+def short_count(number: float) -> str:
     """Return a number in short form.
 
-    >>> count_said(812), count_said(12_345), count_said(4_560_000), count_said(7.3)
+    >>> short_count(812), short_count(12_345), short_count(4_560_000), short_count(7.3)
     ('812', '12.3k', '4.56M', '7.3')
     """
     for limit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -147,10 +170,10 @@ def count_said(number: float) -> str:
     return f"{number:.3g}" if number < 10 else f"{number:.0f}"
 
 
-def time_said(seconds: float) -> str:
+def short_duration(seconds: float) -> str:
     """Return a duration in short form.
 
-    >>> time_said(4.4), time_said(83), time_said(7325), time_said(200_000)
+    >>> short_duration(4.4), short_duration(83), short_duration(7325), short_duration(200_000)
     ('0:04', '1:23', '2:02:05', '2 d 7 h')
     """
     whole = round(seconds)
@@ -159,3 +182,12 @@ def time_said(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
     return f"{whole // 60}:{whole % 60:02d}"
+
+
+def path_from_here(path: Path) -> str:
+    """Return a path as a person would type it from here."""
+    absolute = Path(os.path.abspath(path))
+    try:
+        return str(absolute.relative_to(Path.cwd()))
+    except ValueError:
+        return str(absolute)

@@ -15,7 +15,7 @@ from wholebatch.core.noise_scale.critical_batch import Estimator, NoiseScale, Ob
 from wholebatch.core.noise_scale.gradient_norms import Incoming
 from wholebatch.core.units import SINGLE
 from wholebatch.distributed.ddp import Replicated
-from wholebatch.distributed.single_process import Single
+from wholebatch.distributed.sync_strategy import Single
 from wholebatch.errors import OptionError, UnsupportedError
 
 if TYPE_CHECKING:

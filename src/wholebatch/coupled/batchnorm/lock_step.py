@@ -7,7 +7,7 @@ its two sums. The gradient and the running statistics are those of the undivided
 SyncBatchNorm with micro-batches in place of ranks.
 
 ```python
-step = LockStep(batchnorms(model))
+step = LockStep(model)
 losses = step.run(
     micros,
     forward=lambda micro: loss_fn(model, micro),     # called in the order of the micro-batches
@@ -20,49 +20,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from wholebatch.coupled.batchnorm.activation_offload.host_pool import HostPool
-from wholebatch.coupled.batchnorm.activation_offload.learned_sizes import Learnt
-from wholebatch.coupled.batchnorm.activation_offload.page import Paged
-from wholebatch.coupled.batchnorm.activation_offload.paging import Pages
-from wholebatch.coupled.batchnorm.caller_thread_layers import Elsewhere, ignored
-from wholebatch.coupled.batchnorm.caller_thread_ops import (
-    Execute,
-    OneThread,
+from wholebatch.coupled.batchnorm.activation_offload import (
+    ActivationPages,
+    HostPool,
+    LearnedUse,
+    Traffic,
+    WatchedOperations,
+)
+from wholebatch.coupled.batchnorm.caller_thread_kernels import (
+    CallerThreadLayers,
     below_autograd,
-    executor,
+    execute_on_caller,
 )
 from wholebatch.coupled.batchnorm.moments import Reduce
-from wholebatch.coupled.batchnorm.recomputed_blocks import BeginAgain, Recomputed, blocks_of
-from wholebatch.coupled.batchnorm.thread_state import Inherited
-from wholebatch.coupled.batchnorm.turn_taking_threads import Baton
-from wholebatch.coupled.batchnorm.whole_batch_norm import Meetings
-from wholebatch.coupled.normalisation_layers import running_buffers
+from wholebatch.coupled.batchnorm.recomputed_blocks import (
+    BlockInputChanged,
+    RecomputedBlocks,
+    blocks_of,
+)
+from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
+from wholebatch.coupled.batchnorm.whole_batch_norm import WholeBatchNorms
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    running_buffers,
+    tracked_instance_norms,
+    uses_batch_statistics,
+)
 from wholebatch.coupled.random_streams import Begins, Call, RecordedStreams, Streams
 from wholebatch.errors import OptionError
 
-__all__ = ["LockStep"]
+__all__ = ["Hold", "LockStep"]
 
 M = TypeVar("M")
 T = TypeVar("T")
 R = TypeVar("R")
 
-
 Hold = Literal["graphs", "inputs", "host"]
+_Recompute = Callable[[Call], AbstractContextManager[None]]
 _LESS: dict[Hold, Hold] = {"graphs": "inputs", "inputs": "host"}
 
 
 class LockStep:
-    """A runner of windows whose BatchNorms use the statistics of the undivided batch.
+    """Runs windows whose BatchNorms use the statistics of the undivided batch.
 
-    `norms` are the layers to make exact, with their names for errors: BatchNorms, and InstanceNorms
-    with running statistics. Every call checks which of them use batch statistics, so layers in
-    evaluation mode are left alone. `reduce` sums a tensor over data-parallel ranks; with it the
-    statistics, and the gradients through them, are those of the global batch.
+    These are all BatchNorms of `model`, and its InstanceNorms with running statistics. Every call
+    checks which of them use batch statistics, so layers in evaluation mode are left alone. `reduce`
+    sums a tensor over data-parallel ranks; with it the statistics, and the gradients through them,
+    are those of the global batch.
 
     All micro-batches are alive at once. `hold` sets which of their tensors stay on the device:
 
@@ -77,23 +86,22 @@ class LockStep:
       if no backward had begun; else the error is raised, and the next run holds less. `holding` is
       the current choice.
 
-    Pass the `model`: on CUDA its convolutions are then fastest, and the gradients of its parameters
-    stay on the device.
+    `waits()` is called when a micro-batch sleeps in its backward: the loss of another may follow.
     """
 
     def __init__(
         self,
-        norms: Sequence[tuple[str, nn.Module]],
+        model: nn.Module,
         *,
-        model: nn.Module | None = None,
         reduce: Reduce | None = None,
         hold: Hold | Literal["auto"] = "graphs",
         blocks: Sequence[tuple[str, nn.Module]] = (),
         least_page: int = 1 << 16,
+        waits: Callable[[], None] = lambda: None,
     ) -> None:
         if hold != "auto" and hold not in get_args(Hold):
             raise OptionError(f'hold="{hold}": must be "graphs", "inputs", "host" or "auto"')
-        if hold in ("inputs", "auto") and model is not None:
+        if hold in ("inputs", "auto"):
             blocks = blocks or blocks_of(model)
         if hold == "inputs" and not blocks:
             raise OptionError(
@@ -101,7 +109,7 @@ class LockStep:
                 "inside, each with at most half of all): put some of its layers into modules of "
                 'their own, or use hold="graphs", "host" or "auto"'
             )
-        self._norms = tuple(norms)
+        self._norms = (*batchnorms(model), *tracked_instance_norms(model))
         self._reduce = reduce
         self._auto = hold == "auto"
         self.holding: Hold = "graphs" if hold == "auto" else hold
@@ -110,15 +118,23 @@ class LockStep:
         self._least_page = least_page
         self._pool: HostPool | None = None
         self._recorded_pools: list[HostPool] = []
-        self._learnt = Learnt()
-        self.paged: Paged | None = None
+        self._learned = LearnedUse()
+        self.traffic: Traffic | None = None  # Of the last run with hold="host".
         self._kept_blocks: frozenset[str] = frozenset()  # Known after the first run.
         self._changing: set[str] = set()  # Blocks whose input is changed in place.
         self.drawn = frozenset({"cpu"})  # Devices whose random numbers the last run drew.
         self.seed = 0  # The seed of the last run's random numbers.
         self._begins: dict[Call, int] = {}
-        self.relieve: Callable[[], bool] = lambda: False  # Frees memory; True if there was any.
-        self.waits: Callable[[], None] = lambda: None  # A backward waits: another loss may follow.
+        self._waits = waits
+
+    def is_needed(self) -> bool:
+        """True if a layer would use the statistics of its batch now."""
+        return any(uses_batch_statistics(module) for _, module in self._norms)
+
+    def begin_with(self, hold: Hold) -> None:
+        """Set what "auto" holds from here on; it still holds less if that does not fit."""
+        if self._auto:
+            self.holding = hold
 
     def run(
         self,
@@ -126,14 +142,15 @@ class LockStep:
         *,
         forward: Callable[[M], T],
         backward: Callable[[T], R],
-        moved: Callable[[M], M] | None = None,
+        free_memory: Callable[[], bool] = lambda: False,
     ) -> list[R]:
         """Run the micro-batches and return the results of `backward`, in order.
 
-        For each micro-batch `backward(forward(moved(micro)))` is called on its thread. The threads
-        have the caller's autocast, gradient mode, devices, streams and context variables. Each has
-        its own stream of random numbers. Between two BatchNorms, gradients are added in the order
-        of the micro-batches, the same on every run.
+        For each micro-batch `backward(forward(micro))` is called on its thread. The threads have
+        the caller's autocast, gradient mode, devices, streams and context variables. Each has its
+        own stream of random numbers. Between two BatchNorms, gradients are added in the order of
+        the micro-batches, the same on every run. If memory runs out, `free_memory()` is called
+        first, and returns True if it freed any.
 
         If anything fails, all micro-batches end, running statistics and random state are restored,
         and the exception is raised unchanged. What was already added to `.grad` stays: the caller
@@ -141,28 +158,18 @@ class LockStep:
         """
         if not micros:
             return []
-        begun: list[bool] = []
-
-        def noted(result: T) -> R:
-            begun.append(True)
-            return backward(result)
-
         while True:
+            backwards = _Backwards(self._waits)
             try:
-                return self._run(micros, forward, noted, moved)
-            except BeginAgain:
+                return self._attempt(micros, forward, backward, backwards)
+            except BlockInputChanged:
                 continue
             except torch.OutOfMemoryError:
-                if not (self.relieve() or self._hold_less()) or begun:
+                if not (free_memory() or self._hold_less()) or backwards.begun:
                     raise
             # Outside of the handler: the traceback, which held every tensor, is gone.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-
-    def begin_with(self, hold: Hold) -> None:
-        """Set what "auto" holds from here on; it still holds less if that does not fit."""
-        if self._auto:
-            self.holding = hold
 
     def _hold_less(self) -> bool:
         """Switch to the next way of holding; return False if there is none."""
@@ -172,6 +179,37 @@ class LockStep:
         if self.holding == "inputs" and not self._blocks:
             self.holding = "host"
         return True
+
+    def _attempt(
+        self,
+        micros: Sequence[M],
+        forward: Callable[[M], T],
+        backward: Callable[[T], R],
+        backwards: _Backwards,
+    ) -> list[R]:
+        """Run once; after a failure, restore the running statistics and the random state."""
+        streams = Streams(len(micros), self._devices()) if len(micros) > 1 else None
+        found = [
+            (buffer, buffer.detach().clone())
+            for _, module in self._norms
+            for buffer in running_buffers(module).values()
+            if not nn.parameter.is_lazy(buffer)
+        ]
+        try:
+            results = self._run(micros, forward, backward, streams=streams, backwards=backwards)
+        except BaseException:
+            with torch.no_grad():
+                for buffer, before in found:
+                    buffer.copy_(before)
+            if streams is not None:
+                streams.rewind()
+            raise
+        if streams is not None:
+            streams.close()
+            self.drawn, self.seed = streams.drawn(), streams.seed
+        return results
+
+    # ---------------------------------------------------------------- capture
 
     def recorded_streams(self, parties: int) -> RecordedStreams | None:
         """Return the random streams for a recording of the last run, or None if it drew none."""
@@ -192,73 +230,61 @@ class LockStep:
 
         A run of the same kind must come just before, so that everything created once exists. Random
         numbers come from `streams`. From here on, the host memory of `hold="host"` belongs to the
-        recording.
+        recording. A capture computes nothing, so nothing has to be restored after a failure.
         """
         pool = self._pool or HostPool(pinned=self._on_cuda())
         self._pool = None  # A later run uses another pool.
         pool.forget_copies()
         self._recorded_pools.append(pool)
-        return self._run(micros, forward, backward, None, pool=pool, recorded=streams or True)
+        again: _Recompute = (lambda call: nullcontext()) if streams is None else streams.again
+        try:
+            return self._run(micros, forward, backward, streams=streams, pool=pool, again=again)
+        finally:
+            if streams is not None:
+                streams.close()
 
     def forget_recordings(self) -> None:
         """Free the host memory of all recordings, once none of them will be replayed."""
         self._recorded_pools.clear()
+
+    # ---------------------------------------------------------------- threads
 
     def _run(
         self,
         micros: Sequence[M],
         forward: Callable[[M], T],
         backward: Callable[[T], R],
-        moved: Callable[[M], M] | None,
         *,
+        streams: Streams | RecordedStreams | None,
         pool: HostPool | None = None,
-        recorded: RecordedStreams | bool = False,
+        again: _Recompute | None = None,
+        backwards: _Backwards | None = None,
     ) -> list[R]:
+        """Run every micro-batch in a thread of its own, and let them meet at the BatchNorms.
+
+        `again` is the context in which a captured call of a block is recomputed.
+        """
         parties = len(micros)
-        devices = () if recorded else self._devices()
-        streams = Streams(parties, devices) if parties > 1 else None
-        on_tape = recorded if isinstance(recorded, RecordedStreams) else None
-        pages = self._pages(parties, pool) if self.holding == "host" and parties > 1 else None
-        parts = [part for part in (streams, on_tape, pages) if part is not None]
-        going_back: set[int] = set()
-
-        def leave(party: int) -> None:
-            if party in going_back:
-                self.waits()
-            for part in parts:
-                part.leave(party)
-
-        baton: Baton[R] = Baton(
-            parties,
-            enter=lambda party: [part.enter(party) for part in parts],
-            leave=leave,
-            around=below_autograd,
-        )
-        elsewhere = parties > 1 and self._has_thread_state()
-        by_layers = elsewhere and self._model is not None
-        execute: Execute | None = None
-        if elsewhere and (pages is not None or not by_layers):
-            execute = executor(baton.call)
-        if pages is not None:
-            execute = pages.watch(execute or _here)
-        inherited = Inherited.of_this_thread()
-        begins = Begins(self._offset, lambda: baton.party) if elsewhere or recorded else None
-        recomputed = Recomputed(
+        pages = self._pages(parties, pool)
+        states = [state for state in (backwards, streams, pages) if state is not None]
+        threads = TurnTakingThreads[R](parties, states, around=below_autograd)
+        on_caller = parties > 1 and self._has_thread_state()
+        execute = execute_on_caller(threads) if on_caller else None
+        begins = Begins(_cuda_offset if self._on_cuda() else lambda: 0, lambda: threads.party)
+        recomputed = RecomputedBlocks(
             self._blocks if self.holding == "inputs" else (),
             kept=self._kept_blocks,
             changing=self._changing,
             begins=begins,
-            again=on_tape.again if on_tape is not None else _same if recorded else None,
+            again=again,
         )
 
         def body(party: int) -> R:
-            with nullcontext() if execute is None else OneThread(execute):
-                micro = micros[party] if moved is None else moved(micros[party])
-                result = forward(micro)
-                del micro
+            with nullcontext() if pages is None else WatchedOperations(pages, execute):
+                result = forward(micros[party])
                 recomputed.check()
-                if not recorded:
-                    going_back.add(party)
+                if backwards is not None:
+                    backwards.begun.add(party)
                 value = backward(result)
                 del result
             if streams is not None:
@@ -267,68 +293,39 @@ class LockStep:
                 pages.finish(party)
             return value
 
-        def threaded(party: int) -> Callable[[], R]:
-            return lambda: inherited.run(lambda: body(party))
-
-        # A capture computes nothing, so nothing has to be restored.
-        buffers = _Buffers(() if recorded else self._norms)
+        layers = CallerThreadLayers(self._model.modules() if on_caller else (), threads, pages)
+        norms = WholeBatchNorms(self._norms, threads, reduce=self._reduce)
         try:
-            with (
-                Meetings(self._norms, baton, reduce=self._reduce) as meetings,
-                recomputed,
-                Elsewhere(
-                    self._model.modules() if by_layers and self._model else (),
-                    # A dispatch mode already hands these operations over, if there is one.
-                    baton.call if execute is None else _at_once,
-                    party=lambda: baton.party,
-                    parties=parties,
-                    keep=ignored if pages is None else pages.keep,
-                    keep_sum=ignored if pages is None else pages.keep_sum,
-                ),
-            ):
-                results = baton.run([threaded(party) for party in range(parties)])
-        except BaseException:
-            buffers.restore()
-            if streams is not None:
-                streams.rewind()
-            raise
+            with norms, recomputed, layers:
+                results = threads.run(body)
         finally:
             if pages is not None:
-                self.paged = pages.close()
-            if on_tape is not None:
-                on_tape.close()
+                self.traffic = pages.close()
         if not self._kept_blocks:
-            self._kept_blocks = recomputed.worth_keeping(parties, meetings.sizes)
-        if streams is not None:
-            streams.close()
-        if streams is not None and not recorded:
-            self.drawn, self.seed = streams.drawn(), streams.seed
-            self._begins = {} if begins is None else begins.of
+            self._kept_blocks = recomputed.worth_keeping(parties, norms.sizes)
+        self._begins = begins.of
         return results
 
-    def _offset(self) -> int:
-        """Return the offset of the device's random generator."""
-        if not self._on_cuda():
-            return 0
-        return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
+    def _pages(self, parties: int, pool: HostPool | None) -> ActivationPages | None:
+        """Return the pages of a run that holds activations on the host, or None."""
+        if self.holding != "host" or parties == 1:
+            return None
+        if pool is None:
+            pool = self._pool = self._pool or HostPool(pinned=self._on_cuda())
+        return ActivationPages(
+            parties,
+            pool=pool,
+            kind="cuda" if self._on_cuda() else "cpu",
+            parameters=self._model.parameters(),
+            learned=self._learned,
+            least=self._least_page,
+        )
 
     def _has_thread_state(self) -> bool:
         return self._on_cuda()
 
     def _on_cuda(self) -> bool:
         return any(device.type == "cuda" for device in self._devices())
-
-    def _pages(self, parties: int, pool: HostPool | None) -> Pages:
-        if pool is None:
-            pool = self._pool = self._pool or HostPool(pinned=self._on_cuda())
-        return Pages(
-            parties,
-            pool=pool,
-            kind="cuda" if self._on_cuda() else "cpu",
-            parameters=() if self._model is None else self._model.parameters(),
-            learnt=self._learnt,
-            least=self._least_page,
-        )
 
     def _devices(self) -> set[torch.device]:
         found = {
@@ -341,30 +338,21 @@ class LockStep:
         return found
 
 
-def _here(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
+class _Backwards:
+    """The micro-batches whose backward has begun; `waits` is called when one goes to sleep."""
+
+    def __init__(self, waits: Callable[[], None]) -> None:
+        self.begun: set[int] = set()
+        self._waits = waits
+
+    def enter(self, party: int) -> None:
+        return
+
+    def leave(self, party: int) -> None:
+        if party in self.begun:
+            self._waits()
 
 
-def _same(call: Call) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _at_once(job: Callable[[], T]) -> T:
-    return job()
-
-
-class _Buffers:
-    """A copy of the running statistics, to restore if a window fails."""
-
-    def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
-        self._saved: list[tuple[Tensor, Tensor]] = [
-            (buffer, buffer.detach().clone())
-            for _, module in norms
-            for buffer in running_buffers(module).values()
-            if not nn.parameter.is_lazy(buffer)
-        ]
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for buffer, saved in self._saved:
-                buffer.copy_(saved)
+def _cuda_offset() -> int:
+    """Return the offset of the current device's random generator."""
+    return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())

@@ -14,28 +14,32 @@ have other Python side effects are not recorded: their windows run by threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile.captured_values import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.captured_state import Fingerprint, only_reads, refuse_hooks
+from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
 from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
-from wholebatch.compile.messages import CannotTrace, Notes, first_line
 from wholebatch.compile.trace import Form
 from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.units import SINGLE
 from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.lock_step import LockStep
-from wholebatch.coupled.batchnorm.shared_capture import CudaTape, Tape
 from wholebatch.coupled.random_streams import RecordedStreams, draw
-from wholebatch.distributed.single_process import Single
+from wholebatch.distributed.sync_strategy import Single
 
 __all__ = ["MOST_MICRO_BATCHES", "Recorder"]
 
+
+R = TypeVar("R")
+T = TypeVar("T")
 Micro = tuple[list[Tensor], list[Tensor]]
 """The totals of one micro-batch, and those of its units that are tensors."""
 
@@ -71,7 +75,7 @@ class _Recording:
 
 
 class Recorder:
-    """A runner of the lock-step windows of one WholeBatch: by threads, or by replaying a recording.
+    """Runs the lock-step windows of one WholeBatch: by threads, or by replaying a recording.
 
     `forward(micro)` returns the loss of a micro-batch that may still be on the host. With
     `execute="graph"` the second window is a replay, or a warning says why it cannot be. With "auto"
@@ -86,7 +90,6 @@ class Recorder:
         loss: Callable[..., Any],
         window: Window,
         forward: Callable[[Any], Loss | Terms],
-        single: str,
         execute: str,
         sixteen_bit: bool,
         tape: Callable[[], Tape] | None = None,
@@ -96,7 +99,6 @@ class Recorder:
         self._loss = loss
         self._window = window
         self._forward = forward
-        self._single = single
         self._eager_windows = 1 if execute == "graph" else _EAGER_WINDOWS
         self._sixteen_bit = sixteen_bit
         self._tape = tape or self._cuda_tape
@@ -105,10 +107,9 @@ class Recorder:
         self._off = execute not in ("auto", "graph") or (
             tape is None and window.target.device.type != "cuda"
         )
-        lock_step.relieve = self._relieve
         self.forget()
 
-    def _relieve(self) -> bool:
+    def _free_memory(self) -> bool:
         """Free the memory of all recordings; return True if there were any."""
         held = bool(self._recordings)
         self.forget()
@@ -123,30 +124,41 @@ class Recorder:
         self._pool: Any = None
         self._lock_step.forget_recordings()
 
-    def run(self, micros: Sequence[Any], by_threads: Callable[[], object]) -> None:
-        """Run one window: add its gradients, and enter its totals and units in the ledger."""
+    def run(
+        self, micros: Sequence[Any], *, forward: Callable[[Any], T], backward: Callable[[T], None]
+    ) -> None:
+        """Run one window: add its gradients, and enter its totals and units in the ledger.
+
+        `forward` and `backward` are those of `LockStep.run`, for a window that runs by threads.
+        """
         self.mode = "threads"
-        if self._off or not 1 < len(micros) <= MOST_MICRO_BATCHES:
-            by_threads()
-            return
+        apart: list[Inputs] = []
+        if not self._off and 1 < len(micros) <= MOST_MICRO_BATCHES:
+            try:
+                apart = [take_apart(micro) for micro in micros]
+                recording = self._recording(apart)
+            except CannotTrace as reason:
+                apart = []
+                self._give_up(str(reason))
+            else:
+                if recording is not None:
+                    self.mode = "recording"
+                    self._replay(recording, apart)
+                    return
         try:
-            apart = [take_apart(micro) for micro in micros]
-            recording = self._recording(apart)
-        except CannotTrace as reason:
-            self._give_up(str(reason))
-            by_threads()
-            return
-        if recording is not None:
-            self.mode = "recording"
-            self._replay(recording, apart)
-            return
-        try:
-            by_threads()
+            self._lock_step.run(
+                micros, forward=forward, backward=backward, free_memory=self._free_memory
+            )
         except torch.OutOfMemoryError:
             self.forget()  # The recordings may hold the missing memory.
             raise
+        if apart:
+            self._note(apart)
+
+    def _note(self, apart: list[Inputs]) -> None:
+        """Count a window that has run by threads; record it if enough of its kind have."""
         if self._fingerprint is None:
-            self._look()
+            self._remember_conditions()
         key = self._key(apart)
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] >= self._eager_windows and len(self._recordings) < _KINDS:
@@ -172,7 +184,7 @@ class Recorder:
         )
         if not same or self._fingerprint is None or not self._fingerprint.holds():
             self.forget()
-            self._look()
+            self._remember_conditions()
         key = self._key(apart)
         found = self._recordings.get(key)
         if found is not None and found.addresses != self._addresses():
@@ -180,8 +192,8 @@ class Recorder:
             return None
         return found
 
-    def _look(self) -> None:
-        """Store the state that new recordings depend on."""
+    def _remember_conditions(self) -> None:
+        """Store the conditions that new recordings are made under."""
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._parameters = list(self._window.inputs)
 
@@ -218,20 +230,9 @@ class Recorder:
             for static, tensor in zip(statics, inputs.tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
         form = recording.forms[0]
-        seeds = self._seeds(dict(zip(form.names, form.dtypes, strict=True)), form.weights)
-        for name, seed in seeds.items():
-            recording.seeds[name].copy_(seed)
-
-    def _seeds(
-        self, dtypes: Mapping[str, torch.dtype], weights: Sequence[float] | None = None
-    ) -> dict[str, Tensor]:
-        """Return the seed of each term's backward in this window."""
-        device = self._parameters[0].device
-        found = [self._window.weights[name] for name in dtypes] if weights is None else weights
-        return {
-            name: self._window.seed_of(name, torch.empty((), dtype=dtype, device=device), weight)
-            for (name, dtype), weight in zip(dtypes.items(), found, strict=True)
-        }
+        for name, weight in zip(form.names, form.weights, strict=True):
+            seed = recording.seeds[name]
+            seed.copy_(self._window.seed_of(name, seed, weight))
 
     def _addresses(self) -> list[int]:
         tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
@@ -244,23 +245,21 @@ class Recorder:
         window = self._window
         if self._lock_step.drawn - {"cuda"}:
             raise CannotTrace("it draws random numbers on the host, which no replay would do")
-        if window.target.sixteen_bit:
+        if window.target.sixteen_bit.parameters:
             raise CannotTrace("gradients of 16-bit parameters are added by hooks")
         if window.store.only_eager is not None:
             raise CannotTrace(window.store.only_eager)
         if not isinstance(window.sync, Single):
             raise CannotTrace("an engine for several ranks holds parts of its graph")
-        if window.store.only_eager is not None:
-            raise CannotTrace(window.store.only_eager)
         refuse_hooks(self._model)
         wanted = [parameter.grad for parameter in self._parameters]
         totals = {name: made[-len(apart) :] for name, made in window.totals.items()}
         after = ForwardState(self._model)
         try:
-            recording = self._recorded(apart, {n: _dtype(made[0]) for n, made in totals.items()})
+            recording = self._captured(apart, {n: _dtype(made[0]) for n, made in totals.items()})
             self._fill(recording, apart)
             recording.play(self._lock_step.seed)
-            self._hold_against(recording, wanted, totals)
+            self._compare(recording, wanted, totals)
         finally:
             after.restore()
             for parameter, gradient in zip(self._parameters, wanted, strict=True):
@@ -268,7 +267,8 @@ class Recorder:
         self.notes.tell(f"recorded a lock-step window of {len(apart)} micro-batches")
         return recording
 
-    def _recorded(self, apart: list[Inputs], dtypes: dict[str, torch.dtype]) -> _Recording:
+    def _captured(self, apart: list[Inputs], dtypes: dict[str, torch.dtype]) -> _Recording:
+        """Capture the window on static inputs; the gradients end in memory of the recording."""
         device = self._parameters[0].device
         on_host = self._lock_step.holding == "host"  # The device must not hold the whole batch.
         if device.type == "cuda":
@@ -277,25 +277,11 @@ class Recorder:
             [_static(tensor, device, on_host=on_host) for tensor in one.tensors] for one in apart
         ]
         micros = [one.around(statics) for one, statics in zip(apart, inputs, strict=True)]
-        seeds = {name: seed.clone() for name, seed in self._seeds(dtypes).items()}
+        seeds = {n: torch.ones((), dtype=dtype, device=device) for n, dtype in dtypes.items()}
         forms: list[Form] = []
-        backwards: list[Backward] = []
+        backward = self._captured_backward(seeds, forms)
         for parameter in self._parameters:
             parameter.grad = None
-
-        def backward(loss: Loss | Terms) -> Micro:
-            forms.append(Form.of(loss, self._single))
-            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
-            totals = [term.total for term in terms]
-            if not backwards:
-                backwards.append(backward_into(self._parameters, [self._model], totals))
-            backwards[0].run(totals, [seeds[name] for name in forms[-1].names])
-            units = [term.units for term in terms]
-            return (
-                [total.detach() for total in totals],
-                [unit.detach() for unit in units if isinstance(unit, Tensor)],
-            )
-
         tape = self._tape()
         streams = self._lock_step.recorded_streams(len(micros))
 
@@ -317,12 +303,34 @@ class Recorder:
             tape, inputs, seeds, [*forms], results, gradients, self._addresses(), streams, done
         )
 
-    def _hold_against(
+    def _captured_backward(
+        self, seeds: Mapping[str, Tensor], forms: list[Form]
+    ) -> Callable[[Loss | Terms], Micro]:
+        """Return the backward of a captured micro-batch, which adds the form of its loss."""
+        backwards: list[Backward] = []
+
+        def backward(loss: Loss | Terms) -> Micro:
+            forms.append(Form.of(loss, SINGLE))
+            terms = [loss] if isinstance(loss, Loss) else list(loss.by_name.values())
+            totals = [term.total for term in terms]
+            if not backwards:
+                backwards.append(backward_into(self._parameters, [self._model], totals))
+            backwards[0].run(totals, [seeds[name] for name in forms[-1].names])
+            units = [term.units for term in terms]
+            return (
+                [total.detach() for total in totals],
+                [unit.detach() for unit in units if isinstance(unit, Tensor)],
+            )
+
+        return backward
+
+    def _compare(
         self,
         recording: _Recording,
         wanted: list[Tensor | None],
         totals: Mapping[str, Sequence[Tensor | float]],
     ) -> None:
+        """Refuse a recording whose losses or gradients are not those of the threads."""
         weights = self._window.weights
         for form in recording.forms:
             if dict(zip(form.names, form.weights, strict=True)) != weights:
@@ -365,3 +373,49 @@ def _static(tensor: Tensor, device: torch.device, *, on_host: bool) -> Tensor:
         pin_memory=on_host and device.type == "cuda",
     )
     return like.copy_(tensor)
+
+
+class Tape(Protocol):
+    """A recording of what `run` launches, which can be replayed."""
+
+    def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R: ...
+
+    def replay(self) -> None: ...
+
+
+class CudaTape:
+    """A CUDA graph. Every replay overwrites the tensors that `run` returned."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def record(self, run: Callable[[], R], generators: Sequence[torch.Generator]) -> R:
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+        # Other threads launch into the captured stream too. With "thread_local", CUDA refuses
+        # calls that are unsafe during capture on this thread only.
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+                return run()
+        except BaseException:
+            _reset_after_failed_capture(self._pool)
+            raise
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def _reset_after_failed_capture(pool: Any) -> None:
+    """Reset the allocator and the generator: a failed capture leaves them in capture mode."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device, pool)  # Raises if the capture did end.
+        torch._C._cuda_releasePool(device, pool)
+    with suppress(RuntimeError):
+        blank = torch.cuda.CUDAGraph()
+        number = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(blank, capture_error_mode="thread_local"):
+            number.add_(1)

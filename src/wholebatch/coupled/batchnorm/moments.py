@@ -21,23 +21,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = [
     "InputGradient",
-    "Merged",
     "Moments",
     "Reduce",
+    "WholeMoments",
     "backward_sums",
+    "layer_input",
+    "mean_over_samples",
     "merge",
     "moments",
-    "move",
-    "move_buffers",
     "normalise",
     "recomputing",
+    "samples_in",
+    "update_buffers",
+    "update_running",
 ]
 
 Reduce = Callable[[Tensor], Tensor]
@@ -53,7 +58,7 @@ class Moments:
     var: Tensor
 
 
-class Merged:
+class WholeMoments:
     """The count, mean and variance per channel of the whole batch, with cached derived values."""
 
     def __init__(self, count: int | Tensor, mean: Tensor, var: Tensor, means: Tensor) -> None:
@@ -70,7 +75,7 @@ class Merged:
         return self.var * (self.count / (self.count - 1))
 
     @cached_property
-    def marks(self) -> Tensor:
+    def mean_sums(self) -> Tensor:
         """The sum of each part's mean, to tell several calls of a layer apart."""
         return self._means.sum(1)
 
@@ -84,26 +89,20 @@ class Merged:
         return self._invstd[eps]
 
 
-_WIDE = (torch.float32, torch.float64)
-
-
 def moments(x: Tensor) -> Moments:
     """Return the count, mean and variance of every channel (dimension 1) of `x`."""
-    count = x.numel() // x.shape[1]
     kind = x.device.type
-    if kind == "cuda" or (kind == "cpu" and x.dtype in _WIDE):
-        # The CUDA kernel accumulates 16-bit input in float32 itself: x needs no copy.
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    elif kind == "cpu":
-        mean, var = torch.batch_norm_update_stats(x.float(), None, None, 0.0)
+    # The CUDA kernel accumulates 16-bit input in float32 itself: x needs no copy.
+    wide = x if kind == "cuda" or x.dtype in (torch.float32, torch.float64) else x.float()
+    if kind in ("cuda", "cpu"):
+        mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
     else:
-        wide = x if x.dtype in _WIDE else x.float()
         dims = [d for d in range(x.dim()) if d != 1]
         var, mean = torch.var_mean(wide, dims, correction=0)
-    return Moments(count, mean, var)
+    return Moments(x.numel() // x.shape[1], mean, var)
 
 
-def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
+def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> WholeMoments:
     """Return the moments of all parts together, with `reduce` over all ranks."""
     both = torch.stack([each for part in parts for each in (part.mean, part.var)])
     means, variances = both.view(len(parts), 2, -1).unbind(1)
@@ -112,7 +111,7 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
     even = len(set(counts)) == 1
     if even and reduce is None:  # The common case, once per layer: use few kernels.
         between, mean = torch.var_mean(means, 0, correction=0)
-        return Merged(count, mean, variances.mean(0).add_(between), means)
+        return WholeMoments(count, mean, variances.mean(0).add_(between), means)
     weights = float(counts[0]) if even else _column(counts, means)
     sums = (means * weights).sum(0)
     if reduce is not None:
@@ -120,7 +119,20 @@ def merge(parts: Sequence[Moments], reduce: Reduce | None = None) -> Merged:
         sums, count = of_all[:-1], of_all[-1]
     mean = sums / count
     m2 = ((variances + (means - mean).square_()) * weights).sum(0)
-    return Merged(count, mean, (m2 if reduce is None else reduce(m2)) / count, means)
+    return WholeMoments(count, mean, (m2 if reduce is None else reduce(m2)) / count, means)
+
+
+def mean_over_samples(
+    parts: Sequence[Moments], reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the averages of mean and variance, weighted by counts: those of an InstanceNorm."""
+    total: int | Tensor = sum(part.count for part in parts)
+    means = torch.stack([part.mean * part.count for part in parts]).sum(0)
+    variances = torch.stack([part.var * part.count for part in parts]).sum(0)
+    if reduce is not None:
+        means, variances = reduce(means), reduce(variances)
+        total = reduce(means.new_full((), float(total)))
+    return means / total, variances / total
 
 
 _columns: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
@@ -144,7 +156,7 @@ def _column(counts: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: Merged, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: WholeMoments, eps: float
 ) -> Tensor:
     """Normalise `x` with the whole batch's moments, in the dtype and memory format of `x`."""
     wide = _like(weight, whole), _like(bias, whole)
@@ -156,7 +168,7 @@ def normalise(
     )
 
 
-def backward_sums(dy: Tensor, x: Tensor, whole: Merged, eps: float) -> tuple[Tensor, Tensor]:
+def backward_sums(dy: Tensor, x: Tensor, whole: WholeMoments, eps: float) -> tuple[Tensor, Tensor]:
     """Return S1 = Σ dy and S2 = Σ dy (x - mean) of one part."""
     if x.device.type == "cuda":
         s1, s2, _, _ = torch.batch_norm_backward_reduce(
@@ -174,7 +186,7 @@ class InputGradient:
     """The input gradient dx of every part, from S1/N and S2/N; shared factors are computed once."""
 
     def __init__(
-        self, weight: Tensor | None, whole: Merged, means: Tensor, eps: float, dimensions: int
+        self, weight: Tensor | None, whole: WholeMoments, means: Tensor, eps: float, dimensions: int
     ) -> None:
         self._whole = whole
         self._s1, self._s2 = means.unbind()
@@ -196,15 +208,13 @@ class InputGradient:
                 _dense(dy), x, whole.mean, self._invstd, self._weight, self._s1, self._s2, whole.one
             )
         dx = (x - self._mean).mul_(self._of_x)
-        dx.addcmul_(dy if dy.dtype == dx.dtype else dy.to(dx.dtype), self._of_dy)
+        dx.addcmul_(dy.to(dx.dtype), self._of_dy)
         dx.sub_(self._of_one)
-        return dx if dx.dtype == x.dtype else dx.to(x.dtype)
+        return dx.to(x.dtype)
 
 
-def _like(parameter: Tensor | None, whole: Merged) -> Tensor | None:
-    if parameter is None or parameter.dtype == whole.mean.dtype:
-        return parameter
-    return parameter.to(whole.mean.dtype)
+def _like(parameter: Tensor | None, whole: WholeMoments) -> Tensor | None:
+    return None if parameter is None else parameter.to(whole.mean.dtype)
 
 
 def _dense(dy: Tensor) -> Tensor:
@@ -215,7 +225,7 @@ def _dense(dy: Tensor) -> Tensor:
     return dy.contiguous()
 
 
-def move(module: _BatchNorm, whole: Merged) -> None:
+def update_running(module: _BatchNorm, whole: WholeMoments) -> None:
     """Update a layer's running statistics as one training-mode forward of the whole batch does."""
     if not (module.training and module.track_running_stats):
         return
@@ -224,14 +234,14 @@ def move(module: _BatchNorm, whole: Merged) -> None:
         module.num_batches_tracked.add_(1)
         if module.momentum is None:  # Stay on the device, to avoid a synchronisation.
             factor = module.num_batches_tracked.double().reciprocal()
-    move_buffers(module.running_mean, module.running_var, factor, whole)
+    update_buffers(module.running_mean, module.running_var, factor, whole)
 
 
-def move_buffers(
+def update_buffers(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     factor: float | Tensor,
-    whole: Merged,
+    whole: WholeMoments,
 ) -> None:
     """Set running = (1 - factor) · running + factor · (the whole batch's), in the wider dtype."""
     for buffer, value in ((running_mean, whole.mean), (running_var, whole.unbiased_var)):
@@ -246,3 +256,15 @@ def move_buffers(
 def recomputing() -> bool:
     """True if a backward runs on this thread: a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def layer_input(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Return the tensor that a normalisation layer was called with, by position or by name."""
+    given: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return given
+
+
+def samples_in(module: nn.Module, x: Tensor) -> int:
+    """Return the number of samples of an InstanceNorm's input: 1 without a batch dimension."""
+    assert isinstance(module, _InstanceNorm)
+    return 1 if x.dim() == module._get_no_batch_dim() else x.shape[0]

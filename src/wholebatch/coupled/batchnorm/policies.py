@@ -22,30 +22,54 @@ policy.detach()                            # restores the model's forward method
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, final, get_args
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast, final, get_args
 
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from wholebatch.coupled.batchnorm.moments import Reduce
-from wholebatch.coupled.batchnorm.running_statistics import Statistics
+from wholebatch.coupled.batchnorm.moments import (
+    Moments,
+    Reduce,
+    layer_input,
+    mean_over_samples,
+    merge,
+    recomputing,
+    samples_in,
+    update_running,
+)
 from wholebatch.coupled.normalisation_layers import (
+    ReplacedForwards,
     batchnorms,
+    running_buffers,
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import OptionError, StateError, UnsupportedError
 
-__all__ = ["Choice", "Converted", "Freeze", "Policy", "Refuse", "choose", "convert", "groups_for"]
+__all__ = [
+    "Choice",
+    "Converted",
+    "Freeze",
+    "Policy",
+    "Refuse",
+    "Statistics",
+    "choose",
+    "convert",
+    "groups_for",
+]
+
 
 Choice = Literal["statistics", "freeze", "group", "layer", "sync", "refuse"]
 
 
-class Policy(Protocol):
-    """The calls that an accumulating loop makes for each window. Unneeded calls cost nothing."""
+class Policy:
+    """The calls that an accumulating loop makes for each window; by default they do nothing."""
 
     def begin_window(self) -> None:
         """Begin a window, before its first micro-batch."""
@@ -61,6 +85,7 @@ class Policy(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an unfinished window, for a checkpoint in the middle of it."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the window of `state`."""
@@ -89,13 +114,14 @@ def choose(name: str, model: nn.Module, *, reduce: Reduce | None = None) -> Poli
         return Freeze(batchnorms(model))
     if name == "refuse":
         return Refuse(batchnorms(model))
-    return convert(model, "group" if name == "group" else "layer" if name == "layer" else "sync")
+    return convert(model, cast(Literal["group", "layer", "sync"], name))
 
 
 def _check_device(name: str, model: nn.Module) -> None:
     """Refuse SyncBatchNorm among ranks on a CPU: torch runs it on accelerators only."""
     parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type != "cpu" or not _has_ranks():
+    has_ranks = dist.is_available() and dist.is_initialized()
+    if parameter is None or parameter.device.type != "cpu" or not has_ranks:
         return
     norms = [
         layer
@@ -111,37 +137,8 @@ def _check_device(name: str, model: nn.Module) -> None:
         )
 
 
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-class _NothingPerWindow:
-    """The base of policies that keep no state per window."""
-
-    def begin_window(self) -> None:
-        pass
-
-    def micro(self) -> None:
-        pass
-
-    def end_window(self) -> None:
-        pass
-
-    def discard_window(self) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def detach(self) -> None:
-        pass
-
-
 @final
-class Refuse(_NothingPerWindow):
+class Refuse(Policy):
     """A policy that refuses layers that use batch statistics.
 
     It checks at construction and at the start of every window, because `model.train()` may come
@@ -149,18 +146,15 @@ class Refuse(_NothingPerWindow):
     """
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
-        self._norms = tuple(norms)
+        self.norms = tuple(norms)
         self.begin_window()
 
     def begin_window(self) -> None:
-        for _, module in self._norms:
-            if uses_batch_statistics(module):
-                raise UnsupportedError(self._message())
-
-    def _message(self) -> str:
-        names = [repr(name) for name, module in self._norms if uses_batch_statistics(module)]
+        names = [repr(name) for name, module in self.norms if uses_batch_statistics(module)]
+        if not names:
+            return
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return (
+        raise UnsupportedError(
             f"BatchNorm in {shown}: it would normalise with each micro-batch alone, and the update "
             'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact (plain '
             "models and DDP); or name what you accept: "
@@ -169,7 +163,7 @@ class Refuse(_NothingPerWindow):
 
 
 @final
-class Freeze(_NothingPerWindow):
+class Freeze(Policy):
     """A policy that runs BatchNorms in evaluation mode until `detach`, despite `model.train()`."""
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
@@ -200,14 +194,14 @@ def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @final
-class Converted(_NothingPerWindow):
+class Converted(Policy):
     """The layers that replaced BatchNorms, as pairs of name and new layer."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self.layers = tuple(layers)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {_describe(layer)}" for name, layer in self.layers)
+        return "\n".join(f"{name}: {_short_name(layer)}" for name, layer in self.layers)
 
 
 def convert(model: nn.Module, to: Literal["group", "layer", "sync"]) -> Converted:
@@ -263,7 +257,178 @@ def _replacement(norm: _BatchNorm, to: str) -> nn.Module:
     return layer.train(norm.training)
 
 
-def _describe(layer: nn.Module) -> str:
+def _short_name(layer: nn.Module) -> str:
     if isinstance(layer, nn.GroupNorm):
         return f"GroupNorm({layer.num_groups}, {layer.num_channels})"
     return type(layer).__name__
+
+
+@final
+class Statistics(Policy):
+    """A policy that updates running statistics once per window, from all its micro-batches.
+
+    Every micro-batch is normalised with its own mean and variance. Only the running statistics are
+    exactly those of the window. Call `micro()` after each forward: it tells the second call of a
+    reused layer from the first call in the next micro-batch.
+    """
+
+    def __init__(
+        self, norms: Sequence[tuple[str, nn.Module]], *, reduce: Reduce | None = None
+    ) -> None:
+        self._norms = dict(norms)
+        self._reduce = reduce
+        # Moments so far, by layer and by the index of its call within a forward.
+        self._pending: dict[str, list[Moments]] = {}
+        self._calls: dict[str, int] = {}
+        self.counts = True  # False while a micro-batch only stands in for one of another rank
+        self._replaced = ReplacedForwards()
+        for name, module in norms:
+            self._replaced.replace(module, self._recording(name, module, module.forward))
+
+    @property
+    def spans_ranks(self) -> bool:
+        """True if the end of a window runs collectives."""
+        return self._reduce is not None and bool(self._norms)
+
+    def begin_window(self) -> None:
+        self.discard_window()
+
+    def micro(self) -> None:
+        self._calls.clear()
+
+    def end_window(self) -> None:
+        with torch.no_grad():
+            if self._reduce is not None:
+                self._end_on_all_ranks(self._reduce)
+            else:
+                for name, module in self._norms.items():
+                    for part in self._pending.get(name, ()):
+                        _move(module, part, None)
+        self.discard_window()
+
+    def _end_on_all_ranks(self, reduce: Reduce) -> None:
+        """Update every layer that was called on some rank; a rank without data adds nothing."""
+        tracked = {
+            name: module
+            for name, module in self._norms.items()
+            if getattr(module, "running_mean", None) is not None
+        }
+        for call in itertools.count() if tracked else ():
+            own = [self._pending.get(name, [])[call : call + 1] for name in tracked]
+            device = next(iter(running_buffers(next(iter(tracked.values()))).values())).device
+            called = reduce(torch.tensor([float(len(part)) for part in own], device=device))
+            if not bool(called.any()):
+                return
+            for module, part, ranks in zip(tracked.values(), own, called.tolist(), strict=True):
+                if ranks:
+                    _move(module, part[0] if part else _no_moments(module), reduce)
+
+    def discard_window(self) -> None:
+        self._pending.clear()
+        self._calls.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: [(part.count, part.mean.clone(), part.var.clone()) for part in parts]
+            for name, parts in self._pending.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        unknown = [name for name in state if name not in self._norms]
+        if unknown:
+            raise StateError(
+                f"statistics of {', '.join(map(repr, unknown))}: this model has no such BatchNorm"
+            )
+        self._calls.clear()
+        self._pending = {}
+        for name, parts in state.items():
+            device = next(iter(self._norms[name].buffers())).device
+            self._pending[name] = [
+                Moments(n, mean.to(device), var.to(device)) for n, mean, var in parts
+            ]
+
+    def detach(self) -> None:
+        self._replaced.restore()
+
+    def _recording(
+        self, name: str, module: nn.Module, found: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not module.training or getattr(module, "running_mean", None) is None:
+                return found(*args, **kwargs)
+            with _scratch(module) as (mean, var):
+                out = found(*args, **kwargs)
+            # A recomputed block has already been counted.
+            if self.counts and not recomputing() and _filled(module, mean, var):
+                self._add(name, _moments(module, layer_input(args, kwargs), mean, var))
+            return out
+
+        return forward
+
+    def _add(self, name: str, part: Moments) -> None:
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        parts = self._pending.setdefault(name, [])
+        if call == len(parts):
+            parts.append(part)
+        elif isinstance(self._norms[name], _BatchNorm):
+            both = merge([parts[call], part])
+            parts[call] = Moments(parts[call].count + part.count, both.mean, both.var)
+        else:
+            count = parts[call].count + part.count
+            parts[call] = Moments(count, *mean_over_samples([parts[call], part]))
+
+
+@contextmanager
+def _scratch(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Swap in scratch buffers that a forward with momentum 1 fills with its batch's statistics."""
+    assert isinstance(module, _NormBase)
+    found = dict(module._buffers)
+    momentum = module.momentum
+    scratch = {name: torch.zeros_like(b) for name, b in running_buffers(module).items()}
+    module._buffers.update(scratch)
+    module.momentum = 1.0
+    try:
+        yield scratch["running_mean"], scratch["running_var"]
+    finally:
+        module._buffers.update(found)
+        module.momentum = momentum
+
+
+def _filled(module: nn.Module, mean: Tensor, var: Tensor) -> bool:
+    """True if the forward updated its running statistics; that of a subclass may not."""
+    if type(module).forward in (_BatchNorm.forward, _InstanceNorm.forward):
+        return True
+    return bool(mean.any() | var.any())
+
+
+def _moments(module: nn.Module, x: Tensor, mean: Tensor, var: Tensor) -> Moments:
+    """Return the moments of `x` from what the layer left in its scratch buffers."""
+    wide = torch.float64 if mean.dtype == torch.float64 else torch.float32
+    mean, var = mean.to(wide), var.to(wide)
+    if isinstance(module, _BatchNorm):
+        count = x.numel() // x.shape[1]
+        return Moments(count, mean, var * ((count - 1) / count))  # `var` is the unbiased one.
+    return Moments(samples_in(module, x), mean, var)
+
+
+def _no_moments(module: nn.Module) -> Moments:
+    assert isinstance(module, _NormBase)
+    assert module.running_mean is not None
+    wide = torch.float64 if module.running_mean.dtype == torch.float64 else torch.float32
+    nothing = torch.zeros_like(module.running_mean, dtype=wide)
+    return Moments(0, nothing, nothing)
+
+
+def _move(module: nn.Module, part: Moments, reduce: Reduce | None) -> None:
+    """Update a layer's running statistics from the moments of a window."""
+    if isinstance(module, _BatchNorm):
+        update_running(module, merge([part], reduce))
+        return
+    assert isinstance(module, _NormBase)
+    mean, var = part.mean, part.var
+    if reduce is not None:
+        mean, var = mean_over_samples([part], reduce)
+    factor = module.momentum or 0.0
+    for buffer, value in ((module.running_mean, mean), (module.running_var, var)):
+        if buffer is not None:
+            buffer.copy_(buffer * (1.0 - factor) + value * factor)

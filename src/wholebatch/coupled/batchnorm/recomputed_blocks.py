@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.moments import recomputing
-from wholebatch.coupled.normalisation_layers import batchnorms
+from wholebatch.coupled.normalisation_layers import ReplacedForwards, batchnorms
 from wholebatch.coupled.random_streams import Begins, Call
-from wholebatch.coupled.replaced_forwards import ReplacedForwards
 
-__all__ = ["BeginAgain", "Recomputed", "blocks_of"]
+__all__ = ["BlockInputChanged", "RecomputedBlocks", "blocks_of"]
 
 _MOST_NORMS = 8
 _SMALL = 0.05
@@ -60,56 +59,56 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-class BeginAgain(Exception):
+class BlockInputChanged(Exception):
     """Raised when a block's input was changed in place and no copy of it was kept."""
 
 
-class Recomputed:
+class RecomputedBlocks:
     """A context in which the given blocks keep only their inputs.
 
     Blocks in `kept` keep everything; `worth_keeping` names some after a run. `begins` records where
-    the blocks draw random numbers. With `again`, a context in which a call is recomputed, the
-    generators are left alone.
+    the blocks draw random numbers. With `again`, a context in which a captured call is recomputed,
+    the generators are left alone.
 
     A block is recomputed with its first arguments, even if a list among them has grown since. If a
-    tensor among them was changed in place, by the block or later, `check` raises `BeginAgain` and
-    adds the block's name to `changing`. For these blocks a copy of the input is kept.
+    tensor among them was changed in place, by the block or later, `check` raises an error and adds
+    the block's name to `changing`. For these blocks a copy of the input is kept.
     """
 
     def __init__(
         self,
         blocks: Sequence[tuple[str, nn.Module]],
         *,
-        kept: frozenset[str] = frozenset(),
-        begins: Begins | None = None,
-        again: Callable[[Call], AbstractContextManager[None]] | None = None,
-        changing: set[str] | None = None,
+        kept: frozenset[str],
+        changing: set[str],
+        begins: Begins,
+        again: Callable[[Call], AbstractContextManager[None]] | None,
     ) -> None:
         self._blocks = blocks
-        self._changing = set() if changing is None else changing
-        self._watched: list[tuple[str, Tensor, int]] | None = []
         self._kept = kept
+        self._changing = changing
         self._begins = begins
         self._at_replay = again
+        self._watched: list[tuple[str, Tensor, int]] | None = []
         self._calls: dict[str, int] = {}
         self._replaced = ReplacedForwards()
 
-    def __enter__(self) -> Recomputed:
+    def __enter__(self) -> RecomputedBlocks:
         for name, block in self._blocks:
             if name not in self._kept:
-                self._replaced.replace(block, self._again(name, block.forward))
+                self._replaced.replace(block, self._checkpointed(name, block.forward))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._replaced.restore()
 
     def check(self) -> None:
-        """Raise `BeginAgain` if a block's input has changed; call before the first backward."""
+        """Raise `BlockInputChanged` if one has; call before the first backward."""
         watched, self._watched = self._watched or [], None
         found = {name for name, tensor, then in watched if _version(tensor) != then}
         if found:
             self._changing |= found
-            raise BeginAgain
+            raise BlockInputChanged
 
     def worth_keeping(self, micro_batches: int, sizes: Mapping[str, int]) -> frozenset[str]:
         """Return the blocks at the end of the forward that are cheap to keep.
@@ -129,30 +128,30 @@ class Recomputed:
             found.add(name)
         return frozenset(found)
 
-    def _again(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpointed(self, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not recomputing():
                 self._calls[name] = self._calls.get(name, 0) + 1
             again, begins = self._at_replay, self._begins
-            given = _Given(found, args, kwargs, copies=name in self._changing)
+            given = _BlockCall(found, args, kwargs, copies=name in self._changing)
             if self._watched is not None and name not in self._changing:
                 self._watched += [(name, tensor, _version(tensor)) for tensor in given.tensors]
-            if again is not None and begins is not None:
+            if again is not None:
                 call = begins.call(name)
                 return checkpoint(
                     given,
-                    *given.to_hold(),
+                    *given.take_tensors(),
                     use_reentrant=False,
                     preserve_rng_state=False,
                     context_fn=lambda: (nullcontext(), again(call)),
                 )
-            with nullcontext() if begins is None or recomputing() else begins.noted(name):
-                return checkpoint(given, *given.to_hold(), use_reentrant=False)
+            with nullcontext() if recomputing() else begins.noted(name):
+                return checkpoint(given, *given.take_tensors(), use_reentrant=False)
 
         return forward
 
 
-class _Given:
+class _BlockCall:
     """A call of a block that can be repeated with the same arguments."""
 
     def __init__(self, block: Callable[..., Any], args: Any, kwargs: Any, *, copies: bool) -> None:
@@ -167,7 +166,7 @@ class _Given:
         self.tensors: list[Tensor] = [values[at] for at in self._places]
         self._first: tuple[Any, Any] | None = (args, kwargs)
 
-    def to_hold(self) -> list[Tensor]:
+    def take_tensors(self) -> list[Tensor]:
         """Return the tensors, or copies of them, and stop holding them here."""
         tensors, self.tensors = self.tensors, []
         return [self._copied(tensor) for tensor in tensors]

@@ -1,23 +1,27 @@
-"""Threads that take turns: only the one that holds the baton is awake.
+"""Threads that take turns: one is awake at a time.
 
 Each party runs ordinary code in its own thread until it reaches a meeting. There it leaves a value,
-passes the baton to the next party and sleeps. The last party to arrive merges the values in the
-order of the parties, and the next round begins. So the order is fixed, there are no races, and a
-party can pause in the middle of a forward or a backward pass.
+wakes the next party and sleeps. The last party to arrive merges the values in the order of the
+parties, and the next round begins. So the order is fixed, there are no races, and a party can pause
+in the middle of a forward or a backward pass.
 """
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from wholebatch.errors import UnsupportedError
 
-__all__ = ["Baton"]
+__all__ = ["TurnTakingThreads"]
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -37,12 +41,21 @@ class _Round:
     result: Any = None
 
 
-class Baton(Generic[R]):
-    """A runner of one body per party, with one party awake at a time.
+class PartyState(Protocol):
+    """State that each party has its own of, such as its random numbers and its memory."""
 
-    `enter(k)` is called when party k receives the baton, and `leave(k)` when it passes it on. They
-    set up what the party needs, such as its random numbers and its memory. While the thread that
-    called `run` waits, it runs the jobs that parties pass to `call`, inside `around()`.
+    def enter(self, party: int) -> None:
+        """Set up the state of this party, which wakes."""
+
+    def leave(self, party: int) -> None:
+        """Save the state of this party, which goes to sleep."""
+
+
+class TurnTakingThreads(Generic[R]):
+    """Runs one body per party, with one party awake at a time.
+
+    `states` are told which party wakes and which goes to sleep. While the thread that called `run`
+    waits, it runs the jobs that parties pass to `call`, inside `around()`.
 
     The first exception ends every party: each unwinds, in turn, at the meeting where it sleeps.
     `run` then raises that exception unchanged, also for a KeyboardInterrupt of the caller.
@@ -51,14 +64,12 @@ class Baton(Generic[R]):
     def __init__(
         self,
         parties: int,
+        states: Sequence[PartyState],
         *,
-        enter: Callable[[int], object] = lambda party: None,
-        leave: Callable[[int], object] = lambda party: None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._parties = parties
-        self._enter = enter
-        self._leave = leave
+        self.parties = parties
+        self._states = states
         self._around = around
         self._turns = [threading.Lock() for _ in range(parties)]
         self._alive = [True] * parties
@@ -67,28 +78,32 @@ class Baton(Generic[R]):
         self._round: _Round | None = None
         self._job: tuple[int, Callable[[], Any]] | None = None
         self._answer: Any = None
-        self._mishap: BaseException | None = None
+        self._job_failure: BaseException | None = None
         self._failure: BaseException | None = None
+        self._results: dict[int, R] = {}
 
     @property
     def party(self) -> int | None:
         """The party that this thread belongs to, or None outside of a run."""
         return getattr(self._here, "party", None)
 
-    def run(self, bodies: Sequence[Callable[[], R]]) -> list[R]:
-        """Run every body and return their results. A single body runs on the calling thread."""
-        results: dict[int, R] = {}
-        if self._parties == 1:
-            self._turn(0, bodies[0], results)
+    def run(self, body: Callable[[int], R]) -> list[R]:
+        """Run `body(party)` for every party, in the caller's PyTorch state; return the results.
+
+        A single party runs on the calling thread.
+        """
+        inherit = _inherited_state()
+        if self.parties == 1:
+            self._take_turn(0, lambda: inherit(lambda: body(0)))
         else:
-            self._in_threads(bodies, results)
+            self._run_in_threads(lambda party: inherit(lambda: body(party)))
         if self._failure is not None:
             failure, self._failure = self._failure, None
             try:
                 raise failure
             finally:
                 del failure  # Break the cycle with its traceback, which would keep every tensor.
-        return [results[party] for party in range(self._parties)]
+        return [self._results[party] for party in range(self.parties)]
 
     def meet(self, place: str, value: V, merge: Callable[[list[V]], M]) -> M:
         """Wait for all parties to reach `place`, and return `merge` of their values in order."""
@@ -104,63 +119,64 @@ class Baton(Generic[R]):
             self._round = _Round(place)
         current = self._round
         if current is None:
-            raise UnsupportedError(_other_way(party, place, 0, "the end of its pass"))
+            raise UnsupportedError(_other_way(party, place, "the end of its pass"))
         if current.place != place:
-            raise UnsupportedError(_other_way(party, place, 0, current.place))
+            raise UnsupportedError(_other_way(party, place, current.place))
         current.values.append(value)
-        if party == self._parties - 1:
+        if party == self.parties - 1:
             current.result = merge(current.values)
             current.values.clear()
             self._round = None
-        if self._parties > 1:
-            self._leave(party)
-            self._turns[(party + 1) % self._parties].release()
-            self._sleep(party)
+        if self.parties > 1:
+            for state in self._states:
+                state.leave(party)
+            self._turns[(party + 1) % self.parties].release()
+            self._turns[party].acquire()
+            if self._failure is not None:
+                raise _Unwind
+            self._enter(party)
         return current.result  # type: ignore[no-any-return]
 
     def call(self, job: Callable[[], V]) -> V:
         """Run `job()` on the thread that waits in `run`, and return its result."""
         party = self.party
-        if party is None or self._parties == 1:
+        if party is None or self.parties == 1:
             return job()
         self._job = party, job
         self._over.release()
         self._turns[party].acquire()
-        answer, mishap = self._answer, self._mishap
-        self._answer = self._mishap = None
-        if mishap is not None:
+        answer, failure = self._answer, self._job_failure
+        self._answer = self._job_failure = None
+        if failure is not None:
             try:
-                raise mishap
+                raise failure
             finally:
-                del mishap
+                del failure
         return answer  # type: ignore[no-any-return]
 
-    def _in_threads(self, bodies: Sequence[Callable[[], R]], results: dict[int, R]) -> None:
+    def _run_in_threads(self, body: Callable[[int], R]) -> None:
         for lock in (*self._turns, self._over):
             lock.acquire()
         threads: list[threading.Thread] = []
         try:
-            for party, body in enumerate(bodies):
+            for party in range(self.parties):
                 thread = threading.Thread(
-                    target=self._thread,
-                    args=(party, body, results),
-                    name=f"micro-batch {party}",
-                    daemon=True,
+                    target=self._live, args=(party, body), name=f"micro-batch {party}", daemon=True
                 )
                 thread.start()
                 threads.append(thread)
         except BaseException as failure:
             self._fail(failure)
-            for party in range(len(threads), self._parties):
+            for party in range(len(threads), self.parties):
                 self._alive[party] = False
         if threads:
             self._turns[0].release()
             with self._around():
-                self._wait(self._serve)
+                self._wait(self._run_jobs)
         for thread in threads:
-            self._wait(partial(_ended, thread))
+            self._wait(partial(_has_ended, thread))
 
-    def _serve(self) -> bool:
+    def _run_jobs(self) -> bool:
         """Run the parties' jobs; return True once all parties are done, False after a time-out."""
         while self._over.acquire(timeout=0.2):
             if self._job is None:
@@ -168,8 +184,8 @@ class Baton(Generic[R]):
             (party, job), self._job = self._job, None
             try:
                 self._answer = job()
-            except BaseException as mishap:
-                self._mishap = mishap
+            except BaseException as failure:
+                self._job_failure = failure
             del job
             self._turns[party].release()
         return False
@@ -184,25 +200,24 @@ class Baton(Generic[R]):
             except BaseException as failure:
                 self._fail(failure)
 
-    def _thread(self, party: int, body: Callable[[], R], results: dict[int, R]) -> None:
+    def _live(self, party: int, body: Callable[[int], R]) -> None:
+        """Run a party on its own thread, then wake the next one that is alive, or the caller."""
         self._turns[party].acquire()
-        self._turn(party, body, results)
-        following = [(party + step) % self._parties for step in range(1, self._parties)]
+        self._take_turn(party, lambda: body(party))
+        following = [(party + step) % self.parties for step in range(1, self.parties)]
         successor = next((other for other in following if self._alive[other]), None)
-        if successor is None:
-            self._over.release()
-        else:
-            self._turns[successor].release()
+        (self._over if successor is None else self._turns[successor]).release()
 
-    def _turn(self, party: int, body: Callable[[], R], results: dict[int, R]) -> None:
+    def _take_turn(self, party: int, body: Callable[[], R]) -> None:
         self._here.party = party
         try:
             if self._failure is None:
                 self._enter(party)
-                results[party] = body()
+                self._results[party] = body()
                 if self._round is not None:
-                    missed = self._round.place
-                    raise UnsupportedError(_other_way(party, "the end of its pass", 0, missed))
+                    raise UnsupportedError(
+                        _other_way(party, "the end of its pass", self._round.place)
+                    )
         except _Unwind:
             pass
         except BaseException as failure:
@@ -211,27 +226,65 @@ class Baton(Generic[R]):
             self._alive[party] = False
             self._here.party = None
 
-    def _sleep(self, party: int) -> None:
-        self._turns[party].acquire()
-        if self._failure is not None:
-            raise _Unwind
-        self._enter(party)
+    def _enter(self, party: int) -> None:
+        for state in self._states:
+            state.enter(party)
 
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:
             self._failure = failure
 
 
-def _ended(thread: threading.Thread) -> bool:
+def _has_ended(thread: threading.Thread) -> bool:
     thread.join(0.2)
     return not thread.is_alive()
 
 
-def _other_way(party: int, place: str, other: int, elsewhere: str) -> str:
+def _other_way(party: int, place: str, elsewhere: str) -> str:
     return (
-        f"micro-batch {party} came to {place} where micro-batch {other} came to {elsewhere}: exact "
+        f"micro-batch {party} came to {place} where micro-batch 0 came to {elsewhere}: exact "
         "BatchNorm needs all micro-batches to take the same way through the BatchNorms. Make the "
         "model's path independent of its input and of random numbers (a block that is skipped at "
         "random: multiply its output by 0 or 1 per sample instead), or name another policy "
         '(batchnorm="statistics")'
     )
+
+
+def _inherited_state() -> Callable[[Callable[[], R]], R]:
+    """Return a function that runs another in this thread's PyTorch state, on any thread.
+
+    New threads do not inherit that state. Backward runs on the thread that calls it, also on CUDA:
+    only then can a micro-batch pause in the middle of it without blocking the others.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
+    cast_cache = torch.is_autocast_cache_enabled()
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    device = torch.get_default_device()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    modes = tuple(_get_current_dispatch_mode_stack())  # Such as a memory meter.
+    context = contextvars.copy_context()
+
+    def run(function: Callable[[], R]) -> R:
+        with ExitStack() as stack:
+            if torch.get_default_device() != device:
+                stack.enter_context(device)
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(
+                torch.inference_mode() if inference else torch.set_grad_enabled(grad)
+            )
+            for kind, dtype, enabled in casts:
+                if enabled != torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cast_cache)
+                    )
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for mode in modes:
+                # Push the mode without entering it: the waiting thread has entered it already.
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            return function()
+
+    return lambda function: context.copy().run(run, function)

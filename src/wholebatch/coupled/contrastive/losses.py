@@ -178,17 +178,15 @@ def siglip_loss(
         a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
 
     def part(
-        some: Tensor, others: Tensor, scale: Tensor | float, bias: Tensor | float, first: int
+        some: Tensor, others: Tensor, both: tuple[Tensor | float, Tensor | float], first: int
     ) -> Tensor:
+        scale, bias = both
         logits = scale * (some @ others.T) + bias
         # softplus(z) = -log sigmoid(-z), and -log sigmoid(z) = softplus(z) - z for the pairs.
         pairs = logits.diagonal(first)
         return F.softplus(logits).sum() - pairs.sum()
 
-    def at(some: Tensor, others: Tensor, pair: Any, first: int) -> Tensor:
-        return part(some, others, pair[0], pair[1], first)
-
-    return OfTheBatch(_in_rows(at, a, b, (scale, bias), rows), len(a))
+    return OfTheBatch(_in_rows(part, a, b, (scale, bias), rows), len(a))
 
 
 def supcon_loss(

@@ -8,168 +8,338 @@ of that gradient. By the chain rule this gives the gradient of the undivided bat
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from wholebatch.core import random_state
-from wholebatch.core.loss import Loss, Terms, as_loss
-from wholebatch.coupled.contrastive.encoded import Leaves, Tree
+from wholebatch.core.close import power_of_two_near, read_scalars
+from wholebatch.core.foreign_writes import Untouched
+from wholebatch.core.forward_state import capture_random, restore_random
+from wholebatch.core.loss import Loss, Term, Terms, as_loss
+from wholebatch.core.precision import Precision
+from wholebatch.core.splitting import to_device
+from wholebatch.core.units import SINGLE
+from wholebatch.core.window import Window
+from wholebatch.coupled.batchnorm.activation_offload import storage_key
+from wholebatch.coupled.batchnorm.lock_step import LockStep
+from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.errors import WindowError
+from wholebatch.coupled.contrastive.representations import (
+    Representations,
+    WholeRepresentations,
+    gather_rows,
+)
+from wholebatch.errors import LossError, UnsupportedError, WindowError
 
-__all__ = ["Each", "run_two_pass"]
+__all__ = ["TwoPasses", "WholeLoss"]
 
-Inject: TypeAlias = Callable[[int, list[Tensor], list[Tensor]], None]
-Whole: TypeAlias = Callable[[Loss | Terms, list[Tensor]], None]
-Each: TypeAlias = Callable[
-    [Sequence[tuple[int, Any]], Callable[[tuple[int, Any]], Any], Callable[[Any], Any]], list[Any]
-]
-"""A function that runs `backward(forward(item))` for every item and returns the results."""
+T = TypeVar("T")
+R = TypeVar("R")
+
+_log = logging.getLogger("wholebatch")
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+_MARGIN = 0.8
+"""The fraction of the free memory to use for graphs; the rest allows for fragmentation."""
+
+Item: TypeAlias = tuple[int, Any]
+"""A micro-batch and its index."""
 
 
-def run_two_pass(
-    coupled: Coupled,
-    model: Any,
-    micros: Sequence[Any],
-    *,
-    whole: Whole,
-    inject: Inject,
-    modules: Iterable[nn.Module],
-    moved: Callable[[Any], Any] = lambda micro: micro,
-    sampling: Callable[[Any], AbstractContextManager[Any]] = lambda micro: nullcontext(),
-    computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    between: Callable[[], None] = lambda: None,
-    before_micro: Callable[[int], None] = lambda index: None,
-    each: Each | None = None,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    keep: int = 0,
-    weighing: Callable[[int], AbstractContextManager[Any]] = lambda samples: nullcontext(),
-) -> list[Tensor]:
-    """Add the gradient of `coupled.loss` over all `micros` into the parameters.
+class WholeLoss:
+    """Feeds windows by two passes, with the loss of the global batch.
 
-    - `whole(loss, leaves)` is called once with the loss of the whole batch. It runs the backward
-      into the leaves, and chooses the scale.
-    - `inject(index, outputs, gradients)` runs the backward of a micro-batch. The gradients already
-      contain the scale.
-    - Both passes call `moved(micro)`, and encode within `computing()` and `sampling(micro)`. The
-      loss also runs within `computing()`, and each backward within `sampling(micro)`.
-    - `between` is called after the first pass, once the buffers of `modules` are restored.
-    - `before_micro(index)` is called before each micro-batch of either pass.
-    - `gather` returns the rows of all ranks, differentiably.
-    - `each` runs the micro-batches of a pass; by default, one after the other.
-    - The last `keep` micro-batches keep their graphs from the first pass and are not encoded again,
-      unless the forward changes buffers.
-    - `weighing(samples)` wraps each encoding of the second pass.
-
-    Buffers and random generators end as after one pass. Returns, for each micro-batch, a flag on
-    the device: True if its representations were finite.
+    Every rank computes the whole loss from all representations and scales it by 1 / ranks. So the
+    sum over the ranks is one loss, also for parameters that only the loss uses.
     """
-    numbered = list(enumerate(micros))
-    alone = each is None
-    run = _one_by_one if each is None else each
-    buffers = _Buffers(modules)
-    starts: dict[int, dict[str, Any]] = {}
-    kept: dict[int, Tree] = {}
 
-    def first(item: tuple[int, Any]) -> Tree:
-        index, micro = item
-        before_micro(index)
-        starts[index] = random_state.capture()
-        keeps = alone and index >= len(micros) - keep
-        if keeps and not kept:
+    def __init__(
+        self,
+        coupled: Coupled,
+        model: Any,
+        *,
+        window: Window,
+        untouched: Untouched,
+        precision: Precision,
+        policy: Policy | None,
+    ) -> None:
+        sync = window.sync
+        if sync.grows_own_graph or sync.counts_must_agree:
+            raise UnsupportedError(
+                f"wb.Coupled on a model of {type(sync).__name__}: its forwards run collectives "
+                "of their own, and the two passes are tested with plain modules and "
+                "DistributedDataParallel (without SyncBatchNorm) only; use those"
+            )
+        self._coupled = coupled
+        self.keeping = KeptGraphs(coupled.keep, window.target.models)
+        self._model = model
+        self._window = window
+        self._untouched = untouched
+        self._precision = precision
+        self._policy = policy
+        self._finite: list[Tensor] = []
+
+    def run(
+        self,
+        micros: Sequence[Any],
+        *,
+        reduces: bool,
+        sampling: Callable[[Any], AbstractContextManager[Any]],
+        lock_step: LockStep | None,
+        before_micro: Callable[[int], None],
+        after_micro: Callable[[int, int], None],
+    ) -> None:
+        """Run both passes; a micro-batch is done after its second pass.
+
+        Both passes encode within `sampling(micro)`, and each backward runs within it. With
+        `lock_step`, the micro-batches of a pass meet at every BatchNorm, and are done all at once.
+        """
+        window, policy = self._window, self._policy
+        alone = lock_step is None
+
+        def begin(index: int) -> None:
+            before_micro(index)
+            if policy is not None:
+                policy.micro()
+
+        def encode(micro: Any) -> Any:
+            with sampling(micro), self._precision.forward():
+                return self._coupled.encode(self._model, to_device(micro, window.target.device))
+
+        def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+            last = window.micro_batches == len(micros) - 1
+            window.closing = reduces and alone and last
+            # A checkpointed block draws its masks again.
+            with sampling(micros[index]):
+                if outputs:
+                    with self._untouched.backward():
+                        window.backward(outputs, gradients)
+                window.micro_batch_done()
+                if alone:
+                    after_micro(window.micro_batches, len(micros))
+
+        passes = TwoPasses(
+            micros,
+            encode,
+            modules=window.target.models,
+            before_micro=begin,
+            lock_step=lock_step,
+            # A policy that counts forwards counts those of the second pass: all must run again.
+            keep=self.keeping.number() if policy is None and alone else 0,
+        )
+        try:
+            whole = passes.first()
             torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
-        with sampling(micro), computing(), torch.set_grad_enabled(keeps):
-            tree = Tree.of(coupled.encode(model, moved(micro)))
-        if keeps:
-            kept[index] = tree
-        return tree.detached()
-
-    start = random_state.capture()
-    with torch.no_grad():
-        trees = run(numbered, first, lambda tree: tree)
-        finite = [tree.is_finite() for tree in trees]
-        whole_batch = Leaves.of(trees)
-        del trees
-    moves = buffers.put_back()
-    if moves:  # The second pass must change the buffers, so it encodes every micro-batch.
-        kept.clear()
-    between()
-    try:
-        _whole_loss(coupled, whole_batch, whole=whole, computing=computing, gather=gather)
-    except torch.OutOfMemoryError as error:
-        if kept:
+            if policy is not None:
+                policy.begin_window()  # It counts the second pass only.
+            self._add_loss(whole, may_retry=passes.keeps_graphs)
+            passes.second(whole, inject, self._coupled.tolerance, weighing=self.keeping.weighing)
+        except torch.OutOfMemoryError:
+            self.keeping.ran_out()
             raise
-        # Smaller micro-batches would not help: do not raise an out-of-memory error.
-        raise WindowError(
-            f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
-            f"holds the representations of all {len(whole_batch.tensors[0])} samples and what it "
-            "computes from them; compute it in fewer rows at a time (the ready losses have rows=), "
-            "or make the representations or the batch smaller"
-        ) from None
-    after = random_state.capture()
-    farthest: list[Tensor] = []
+        self._finite = passes.finite
+        if not alone:
+            after_micro(len(micros), len(micros))
 
-    def again(item: tuple[int, Any]) -> tuple[int, Tree]:
-        index, micro = item
-        before_micro(index)
-        if index in kept:
-            return index, kept.pop(index)
-        if alone:  # In lock-step, each micro-batch has its own stream, restarted below.
-            random_state.restore(starts[index])
-        with sampling(micro), computing(), weighing(whole_batch.rows(index)):
-            return index, Tree.of(coupled.encode(model, moved(micro)))
+    def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
+        """Compute the loss of the whole batch and run its backward into the representations."""
+        sync = self._window.sync
+        gather = partial(gather_rows, sync=sync) if sync.ranks > 1 else None
+        try:
+            with self._precision.forward():
+                loss = as_loss(self._coupled.loss(whole.for_loss(gather)))
+            self._backward(loss, [leaf for leaf in whole.tensors if leaf.requires_grad])
+        except torch.OutOfMemoryError as error:
+            if may_retry:
+                raise
+            # Smaller micro-batches would not help: do not raise an out-of-memory error.
+            raise WindowError(
+                f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
+                f"holds the representations of all {len(whole.tensors[0])} samples and what it "
+                "computes from them; compute it in fewer rows at a time (the ready losses have "
+                "rows=), or make the representations or the batch smaller"
+            ) from None
 
-    def through(encoded: tuple[int, Tree]) -> None:
-        index, tree = encoded
-        farthest.extend(whole_batch.distances(index, tree))
-        outputs, gradients = whole_batch.gradients(index, tree)
-        with sampling(micros[index]):  # A checkpointed block draws its masks again.
-            inject(index, outputs, gradients)
+    def _backward(self, loss: Loss | Terms, leaves: list[Tensor]) -> None:
+        """Record the loss, and run its backward into the leaves and its own parameters."""
+        window = self._window
+        terms = (
+            {SINGLE: Term(loss.total, loss.units)} if isinstance(loss, Loss) else dict(loss.by_name)
+        )
+        units = self._agreed_units(terms)
+        window.begin(known=units)
+        if terms.keys() == {SINGLE} and terms[SINGLE].total.dtype in _SIXTEEN_BIT:
+            # 1 / units would be rounded to 16 bit. A power of two is exact, and the close rescales.
+            window.seed, window.known = power_of_two_near(1.0 / (units[SINGLE] or 1.0)), None
+        share = 1.0 / window.sync.ranks
+        seeds = [
+            window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
+        ]
+        own = 1.0 if window.sync.rank == 0 else 0.0  # All losses are equal: count only one.
+        window.record(
+            {name: term.total.detach() * own for name, term in terms.items()},
+            {name: units[name] * own for name in terms},
+            {name: term.weight for name, term in terms.items()},
+        )
+        window.owners.clear()  # The loss belongs to no single micro-batch.
+        with self._untouched.backward():
+            window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
-    if not alone:
-        random_state.restore(start)
-    # Go from the last to the first. The kept graphs then come first and free their memory for the
-    # others, and the order of addition (so every bit) does not depend on how many were kept.
-    run(numbered[::-1] if alone and not moves else numbered, again, through)
-    random_state.restore(after)
-    if farthest:
-        worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
-        # A NaN distance is expected if a representation was not finite: the close reports that.
-        if not math.isnan(worst) or all(finite):
-            _check_replay(worst, whole_batch.dtypes, coupled)
-    return finite
+    def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
+        """Return the units of each term; raise LossError if the ranks' losses differ."""
+        read = read_scalars(
+            [
+                *(term.units for term in terms.values()),
+                *(term.total.detach() for term in terms.values()),
+            ]
+        )
+        sync = self._window.sync
+        if sync.ranks > 1:
+            for own, summed in zip(read, sync.sum(read), strict=True):
+                if math.isfinite(own) and not math.isclose(
+                    summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
+                ):
+                    raise LossError(
+                        "the loss of the whole batch differs between the ranks (here "
+                        f"{own:g}, on average {summed / sync.ranks:g}): loss(all) is given the "
+                        "representations of all ranks and must be the same function of them on each"
+                    )
+        return dict(zip(terms, read, strict=False))
+
+    def find_nonfinite(self) -> tuple[int | None, str]:
+        """Return the first micro-batch that is not finite, or None, and a sentence about it."""
+        finite = [bool(flag) for flag in self._finite]
+        if all(finite):
+            return None, "The representations are finite: it is the loss, or its way back"
+        index = finite.index(False)
+        return index, (
+            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
+            "finite"
+        )
 
 
-def _one_by_one(
-    items: Sequence[tuple[int, Any]],
-    forward: Callable[[tuple[int, Any]], Any],
-    backward: Callable[[Any], Any],
-) -> list[Any]:
-    return [backward(forward(item)) for item in items]
+class TwoPasses:
+    """The two passes over the micro-batches of one window.
+
+    `encode(micro)` returns the representations of a micro-batch. `before_micro(index)` is called
+    before each micro-batch of either pass. They run one after the other, or in `lock_step`. The
+    last `keep` of them keep their graphs from the first pass and are not encoded again, unless the
+    forward changes buffers of `modules`. Buffers and random generators end as after one pass.
+    """
+
+    def __init__(
+        self,
+        micros: Sequence[Any],
+        encode: Callable[[Any], Any],
+        *,
+        modules: Iterable[nn.Module],
+        before_micro: Callable[[int], None] = lambda index: None,
+        lock_step: LockStep | None = None,
+        keep: int = 0,
+    ) -> None:
+        self._items = list(enumerate(micros))
+        self._encode = encode
+        self._before_micro = before_micro
+        self._lock_step = lock_step
+        self._keep = keep
+        self._buffers = _ModuleBuffers(modules)
+        self._moves_buffers = False
+        self._start = capture_random()
+        self._starts: dict[int, dict[str, Any]] = {}
+        self._kept: dict[int, Representations] = {}
+        self.finite: list[Tensor] = []
+        """For each micro-batch, a flag on the device: True if its representations are finite."""
+
+    @property
+    def keeps_graphs(self) -> bool:
+        return bool(self._kept)
+
+    def first(self) -> WholeRepresentations:
+        """Encode every micro-batch, without a graph if it is not kept; restore the buffers."""
+
+        def forward(item: Item) -> Representations:
+            index, micro = item
+            self._before_micro(index)
+            self._starts[index] = capture_random()
+            keeps = index >= len(self._items) - self._keep
+            if keeps and not self._kept:
+                torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
+            with torch.set_grad_enabled(keeps):
+                made = Representations.of(self._encode(micro))
+            if keeps:
+                self._kept[index] = made
+            return made.detached()
+
+        with torch.no_grad():
+            parts = self._run(self._items, forward, lambda made: made)
+            self.finite = [part.is_finite() for part in parts]
+            whole = WholeRepresentations(parts)
+        self._moves_buffers = self._buffers.put_back()
+        if self._moves_buffers:  # The second pass must change them, so it encodes everything.
+            self._kept.clear()
+        return whole
+
+    def second(
+        self,
+        whole: WholeRepresentations,
+        inject: Callable[[int, list[Tensor], list[Tensor]], None],
+        tolerance: float | None = None,
+        *,
+        weighing: Callable[[int], AbstractContextManager[Any]] = lambda samples: nullcontext(),
+    ) -> None:
+        """Encode every micro-batch again, and backpropagate the gradient of its representations.
+
+        `inject(index, outputs, gradients)` runs the backward of a micro-batch. `weighing(samples)`
+        wraps each encoding.
+        """
+        after = capture_random()
+        farthest: list[Tensor] = []
+
+        def forward(item: Item) -> tuple[int, Representations]:
+            index, micro = item
+            self._before_micro(index)
+            if index in self._kept:
+                return index, self._kept.pop(index)
+            if self._lock_step is None:  # In lock-step, each has its own stream, restarted below.
+                restore_random(self._starts[index])
+            with weighing(whole.rows(index)):
+                return index, Representations.of(self._encode(micro))
+
+        def backward(encoded: tuple[int, Representations]) -> None:
+            index, made = encoded
+            farthest.extend(whole.distances(index, made))
+            inject(index, *whole.gradients(index, made))
+
+        if self._lock_step is not None:
+            restore_random(self._start)
+        # Go from the last to the first. The kept graphs then come first and free their memory for
+        # the others, and the order of addition (so every bit) does not depend on how many were
+        # kept.
+        backwards = self._lock_step is None and not self._moves_buffers
+        self._run(self._items[::-1] if backwards else self._items, forward, backward)
+        restore_random(after)
+        if farthest:
+            worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
+            # A NaN distance is expected if a representation was not finite: the close reports that.
+            if not math.isnan(worst) or all(self.finite):
+                _check_replay(worst, [tensor.dtype for tensor in whole.tensors], tolerance)
+
+    def _run(
+        self, items: Sequence[Item], forward: Callable[[Item], T], backward: Callable[[T], R]
+    ) -> list[R]:
+        if self._lock_step is not None:
+            return self._lock_step.run(items, forward=forward, backward=backward)
+        return [backward(forward(item)) for item in items]
 
 
-def _whole_loss(
-    coupled: Coupled,
-    whole_batch: Leaves,
-    *,
-    whole: Whole,
-    computing: Callable[[], AbstractContextManager[Any]],
-    gather: Callable[[Tensor], Tensor] | None,
-) -> None:
-    """Compute the loss of the whole batch and run its backward into the representations."""
-    leaves = whole_batch.tensors
-    with computing():
-        given = leaves if gather is None else [gather(leaf) for leaf in leaves]
-        loss = as_loss(coupled.loss(whole_batch.tree.rebuilt(given)))
-    whole(loss, [leaf for leaf in leaves if leaf.requires_grad])
-
-
-class _Buffers:
+class _ModuleBuffers:
     """A copy of the modules' buffers, taken before the first pass."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -188,8 +358,8 @@ class _Buffers:
         return bool(moved) or [id(b) for b in self._now()] != [id(b) for b, _, _ in self._saved]
 
 
-def _check_replay(found: float, dtypes: Iterable[torch.dtype], coupled: Coupled) -> None:
-    allowed = coupled.tolerance
+def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | None) -> None:
+    """Refuse representations that differ between the passes by more than rounding."""
     if allowed is None:
         # Some kernels add in a different order each time: allow 500 rounding steps of the dtype.
         # Allow 8 in 16-bit dtypes, where hundreds of steps would be as large as the number itself.
@@ -205,3 +375,63 @@ def _check_replay(found: float, dtypes: Iterable[torch.dtype], coupled: Coupled)
             "the micro-batch and the global random generators only; Coupled(tolerance=...) allows "
             "more"
         )
+
+
+class KeptGraphs:
+    """The number of graphs that a window keeps from its first pass, to avoid encoding again.
+
+    With "auto" the first window keeps none, and measures the bytes that the graph of a micro-batch
+    holds. Later windows keep as many graphs as fit in `room()`: the bytes of the budget that the
+    last window left free, or None if unknown.
+    """
+
+    def __init__(self, keep: int | Literal["auto"], models: Iterable[nn.Module]) -> None:
+        self._auto = keep == "auto"
+        self._models = tuple(models)
+        self._number = keep if isinstance(keep, int) else 0
+        self._weighed = 0  # Bytes of the graph of one micro-batch.
+        self._samples = 0  # Samples of that micro-batch.
+        self._gave_up = False
+        self.room: Callable[[], int | None] = lambda: None
+
+    def number(self) -> int:
+        """Return the number of graphs to keep in the window that begins now."""
+        room = self.room() if self._auto and self._weighed else None
+        if room is not None:
+            more = int(_MARGIN * room) // self._weighed
+            self._number = max(0, self._number + more)
+        return self._number
+
+    def ran_out(self) -> None:
+        """Stop keeping graphs, after running out of memory."""
+        if self._number:
+            self._gave_up = True
+            _log.warning("out of memory: no graphs of the first pass are kept any more")
+        self._auto, self._number = False, 0
+
+    def relieved(self) -> bool:
+        """True if graphs were given up since the last call: the window can retry as it was."""
+        gave_up, self._gave_up = self._gave_up, False
+        return gave_up
+
+    @contextmanager
+    def weighing(self, samples: int) -> Iterator[None]:
+        """Measure the bytes that autograd saves while a micro-batch is encoded in this context."""
+        if not self._auto or samples <= self._samples:
+            yield
+            return
+        own = {
+            storage_key(tensor)
+            for model in self._models
+            for tensor in (*model.parameters(), *model.buffers())
+        }
+        held: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if (key := storage_key(tensor)) not in own:
+                held[key] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self._weighed, self._samples = max(1, sum(held.values())), samples

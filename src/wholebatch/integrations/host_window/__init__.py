@@ -1,21 +1,24 @@
-"""A window in a loop that is somebody else's: the laws of the adapters over torch, once."""
+"""A window in a loop that is somebody else's: the ledger of the adapters over torch."""
 
-from wholebatch.integrations.host_window.adapter_options import Options
-from wholebatch.integrations.host_window.books import Settled
-from wholebatch.integrations.host_window.first_look import FirstLook
-from wholebatch.integrations.host_window.host_gradients import Gradients, all_parameters
-from wholebatch.integrations.host_window.host_ledger import Hosted
-from wholebatch.integrations.host_window.host_ranks import Ranks, ranks_of
-from wholebatch.integrations.host_window.total_or_mean import Given
+from wholebatch.integrations.host_window.first_look import FirstLook, replaced_attributes
+from wholebatch.integrations.host_window.host_gradients import GradientsIn
+from wholebatch.integrations.host_window.host_ledger import (
+    AdapterOptions,
+    HostLedger,
+    HostLoss,
+    LoopWindows,
+    Settled,
+    refuse_shared_batches,
+)
 
 __all__ = [
+    "AdapterOptions",
     "FirstLook",
-    "Given",
-    "Gradients",
-    "Hosted",
-    "Options",
-    "Ranks",
+    "GradientsIn",
+    "HostLedger",
+    "HostLoss",
+    "LoopWindows",
     "Settled",
-    "all_parameters",
-    "ranks_of",
+    "refuse_shared_batches",
+    "replaced_attributes",
 ]

@@ -12,28 +12,29 @@ from typing import Any
 from torch import nn
 
 from wholebatch.core.loss import Loss
-from wholebatch.coupled.adds_up import AddsUp, Look
+from wholebatch.core.splitting.samples import readable_layout
+from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.local_collectives import local_collectives
-from wholebatch.integrations.host_window.host_ledger import Hosted
+from wholebatch.integrations.host_window.host_ledger import HostLedger
 
-__all__ = ["FirstLook"]
+__all__ = ["FirstLook", "replaced_attributes"]
 
 _log = logging.getLogger("wholebatch")
 
-_TRIES = 8
-_MOST = 1000
+_MOST_TRIES = 8
+_LARGEST_CONTAINER = 1000
 
 
 class FirstLook:
     """Looks once whether the loss of a host's micro-batches adds up (`coupled.adds_up`).
 
-    `host` is whose attributes a run may change beside the model's: numbers and small containers of
-    them (a trainer's metrics) are put back.
+    A run of the loss may change attributes of `host`, beside the model's. Numbers among them, and
+    small containers (a trainer's metrics), are put back.
     """
 
-    def __init__(self, model: nn.Module, window: Hosted, *, host: object, off: str) -> None:
+    def __init__(self, model: nn.Module, window: HostLedger, *, host: object, off: str) -> None:
         self._model, self._window, self._host, self._off = model, window, host, off
-        self._tries = _TRIES if window.may_look else 0
+        self._tries = _MOST_TRIES if window.may_look else 0
 
     @property
     def pending(self) -> bool:
@@ -45,25 +46,25 @@ class FirstLook:
 
         Samples without units tell nothing; one process then looks at the next window's first.
         """
-        ranks, made = self._window.ranks, Look()
-        with _as_found(self._host), local_collectives():
+        group, made = self._window.group, LookResult()
+        with _attributes_restored(self._host), local_collectives():
             try:
-                made = AddsUp(self._model).look(
-                    run, batch, micro_batch=micro_batch, name="the loss"
+                layout = readable_layout(batch, None, ())
+                made = check_adds_up(
+                    self._model, run, layout, micro_batch=micro_batch, name="the loss"
                 )
             except Exception as error:  # most often the loss's own, and the training will raise it
                 _log.warning("no look whether micro-batches add up to the whole batch: %r", error)
-        self._window.discard()  # what the runs have recorded of BatchNorm
-        self._tries = self._tries - 1 if ranks.size == 1 and not made.told else 0
-        made.refuse(self._off, elsewhere=bool(ranks.sum([float(len(made.findings))])[0]))
+        self._window.discard()  # what BatchNorm policies have recorded of the runs
+        self._tries = self._tries - 1 if group.ranks == 1 and not made.conclusive else 0
+        made.refuse(self._off, on_another_rank=bool(group.sum([float(len(made.findings))])[0]))
 
 
 @contextmanager
-def _as_found(host: object) -> Iterator[None]:
-    """Put back attributes of a host's own, and what small containers among them held."""
-    attributes = vars(host)
+def _attributes_restored(host: object) -> Iterator[None]:
+    """Put back the attributes of an object, and the contents of small containers among them."""
     found: list[tuple[Any, Any]] = []
-    _keep(attributes, found)
+    _copy_containers(vars(host), found)
     try:
         yield
     finally:
@@ -72,12 +73,26 @@ def _as_found(host: object) -> Iterator[None]:
             (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
-def _keep(value: Any, found: list[tuple[Any, Any]]) -> None:
-    """Note a small container and those in it, each with a copy of what it holds."""
-    if type(value) not in (dict, defaultdict, list, set, deque) or len(value) > _MOST:
+def _copy_containers(value: Any, found: list[tuple[Any, Any]]) -> None:
+    """Append a small container, and those inside it, each with a copy."""
+    if type(value) not in (dict, defaultdict, list, set, deque) or len(value) > _LARGEST_CONTAINER:
         return
     if any(value is container for container, _ in found):
         return
     found.append((value, copy.copy(value)))
     for one in value.values() if isinstance(value, dict) else value:
-        _keep(one, found)
+        _copy_containers(one, found)
+
+
+@contextmanager
+def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of this one object within the context; then restore those that it had."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)

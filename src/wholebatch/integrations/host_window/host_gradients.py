@@ -1,118 +1,114 @@
-"""The gradients of a host's parameters: found, looked at, scaled, cleared, kept in fp32."""
+"""The gradients that a host's backwards leave: watched while a window is open, added in fp32."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.close import Holder, read_scalars
+from wholebatch.core.close import Holder, dense_gradients, read_scalars
+from wholebatch.core.foreign_writes import Watch
+from wholebatch.core.model_and_optimizer import name_of
 from wholebatch.core.precision import SIXTEEN_BIT, SixteenBit
-from wholebatch.integrations.host_window.host_ranks import Ranks
+from wholebatch.distributed import Single
+from wholebatch.distributed.process_group import Group
+from wholebatch.errors import WindowError
 
-__all__ = [
-    "Gradients",
-    "WideSums",
-    "all_finite",
-    "all_parameters",
-    "clear",
-    "left_over",
-    "multiply",
-    "summed",
-]
+__all__ = ["GradientsIn", "HostGradients", "RankGroup", "all_finite", "all_parameters", "multiply"]
 
-Gradients: TypeAlias = Literal["whole", "sharded", "elsewhere"]
+RankGroup: TypeAlias = Group | Single
+
+GradientsIn: TypeAlias = Literal["whole", "sharded", "elsewhere"]
 """Where a host's engine keeps gradients between two backwards of a window: whole ones in `.grad`;
 in the engine until the last backward leaves slices in `.grad` (FSDP); nowhere that we see."""
 
-
-def all_parameters(
-    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-) -> list[nn.Parameter]:
-    """Return every parameter of the models and the optimizers, once."""
-    seen: dict[int, nn.Parameter] = {}
-    for model in models:
-        seen.update((id(parameter), parameter) for parameter in model.parameters())
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            seen.update((id(parameter), parameter) for parameter in group["params"])
-    return list(seen.values())
-
-
-def left_over(parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
-    """Return a parameter that holds a gradient other than zero; one read for all of them."""
-    holders = [parameter for parameter in parameters if parameter.grad is not None]
-    dirty = read_scalars([_values(holder).any() for holder in holders])
-    return next((one for one, is_dirty in zip(holders, dirty, strict=True) if is_dirty), None)
+_TOUCHED = {
+    "gradient": (
+        "the gradient of {} has changed since the window's last backward: call zero_grad(), clip "
+        "gradients and make other backwards only when the window is complete"
+    ),
+    "value": (
+        "{} has changed in the middle of the window: call optimizer.step() only when the window is "
+        "complete"
+    ),
+    "frozen": "{} was frozen in the middle of the window: freeze and unfreeze between windows",
+}
 
 
-def all_finite(holders: Iterable[Holder]) -> bool:
-    """Say whether every gradient of this process is finite."""
-    found = [_values(holder) for holder in holders if holder.grad is not None]
-    values = [value for value in found if value.numel()]
-    if not values:
-        return True
-    return all(map(math.isfinite, read_scalars(torch._foreach_norm(values, math.inf))))
+class HostGradients:
+    """The parameters of a host's optimizers, with what a window has added to their gradients.
 
-
-@torch.no_grad()
-def multiply(holders: Iterable[Holder], factor: float) -> None:
-    """Multiply the gradients in place."""
-    gradients = [_values(holder, local=False) for holder in holders if holder.grad is not None]
-    if gradients and factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
-
-
-def clear(holders: Iterable[Holder]) -> None:
-    """Leave no gradient: a step of torch's optimizers then changes neither weights nor state."""
-    for holder in holders:
-        holder.grad = None
-
-
-def summed(
-    gradients: Sequence[Tensor | None], like: Sequence[Tensor], ranks: Ranks
-) -> list[Tensor | None]:
-    """Return these gradients added over the ranks; None where no rank has one."""
-    present = ranks.sum([float(gradient is not None) for gradient in gradients])
-    found: list[Tensor | None] = []
-    for gradient, parameter, on_ranks in zip(gradients, like, present, strict=True):
-        if not on_ranks:
-            found.append(None)
-            continue
-        dtype = torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
-        mine = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient
-        mine = mine.to_dense() if mine.is_sparse and ranks.size > 1 else mine
-        found.append(ranks.sum_tensor(mine))
-    return found
-
-
-class WideSums:
-    """The sums of 16-bit gradients, in fp32 beside `.grad`.
-
-    bf16 keeps 8 bits: 256 additions leave an error of 1.6e-2, fp32 of 1.2e-3 (that of the
-    gradients themselves). A host's engine (DDP's buckets) wants `.grad` in the parameter's dtype,
-    so after every backward it is moved over here; `finish` gives the sum back.
+    Those of 16-bit parameters are added in fp32 beside `.grad`. bf16 keeps 8 bits: 256 additions
+    leave an error of 1.6e-2, fp32 of 1.2e-3 (that of the gradients themselves). A host's engine
+    (DDP's buckets) needs `.grad` in the parameter's dtype, so every backward's gradient is moved
+    over here, and `finish` gives the sum back.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._sixteen_bit = SixteenBit(optimizers)
-        self.parameters = self._sixteen_bit.parameters
-        self._sums: dict[int, Tensor] = {}
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kept: GradientsIn,
+    ) -> None:
+        self._models, self._optimizers, self.kept = models, optimizers, kept
+        self._watch = Watch(optimizers)
+        self._trained: list[nn.Parameter] = []
+        self._sixteen_bit = SixteenBit(optimizers if kept == "whole" else ())
+        self._sums: dict[int, Tensor] = {}  # of 16-bit parameters, by id
+        self.unused = False  # True if a window was settled and no optimizer has stepped since
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self.unused = False
+
+    def holders(self) -> list[nn.Parameter]:
+        """Return the parameters whose `.grad` is the window's, once its backwards are made."""
+        if self.kept == "elsewhere":
+            return []
+        return all_parameters(self._models, self._optimizers)
 
     def begin(self) -> None:
-        """Begin a window: the last one may have left zeros in fp32."""
+        """Begin a window; refuse gradients that are there before its first backward."""
+        self._find_trained()
+        if self.kept != "elsewhere":
+            self._refuse_left_over()
+        self._begin_sums()
+
+    def _find_trained(self) -> None:
+        found = all_parameters(() if self._optimizers else self._models, self._optimizers)
+        self._trained = [parameter for parameter in found if parameter.requires_grad]
+
+    def _refuse_left_over(self) -> None:
+        holders = [parameter for parameter in self._trained if parameter.grad is not None]
+        dirty = read_scalars([local.any() for local in _local_gradients(holders)])
+        for parameter, is_dirty in zip(holders, dirty, strict=True):
+            if is_dirty:
+                why = (
+                    "the window before was completed, but no optimizer.step() was made from it"
+                    if self.unused
+                    else "this window did not make it"
+                )
+                raise WindowError(
+                    f"{name_of(parameter, self._models)} holds a gradient at the first backward of "
+                    f"a window, and it would be counted in ({why}): call optimizer.zero_grad() "
+                    "after every optimizer.step(), and give every loss to the window"
+                )
+
+    def _begin_sums(self) -> None:
+        """Clear the 16-bit gradients: the last window may have left zeros in fp32."""
         self._sums.clear()
-        for parameter in self.parameters:
+        for parameter in self._sixteen_bit.parameters:
             parameter.grad = None
         self._sixteen_bit.end()
 
     @torch.no_grad()
     def add(self) -> None:
-        """Take over what a backward has made."""
-        for parameter in self.parameters:
+        """Take over what a backward has made, and remember how it leaves the others."""
+        for parameter in self._sixteen_bit.parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -121,17 +117,34 @@ class WideSums:
             else:
                 self._sums[id(parameter)] = gradient.float()
             parameter.grad = None
+        if self.kept == "whole":
+            if not self._trained:  # a window that was loaded
+                self._find_trained()
+            self._watch.remember(self._trained)
+
+    def check(self, micro_batches: int) -> None:
+        """Refuse to go on if others have written the gradients or parameters of the window."""
+        found = self._watch.changed(self._trained)
+        if found is None:
+            self._watch.warn_of_rates()
+            return
+        parameter, what = found
+        raise WindowError(
+            f"{_TOUCHED[what].format(name_of(parameter, self._models))}; discard() and zero_grad() "
+            f"drop the {micro_batches} micro-batches that this window holds"
+        )
 
     @torch.no_grad()
-    def finish(self, ranks: Ranks, averaged_by: float) -> None:
-        """Give the whole sums to `.grad`, averaged over the ranks as the host's others are."""
-        if not self.parameters:
+    def finish(self, group: RankGroup, averaged_by: float) -> None:
+        """Give the fp32 sums to `.grad`, averaged over the ranks as the host's others are."""
+        parameters = self._sixteen_bit.parameters
+        if not parameters:
             return
-        sums = self.held(self.parameters)
-        if ranks.size > 1:
-            sums = summed(sums, self.parameters, ranks)
+        sums = self._held(parameters)
+        if group.ranks > 1:
+            sums = _summed(sums, parameters, group)
         self._sixteen_bit.begin()
-        for parameter, total in zip(self.parameters, sums, strict=True):
+        for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = total if total is None or averaged_by == 1 else total / averaged_by
         self._sums.clear()
 
@@ -139,34 +152,78 @@ class WideSums:
         """Round the sums where the optimizer cannot take them in fp32 (the Adam family)."""
         self._sixteen_bit.round_once()
 
-    def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-        """Return what a window has summed for these parameters on this rank, in any dtype."""
+    def forget(self) -> None:
+        """End the window: drop its sums, and no longer watch the others."""
+        self._watch.forget()
+        self._sums.clear()
+
+    # ------------------------------------------------------------------ state
+
+    def _held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+        """Return what the window has added for these parameters on this rank."""
         return [self._sums.get(id(parameter), parameter.grad) for parameter in parameters]
+
+    def held_by_all(
+        self, parameters: Sequence[nn.Parameter], group: RankGroup
+    ) -> list[Tensor | None]:
+        """Return a copy of what the window has added for these parameters, over all ranks."""
+        return _summed(self._held(parameters), parameters, group)
 
     def put_back(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
     ) -> None:
-        """Go on with what `held` has returned."""
-        self.begin()
-        wide = {id(parameter) for parameter in self.parameters}
+        """Go on with what `held_by_all` has returned."""
+        self._begin_sums()
+        sixteen_bit = set(map(id, self._sixteen_bit.parameters))
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and id(parameter) in wide:
+            if gradient is not None and id(parameter) in sixteen_bit:
                 self._sums[id(parameter)] = gradient.to(parameter.device, torch.float32)
             else:
                 parameter.grad = None if gradient is None else gradient.to(parameter)
 
-    def clear(self) -> None:
-        """Drop the sums."""
-        self._sums.clear()
+
+def all_parameters(
+    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> list[nn.Parameter]:
+    """Return every parameter of the models and the optimizers, once."""
+    found = [parameter for model in models for parameter in model.parameters()]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    found += [parameter for group in groups for parameter in group["params"]]
+    return list({id(parameter): parameter for parameter in found}.values())
 
 
-def _values(holder: Holder, *, local: bool = True) -> Tensor:
-    """Return a gradient's numbers: a sparse one's values, this rank's part of a sharded one."""
-    gradient = holder.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        if not gradient.is_coalesced():
-            gradient = holder.grad = gradient.coalesce()
-        return gradient._values()
-    part: Tensor = getattr(gradient, "_local_tensor", gradient) if local else gradient
-    return part
+def all_finite(holders: Iterable[Holder]) -> bool:
+    """Return True if every gradient of this process is finite."""
+    values = [local for local in _local_gradients(holders) if local.numel()]
+    norms = torch._foreach_norm(values, math.inf) if values else []
+    return all(map(math.isfinite, read_scalars(norms)))
+
+
+@torch.no_grad()
+def multiply(holders: Iterable[Holder], factor: float) -> None:
+    """Multiply the gradients in place."""
+    gradients = dense_gradients(holders)
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _local_gradients(holders: Iterable[Holder]) -> list[Tensor]:
+    """Return the gradients as dense tensors, of sharded ones this rank's part."""
+    return [getattr(found, "_local_tensor", found) for found in dense_gradients(holders)]
+
+
+def _summed(
+    gradients: Sequence[Tensor | None], like: Sequence[Tensor], group: RankGroup
+) -> list[Tensor | None]:
+    """Return copies of these gradients, added over the ranks; None where no rank has one."""
+    present = group.sum([float(gradient is not None) for gradient in gradients])
+    found: list[Tensor | None] = []
+    for gradient, parameter, on_ranks in zip(gradients, like, present, strict=True):
+        if not on_ranks:
+            found.append(None)
+            continue
+        dtype = torch.float32 if parameter.dtype in SIXTEEN_BIT else parameter.dtype
+        mine = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient
+        mine = mine.to_dense() if mine.is_sparse and group.ranks > 1 else mine
+        found.append(group.sum_tensor(mine.detach().clone()))
+    return found

@@ -1,18 +1,18 @@
-"""A window in a loop that is somebody else's.
+"""The ledger of a window in a loop that is somebody else's.
 
 A trainer of another library makes the forwards, the backwards and the step, and clips and logs in
-between. What is left to us is the scale. A hook on the loss multiplies what flows into the graph by
-one seed for the window and all ranks (times the units, where the loss is a mean), so that after the
-last backward the gradients are
+between. What is left to us is the scale. A hook on the loss multiplies the gradient that enters the
+graph by one seed for the window and all ranks (times the units, where the loss is a mean), so that
+after the last backward the gradients are
 
     seed / (host's divisors) × sum over micro-batches and ranks of d(total)
 
 and `settle` multiplies them by the one number that makes this the gradient of the undivided global
 batch. Whatever the trainer does with gradients comes after that and sees the right ones.
 
-The laws of every adapter are here, once: a window begins clean, nobody touches it while it is open,
-every loss that was weighed had its backward, announced units are those that came, what is not
-finite makes no update, and 16-bit gradients are added in fp32.
+The laws of every adapter are here, once: a window begins without gradients, nobody touches it while
+it is open, every loss that was weighed had its backward, announced units are those that came, what
+is not finite makes no update, and 16-bit gradients are added in fp32.
 """
 
 from __future__ import annotations
@@ -21,68 +21,241 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.close import (
+    CloseOptions,
     Holder,
+    Policy,
     first_nonfinite,
+    first_seed,
     power_of_two_near,
     read_scalars,
     read_units,
     where_nonfinite,
 )
-from wholebatch.core.loss import Units
+from wholebatch.core.gradient_store import Store
+from wholebatch.core.loss import Loss, Terms, Units, check_units
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import audit as audit_of
 from wholebatch.coupled.batchnorm.policies import Refuse
+from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.stream_look import StreamLook
+from wholebatch.distributed import Single
 from wholebatch.distributed.fsdp import check_dtypes
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
     NonFiniteError,
+    OptionError,
     StateError,
+    UnsupportedError,
     WindowError,
 )
-from wholebatch.integrations.host_window.adapter_options import Options
-from wholebatch.integrations.host_window.books import Books, Settled
-from wholebatch.integrations.host_window.clean_gradients import Clean
 from wholebatch.integrations.host_window.host_gradients import (
-    Gradients,
-    WideSums,
+    GradientsIn,
+    HostGradients,
+    RankGroup,
     all_finite,
-    all_parameters,
-    clear,
     multiply,
-    summed,
 )
-from wholebatch.integrations.host_window.host_ranks import Ranks, ranks_of
-from wholebatch.integrations.host_window.total_or_mean import Given
-from wholebatch.offload import Store
 
-__all__ = ["Hosted"]
+__all__ = [
+    "AdapterOptions",
+    "HostLedger",
+    "HostLoss",
+    "LoopWindows",
+    "Settled",
+    "refuse_shared_batches",
+]
 
 _log = logging.getLogger("wholebatch")
 
 
-class Hosted:
-    """The ledger of a window whose backwards and update a host makes.
+@dataclass(frozen=True)
+class AdapterOptions:
+    """The options that every adapter over torch takes; impossible values are refused here."""
+
+    batchnorm: str = "refuse"
+    zero_units: Policy = "raise"
+    nonfinite: Policy = "raise"
+    audit: bool = True
+
+    def __post_init__(self) -> None:
+        CloseOptions(nonfinite=self.nonfinite, zero_units=self.zero_units).check(())
+        if self.batchnorm == "exact":
+            raise OptionError(
+                'batchnorm="exact" in the loop of another library: exact BatchNorm runs the '
+                "forwards of a window in lock-step, and they are not ours; use wb.WholeBatch, or "
+                "name another policy"
+            )
+
+
+@dataclass(frozen=True)
+class HostLoss:
+    """The loss of one micro-batch, as the host computed it: a sum or a mean over its units.
+
+    >>> weight = torch.ones((), requires_grad=True)
+    >>> HostLoss.of(weight * 6, units=3).total.item()
+    6.0
+    >>> HostLoss.of(mean=weight * 2, units=3).total.item()
+    6.0
+    """
+
+    loss: Tensor
+    units: Units
+    is_mean: bool
+
+    @classmethod
+    def of(
+        cls,
+        total: Tensor | Loss | Terms | None = None,
+        units: Units | None = None,
+        mean: Tensor | None = None,
+        *,
+        audit: bool = True,
+    ) -> HostLoss:
+        """Return the loss that `backward(total, units=)` or `backward(mean=, units=)` was given."""
+        if (total is None) == (mean is None):
+            raise LossError(
+                f"backward() with {'neither' if total is None else 'both'} of total and mean=: "
+                "give the sum as backward(total, units=...), or the mean as "
+                "backward(mean=..., units=...)"
+            )
+        if isinstance(total, Terms):
+            raise LossError(
+                f"a loss of several terms ({', '.join(total.by_name)}) in a stream: each is "
+                "divided by its own total over the window, which must be known before the first "
+                "backward; use wb.WholeBatch with units="
+            )
+        if isinstance(total, Loss):
+            if units is not None:
+                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+            if audit:
+                refuse_in_parts(total)
+            units, total = total.units, total.total
+        if units is None:
+            raise LossError(
+                "backward() without units=: say what the loss is a sum or a mean over "
+                "(units=samples, tokens or weights), or pass a wb.Loss"
+            )
+        loss = _check_loss(total if mean is None else mean)
+        return cls(loss, check_units(units), is_mean=mean is not None)
+
+    @property
+    def weight(self) -> Units:
+        """The factor that makes the loss a sum; a tensor in float64."""
+        if not self.is_mean:
+            return 1.0
+        return self.units.double() if isinstance(self.units, Tensor) else self.units
+
+    @property
+    def total(self) -> Tensor | float:
+        """The sum, detached; a mean over no units (0/0) adds nothing."""
+        value = self.loss.detach().reshape(())
+        if value.dtype in (torch.float16, torch.bfloat16):
+            value = value.float()  # times 10,000 is beyond fp16, and 1001 is 1000 in bf16
+        units = self.units
+        if not self.is_mean:
+            return value
+        if isinstance(units, Tensor):
+            units = units.to(value.device)
+            # Not 0.0: where() would copy it from the host, and wait for the device.
+            return torch.where(units == 0, value.new_zeros(()), value * units)
+        return value * units if units else 0.0
+
+
+def _check_loss(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise LossError(
+            f"loss {what}: must be one number, the sum or the mean over the micro-batch's units"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss does not require a gradient: it is detached from the model, was computed "
+            "under torch.no_grad(), or every parameter that it depends on is frozen"
+        )
+    return loss
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A completed window: its exact mean loss over all units of all ranks."""
+
+    loss: float
+    units: float
+    micro_batches: int
+
+
+@dataclass
+class _OpenWindow:
+    """The losses that were weighed, and how many of their backwards were made."""
+
+    seed: float = 1.0
+    divided_by: float = 1.0
+    totals: list[Tensor | float] = field(default_factory=list)
+    units: list[Units] = field(default_factory=list)
+    micro_batches: int = 0
+    backwards: int = 0
+    broken: bool = False
+    reduced: bool = True  # True if the engine reduced in the last backward
+
+    def weighing(self, weight: Units) -> Callable[[Tensor], Tensor]:
+        """Return the hook on a loss that multiplies the gradient its backward begins with."""
+
+        def weigh(gradient: Tensor) -> Tensor:
+            self.backwards += 1
+            if isinstance(weight, Tensor):
+                return gradient * weight.to(gradient.device, gradient.dtype)
+            return gradient * weight
+
+        return weigh
+
+    def saved(self) -> dict[str, Any]:
+        """Return the window as numbers."""
+        return {
+            "micro_batches": self.micro_batches,
+            "seed": self.seed,
+            "divided_by": self.divided_by,
+            "totals": read_scalars(self.totals),
+            "units": read_scalars(self.units),
+        }
+
+    @classmethod
+    def loaded(cls, saved: Any) -> _OpenWindow:
+        """Return the window of `saved`, ready for its next micro-batch."""
+        if not isinstance(saved, dict) or "micro_batches" not in saved:
+            raise StateError("this is not the state of a window (it has no 'micro_batches')")
+        names = ("micro_batches", "seed", "divided_by", "totals", "units")
+        return cls(**{name: saved[name] for name in names}, backwards=saved["micro_batches"])
+
+
+class HostLedger:
+    """The ledger of windows whose backwards and updates a host makes.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(()))
-    >>> window = Hosted([], [torch.optim.SGD([weight], lr=0.1)], device=torch.device("cpu"))
+    >>> ledger = HostLedger([], [torch.optim.SGD([weight], lr=0.1)], device=torch.device("cpu"))
     >>> for samples in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([8.0])):
     ...     mean = (weight * samples).mean()
-    ...     window.weigh(Given.of(mean=mean, units=len(samples)))
-    ...     with window.backward():
+    ...     ledger.weigh(HostLoss.of(mean=mean, units=len(samples)))
+    ...     with ledger.backward():
     ...         mean.backward()                          # the host's
-    >>> settled = window.settle()
+    >>> settled = ledger.settle()
     >>> weight.grad.item(), settled.loss, settled.units
     (3.5, 3.5, 4.0)
+
+    `gradients` says where the host keeps them within a window. `owns_forward`: the adapter calls
+    the forward itself, so that it looks at it by a `FirstLook`. `scaled_by` has the host's
+    GradScaler as its attribute `scaler`, if there is one.
     """
 
     def __init__(
@@ -91,150 +264,132 @@ class Hosted:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         device: torch.device,
-        options: Options | None = None,
-        ranks: Ranks | None = None,
-        gradients: Gradients = "whole",
+        options: AdapterOptions | None = None,
+        gradients: GradientsIn = "whole",
         owns_forward: bool = False,
-        is_scaled: Callable[[], bool] = lambda: False,
+        scaled_by: object = None,
     ) -> None:
-        self.options = options or Options()
-        self.ranks = ranks_of(device) if ranks is None else ranks
+        self.options = options or AdapterOptions()
+        self.group = _group_on(device)
         self.updates = 0
         self.skipped = 0
         self.last: Settled | None = None
-        self._models, self._optimizers = list(models), list(optimizers)
-        self._device = device
-        self._in_grad = gradients != "elsewhere"
-        self._keeps = gradients == "whole"
-        self._is_scaled = is_scaled
-        reduce = self.ranks.sum_tensor if self.ranks.size > 1 else None
-        if gradients == "sharded":
-            for model in models:
-                check_dtypes(model)
+        self._device, self._scaled_by = device, scaled_by
+        reduce = self.group.sum_tensor if self.group.ranks > 1 else None
         self._batchnorms = [
             choose_batchnorm(self.options.batchnorm, model, reduce=reduce) for model in models
         ]
-        for finding in (found for model in models for found in audit_of(model).findings):
-            if finding.kind == "spectral":
-                _log.warning("%s", finding)
-        self._replicas = [
-            module
-            for model in models
-            for module in model.modules()
-            if isinstance(module, DistributedDataParallel)
-        ]
-        if self._keeps and not owns_forward and self.ranks.size > 1 and not self._replicas:
+        modules = [module for model in models for module in model.modules()]
+        self._replicas = [one for one in modules if isinstance(one, DistributedDataParallel)]
+        self._look = StreamLook(models, audit=self.options.audit, policies=self._batchnorms)
+        # An engine that shards has collectives in its forwards and backwards.
+        self.may_look = gradients == "whole" and self.options.audit
+        if gradients == "sharded":
+            for model in models:
+                check_dtypes(model)
+        if gradients == "whole" and not owns_forward:
+            self._warn_of_plain_model()
+            self._look.watch()
+        _warn_of_spectral_norm(models)
+        self.gradients = HostGradients(models, optimizers, gradients)
+        self._next_seed: float | None = None
+        self._open = _OpenWindow()
+
+    def _warn_of_plain_model(self) -> None:
+        if self.group.ranks > 1 and not self._replicas:
             _log.warning(
                 "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
                 "trains a model of its own. Pass the model that accelerator.prepare() or "
                 "fabric.setup() returned",
-                self.ranks.size,
+                self.group.ranks,
             )
-        self.sums = WideSums(optimizers if self._keeps else [])
-        self._look = StreamLook(self._models, audit=self.options.audit, policies=self._batchnorms)
-        # An engine that shards has collectives in its forwards and backwards.
-        self.may_look = self._keeps and self.options.audit
-        if self._keeps and not owns_forward:
-            self._look.watch()
-        self._clean = Clean(self._models, self._optimizers)
-        self._next_seed: float | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self._books = Books()
-        self._clean.forget()
-        self.sums.clear()
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches that the open window holds."""
-        return self._books.micro_batches
+        return self._open.micro_batches
 
     @property
     def is_open(self) -> bool:
-        """Whether micro-batches were weighed that are not settled yet."""
+        """True if micro-batches were weighed that are not settled yet."""
         return self.micro_batches > 0
+
+    @property
+    def _is_scaled(self) -> bool:
+        scaler = getattr(self._scaled_by, "scaler", None)
+        return scaler is not None and bool(scaler.is_enabled())
 
     # -------------------------------------------------------------------- add
 
-    def weigh(self, given: Given, *, divided_by: float = 1.0, is_last: bool = False) -> None:
+    def weigh(self, given: HostLoss, *, divided_by: float = 1.0, is_last: bool = False) -> None:
         """Give this micro-batch's loss its weight; the host's backward of it comes next.
 
         `divided_by` is what the host itself divides the loss by on the way (its number of
         micro-batches), to be undone; it must be the same for the whole window. `is_last`: it is
         known to be the window's last.
         """
-        books = self._books
+        window = self._open
         if not self.is_open:
-            first = self._next_seed is None
-            books.seed = self._first_seed(given.units) if first else self._next_seed or 1.0
-            books.divided_by = divided_by
-        elif divided_by != books.divided_by:
+            seed = self._next_seed or first_seed(float(given.units), self.group, self._device)
+            window.seed, window.divided_by = float(seed), divided_by
+        elif divided_by != window.divided_by:
             raise WindowError(
-                f"the window's first loss was divided by {books.divided_by:g}, this one is by "
+                f"the window's first loss was divided by {window.divided_by:g}, this one is by "
                 f"{divided_by:g}: change the number of micro-batches between windows"
             )
-        self.enter(given, given.loss, given.weight * books.seed, is_last=is_last)
+        self.enter(given, given.loss, given.weight * window.seed, is_last=is_last)
 
     def enter(
-        self, given: Given, flowing: Tensor, weight: Units = 1.0, *, is_last: bool = False
+        self, given: HostLoss, flowing: Tensor, weight: Units = 1.0, *, is_last: bool = False
     ) -> None:
-        """Enter a loss into the books; its backward, which starts at `flowing`, comes next."""
-        books = self._books
-        if books.broken:
+        """Enter a loss into the ledger; its backward, which starts at `flowing`, comes next."""
+        window = self._open
+        if window.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
                 "behind: call discard() and optimizer.zero_grad() before going on"
             )
-        is_whole = is_last and not self.is_open and self.ranks.size == 1
-        self._look.at_backward(**given.as_written, in_parts=not is_whole)
+        is_whole = is_last and not self.is_open and self.group.ranks == 1
+        loss = {"mean" if given.is_mean else "total": given.loss}
+        self._look.at_backward(**loss, units=given.units, in_parts=not is_whole)
         if not self.is_open:
             for policy in self._batchnorms:
                 if isinstance(policy, Refuse):  # others have recorded the first forward already
                     policy.begin_window()
-        flowing.register_hook(books.weighing(weight))
-        books.totals.append(given.total)
-        books.units.append(given.units)
-        books.micro_batches += 1
+        flowing.register_hook(window.weighing(weight))
+        window.totals.append(given.total)
+        window.units.append(given.units)
+        window.micro_batches += 1
         for policy in self._batchnorms:
             policy.micro()
 
-    def _first_seed(self, units: Units) -> float:
-        """A power of two near 1/units, the same on all ranks; later windows know better."""
-        most = self.ranks.largest(torch.tensor(float(units), device=self._device))
-        return power_of_two_near(1.0 / max(float(most), 1.0))
-
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Within it the host makes the backward of the loss that was weighed."""
+        """Run the host's backward of the loss that was weighed within this context."""
         self.before_backward()
         try:
             yield
         except BaseException:
-            self._books.broken = True  # some gradients of this micro-batch are in, others are not
+            self._open.broken = True  # some gradients of this micro-batch are in, others are not
             raise
         self.after_backward()
 
     def before_backward(self) -> None:
-        """Refuse a window that does not begin clean, or that somebody has touched."""
-        if self._books.begun:
-            self._clean.check(self._books.micro_batches)
+        """Refuse gradients that were there before the window, or that others have changed."""
+        if self._open.backwards:
+            self.gradients.check(self.micro_batches)
             return
         try:
-            self._clean.begin(in_grad=self._in_grad)
+            self.gradients.begin()
         except WindowError:
             self.discard()
             raise
-        self.sums.begin()
-        self._books.begun = True
 
     def after_backward(self) -> None:
         """Note how the host's backward leaves the gradients."""
-        self.sums.add()
+        self.gradients.add()
         self._look.done()
-        self._books.reduced = all(one.require_backward_grad_sync for one in self._replicas)
-        if self._keeps:
-            self._clean.remember()
+        self._open.reduced = all(one.require_backward_grad_sync for one in self._replicas)
 
     # ----------------------------------------------------------------- settle
 
@@ -247,11 +402,12 @@ class Hosted:
     ) -> Settled | None:
         """Bring the window's reduced gradients to those of the undivided global batch.
 
-        `averaged_by` is what the host divided them by when it reduced them over the ranks.
-        `announced`: the units of all ranks, where the host had counted them before and scaled by
-        them; they must be those that came. None is returned where the window makes no update
-        (`zero_units="skip"`, `nonfinite="skip"`): no gradient is left, so that the host's step
-        changes nothing. After an error none is left either.
+        `holders` are the host's own, if not the parameters hold the gradients. `averaged_by` is
+        what the host divided them by when it reduced them over the ranks. `announced`: the units of
+        all ranks, where the host had counted them before and scaled by them; they must be those
+        that came. Return None where the window makes no update (`zero_units="skip"`,
+        `nonfinite="skip"`): no gradient is left, so that the host's step changes nothing. After an
+        error none is left either.
         """
         if not self.is_open:
             raise WindowError("settle() without a micro-batch: no backward was weighed")
@@ -259,95 +415,108 @@ class Hosted:
             return self._settle(holders, averaged_by, announced)
         except BaseException:
             self.discard()
-            clear(self._holders() if holders is None else ())
+            if holders is None:
+                _clear(self.gradients.holders())
             raise
 
     def _settle(
         self, holders: Iterable[Holder] | None, averaged_by: float, announced: float | None
     ) -> Settled | None:
-        books = self._books
-        if books.micro_batches > 1 or self.ranks.size > 1:
-            self._look.end_window(books.micro_batches)
-        if not self._is_scaled():  # whose scaler may have unscaled the gradients already
-            self._clean.check(books.micro_batches)
-        books.check_complete(self.ranks.size, in_grad=self._in_grad)
-        self.sums.finish(self.ranks, averaged_by)
-        held = self._holders() if holders is None else list(holders)
-        totals, units = read_scalars(books.totals), read_units(books.units)
-        total, counted, spoiled = self.ranks.sum(
-            [math.fsum(totals), units, float(not all_finite(held))]
+        window = self._open
+        self._check_complete()
+        self.gradients.finish(self.group, averaged_by)
+        held = self.gradients.holders() if holders is None else list(holders)
+        totals = read_scalars(window.totals)
+        total, units, spoiled = self.group.sum(
+            [math.fsum(totals), read_units(window.units), float(not all_finite(held))]
         )
-        if announced is not None and not math.isclose(announced, counted, rel_tol=1e-6):
+        if announced is not None and not math.isclose(announced, units, rel_tol=1e-6):
             raise LossError(
                 f"{announced:g} units were announced for this window, on all processes, and its "
-                f"micro-batches brought {counted:g}: both must be counted on the same thing, so "
+                f"micro-batches brought {units:g}: both must be counted on the same thing, so "
                 "count units on what the loss is given"
             )
-        if counted == 0.0:
-            self._empty(held)
+        losses_finite = math.isfinite(total)
+        finite = losses_finite and not spoiled
+        if units == 0.0:
+            self._refuse_no_units()
+            self._skip(held)
             return None
-        finite = not spoiled and math.isfinite(total)
-        if not finite and not self._left_to_scaler(total, bool(spoiled)):
-            self._nonfinite(held, totals, total)
+        # Gradients that only the loss scale spoiled are left to the host's scaler, which skips.
+        if not finite and not (losses_finite and self._is_scaled):
+            self._refuse_nonfinite(totals, losses=not losses_finite)
+            self._skip(held)
             return None
-        factor = averaged_by * books.divided_by / (counted * books.seed)
-        multiply(held, 1.0 if announced is not None else factor)
-        self.sums.round_once()
+        if announced is None:
+            multiply(held, averaged_by * window.divided_by / (units * window.seed))
+        self.gradients.round_once()
         for policy in self._batchnorms:
             policy.end_window() if finite else policy.discard_window()
-        settled = Settled(total / counted, counted, books.micro_batches)
-        self._clear()
-        self._next_seed = power_of_two_near(1.0 / counted)
+        self._next_seed = power_of_two_near(1.0 / units)
         self.updates += 1
-        self._clean.unused = True
-        self.last = settled
-        return settled
+        self.gradients.unused = True
+        self.last = Settled(total / units, units, window.micro_batches)
+        self._forget()
+        return self.last
 
-    def _holders(self) -> list[Holder]:
-        return list(all_parameters(self._models, self._optimizers)) if self._in_grad else []
+    def _check_complete(self) -> None:
+        """Refuse gradients that others changed, a loss without its backward, and a held sync."""
+        window, ranks = self._open, self.group.ranks
+        if window.micro_batches > 1 or ranks > 1:
+            self._look.end_window(window.micro_batches)
+        if not self._is_scaled:  # a scaler may have unscaled the gradients already
+            self.gradients.check(window.micro_batches)
+        if self.gradients.kept != "elsewhere" and window.backwards != window.micro_batches:
+            raise WindowError(
+                f"{window.micro_batches} losses were weighed in this window, and "
+                f"{window.backwards} backwards came: every loss needs its one backward, so that "
+                "its units are counted with its gradient"
+            )
+        if ranks > 1 and not window.reduced:
+            raise WindowError(
+                "the last backward of this window did not reduce the gradients over the "
+                f"{ranks} processes: the last micro-batch must make its backward, outside of "
+                "no_sync (units=0 for one that does not count)"
+            )
 
-    def _empty(self, held: Sequence[Holder]) -> None:
+    def _refuse_no_units(self) -> None:
         if self.options.zero_units == "raise":
             raise EmptyWindowError(
-                f"all {self._books.micro_batches} micro-batches of this window have zero units "
+                f"all {self.micro_batches} micro-batches of this window have zero units "
                 "(every label is ignored or every weight is zero), so its mean does not exist: "
                 "filter such batches, or pass zero_units='skip' to make no update from them"
             )
-        self._skip(held)
 
-    def _skip(self, held: Sequence[Holder]) -> None:
-        """No update: nothing for the host's step to work on."""
-        self.discard()
-        if self._is_scaled():  # a scaler wants gradients to look at
-            multiply(held, 0.0)
-        else:
-            clear(held)
-        self.skipped += 1
-        self.last = None
-
-    def _left_to_scaler(self, total: float, spoiled: bool) -> bool:
-        """Whether the host's loss scale is to blame, and its scaler skips the step."""
-        return spoiled and math.isfinite(total) and self._is_scaled()
-
-    def _nonfinite(self, held: Sequence[Holder], totals: Sequence[float], total: float) -> None:
-        books, ranks = self._books, self.ranks
-        culprit = first_nonfinite({"": totals}, range(len(totals)))
-        rank = ranks.rank if ranks.size > 1 else None
-        losses = not math.isfinite(total)
-        where = where_nonfinite(culprit, books.micro_batches, rank=rank, losses=losses, own=True)
-        if self.options.nonfinite == "skip" and not self._is_scaled():
-            self._skip(held)
+    def _refuse_nonfinite(self, totals: Sequence[float], *, losses: bool) -> None:
+        if self.options.nonfinite == "skip" and not self._is_scaled:
             return
+        culprit = first_nonfinite({"": totals}, range(len(totals)))
+        rank = self.group.rank if self.group.ranks > 1 else None
+        where = where_nonfinite(culprit, self.micro_batches, rank=rank, losses=losses, own=True)
         raise NonFiniteError(
             f"update {self.updates + 1}: {where}. Nothing was updated: {Store.after_failure}",
             micro_batch=culprit,
         )
 
+    def _skip(self, held: Sequence[Holder]) -> None:
+        """Make no update: leave the host's step nothing to work on."""
+        self.discard()
+        if self._is_scaled:  # a scaler wants gradients to look at
+            multiply(held, 0.0)
+        else:
+            _clear(held)
+        self.skipped += 1
+        self.last = None
+
     def discard(self) -> None:
         """Forget the open window; clearing the gradients is the host's."""
-        self._clear()
+        self._forget()
         for policy in self._batchnorms:
             policy.discard_window()
+
+    def _forget(self) -> None:
+        self._open = _OpenWindow()
+        self.gradients.forget()
 
     def detach(self) -> None:
         """Leave the models as they were found (a conversion of BatchNorm is kept)."""
@@ -358,7 +527,7 @@ class Hosted:
     # ----------------------------------------------------------------- state
 
     def state_dict(self, parameters: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
-        """What the window holds; with `parameters`, their gradients too, of all ranks together.
+        """Return the window; with `parameters`, their gradients too, of all ranks together.
 
         A checkpoint is one file, and every rank holds gradients of its own until the last
         backward. Their sum, given to one rank on the way back, leads to the same update: call it
@@ -368,21 +537,21 @@ class Hosted:
             "updates": self.updates,
             "next_seed": self._next_seed,
             "batchnorms": [policy.state_dict() for policy in self._batchnorms],
-            **self._books.saved(),
+            **self._open.saved(),
         }
         if parameters is not None and self.is_open:
-            total, counted = self.ranks.sum([math.fsum(saved["totals"]), math.fsum(saved["units"])])
-            saved.update(totals=[total], units=[counted])
-            saved["gradients"] = summed(self.sums.held(parameters), parameters, self.ranks)
+            total, units = self.group.sum([math.fsum(saved["totals"]), math.fsum(saved["units"])])
+            saved.update(totals=[total], units=[units])
+            saved["gradients"] = self.gradients.held_by_all(parameters, self.group)
         return saved
 
     def load_state_dict(
         self, saved: dict[str, Any], parameters: Sequence[nn.Parameter] | None = None
     ) -> None:
         """Go on with that window; without `parameters`, its gradients must be back in place."""
-        books = Books.loaded(saved)
-        self._clear()
-        self._books = books
+        window = _OpenWindow.loaded(saved)
+        self._forget()
+        self._open = window
         self.updates, self._next_seed = saved["updates"], saved["next_seed"]
         for policy, state in zip(self._batchnorms, saved["batchnorms"], strict=True):
             policy.load_state_dict(state)
@@ -394,7 +563,99 @@ class Hosted:
                 f"the state has gradients of {len(saved['gradients'])} parameters, and there are "
                 f"{have} parameters here: load it with the model that saved it"
             )
-        if self.ranks.rank != 0:  # the first rank has them all
-            books.totals, books.units = [0.0], [0.0]
+        if self.group.rank != 0:  # the first rank has them all
+            window.totals, window.units = [0.0], [0.0]
             return
-        self.sums.put_back(parameters, saved["gradients"])
+        self.gradients.put_back(parameters, saved["gradients"])
+
+
+def _warn_of_spectral_norm(models: Iterable[nn.Module]) -> None:
+    for finding in (found for model in models for found in audit_of(model).findings):
+        if finding.kind == "spectral":
+            _log.warning("%s", finding)
+
+
+def _group_on(device: torch.device) -> RankGroup:
+    """Return all processes of torch.distributed, or this one alone where it is not in use."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Single()
+    return Group([None], device, rank=dist.get_rank())
+
+
+def _clear(holders: Iterable[Holder]) -> None:
+    """Leave no gradient: a step of torch's optimizers then changes neither weights nor state."""
+    for holder in holders:
+        holder.grad = None
+
+
+class LoopWindows:
+    """The base of adapters whose user writes the loop (Accelerate's, Fabric's).
+
+    `engine` names what keeps gradients within a window where they are not whole; `save_when` and
+    `step_after` say what to do in errors.
+    """
+
+    def __init__(
+        self,
+        window: HostLedger,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        engine: object,
+        save_when: str,
+        step_after: str,
+    ) -> None:
+        self._window, self._engine_kind = window, engine
+        self._save_when, self._step_after = save_when, step_after
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._refuse_open_window)
+
+    def _refuse_open_window(self, *_: Any) -> None:
+        if self._window.is_open:
+            raise WindowError(f"optimizer.step() while the window is open: {self._step_after}")
+
+    @property
+    def updates(self) -> int:
+        """Windows that were completed so far."""
+        return self._window.updates
+
+    @property
+    def last(self) -> Settled | None:
+        """The window that was completed last."""
+        return self._window.last
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._window.skipped
+
+    def discard(self) -> None:
+        """Forget the open window, after an error; `optimizer.zero_grad()` is the loop's."""
+        self._window.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for the library's own checkpoints; an open window is kept whole.
+
+        Its gradients, which those checkpoints leave out, are added over the processes.
+        """
+        window = self._window
+        if window.is_open and window.gradients.kept != "whole":
+            raise WindowError(
+                f"the window is open with {window.micro_batches} micro-batches, and its "
+                f"gradients are inside {self._engine_kind}: save {self._save_when}"
+            )
+        return window.state_dict(window.gradients.holders())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the window that `state_dict` has saved."""
+        self._window.load_state_dict(state, self._window.gradients.holders())
+
+
+def refuse_shared_batches(accelerator: Any, host: str) -> None:
+    """Refuse an Accelerator whose ranks share batches, so that units would be counted twice."""
+    parallel = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallel is not None and getattr(parallel, f"{name}_size", 1) > 1:
+            raise UnsupportedError(
+                f"{host} with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
+                "counted more than once over ranks that share a batch; use data parallelism alone"
+            )

@@ -11,9 +11,16 @@ stands where `optax.MultiSteps` stood and takes micro-batches as they come, with
 Neither needs torch.
 """
 
-from __future__ import annotations
+from wholebatch.core.optional_packages import require
 
-from wholebatch.integrations.jax.accumulate import accumulate
-from wholebatch.integrations.jax.multi_steps import WindowState, flush, has_updated, multi_steps
+require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
+
+from wholebatch.integrations.jax.accumulate import accumulate  # noqa: E402
+from wholebatch.integrations.jax.multi_steps import (  # noqa: E402
+    WindowState,
+    flush,
+    has_updated,
+    multi_steps,
+)
 
 __all__ = ["WindowState", "accumulate", "flush", "has_updated", "multi_steps"]

@@ -17,18 +17,16 @@ moves between devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from wholebatch.core.optional_packages import require
+import jax
+import jax.numpy as jnp
+
 from wholebatch.errors import LossError, OptionError, SplitError
-
-require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-
-from wholebatch.integrations.jax.jax_look import look_at_loss  # noqa: E402
-from wholebatch.integrations.jax.wide_gradients import is_narrow, mesh_axes, widened  # noqa: E402
+from wholebatch.integrations.jax.jax_look import look_at_loss
+from wholebatch.integrations.jax.wide_gradients import is_narrow, mesh_axes, wide, widened
 
 __all__ = ["accumulate"]
 
@@ -77,106 +75,158 @@ def accumulate(
     Before the first split, the loss of a few samples is held against those of its parts: a loss
     that compares samples is refused. `audit=False` leaves that out.
     """
-    if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
-        raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
-    if aux not in ("stack", "concat", "sum"):
-        raise OptionError(f'aux={aux!r}: must be "stack", "concat" or "sum"')
-    if units is not None and units != "samples" and not callable(units):
-        raise OptionError(f'units={units!r}: must be "samples" or a function of the batch')
-    wanted = _as_tuple(argnums)
-    batched = _as_tuple(batch_argnums)
-    if both := set(wanted) & set(batched):
-        raise OptionError(
-            f"argnums={argnums!r} and batch_argnums={batch_argnums!r} share {sorted(both)}: an "
-            "argument is either split or differentiated"
-        )
+    return _Accumulation(
+        loss_fn, micro_batch, argnums, has_aux, batch_argnums, units, aux, axis_name, audit
+    ).value_and_grad
 
-    looks = [True] if audit else []
 
-    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        size = _batch_size(args, batched)
-        if looks and (size > micro_batch or axis_name is not None):
+@dataclass(eq=False)
+class _Accumulation:
+    """The options of one `accumulate`, and the function that it returns."""
 
-            def totals(*call: Any) -> tuple[Any, Any]:
-                given = [call[i] for i in batched]
-                loss, counted, _ = _read(loss_fn(*call, **kwargs), units, given, has_aux)
-                total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)
-                return _scalar(total), _scalar(counted, like=total)
+    loss_fn: Callable[..., Any]
+    micro_batch: int
+    argnums: int | Sequence[int]
+    has_aux: bool
+    batch_argnums: int | Sequence[int]
+    units: Units | None
+    aux: Aux
+    axis_name: str | Sequence[str] | None
+    must_look: bool
 
-            look_at_loss(totals, args, batched, size)
-            looks.clear()  # once
+    def __post_init__(self) -> None:
+        micro_batch, units = self.micro_batch, self.units
+        if not isinstance(micro_batch, int) or isinstance(micro_batch, bool) or micro_batch < 1:
+            raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
+        if self.aux not in ("stack", "concat", "sum"):
+            raise OptionError(f'aux={self.aux!r}: must be "stack", "concat" or "sum"')
+        if units is not None and units != "samples" and not callable(units):
+            raise OptionError(f'units={units!r}: must be "samples" or a function of the batch')
+        self.wanted, self.batched = _as_tuple(self.argnums), _as_tuple(self.batch_argnums)
+        if both := set(self.wanted) & set(self.batched):
+            raise OptionError(
+                f"argnums={self.argnums!r} and batch_argnums={self.batch_argnums!r} share "
+                f"{sorted(both)}: an argument is either split or differentiated"
+            )
+
+    def value_and_grad(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the value and gradient of the whole batch, as `jax.value_and_grad` does."""
+        size, wanted = _batch_size(args, self.batched), self.wanted
+        loss_fn = partial(self.loss_fn, **kwargs)
+        if self.must_look and (size > self.micro_batch or self.axis_name is not None):
+            look_at_loss(partial(self._totals, loss_fn), args, self.batched, size)
+            self.must_look = False
         # 16-bit gradients of a sum may overflow. A power of two is exact, and is divided out.
         seed = 2.0 ** -(size.bit_length() - 1)
-
-        def loss_of(*call: Any) -> tuple[Any, Any]:
-            loss, counted, extra = _read(
-                loss_fn(*call, **kwargs), units, [call[i] for i in batched], has_aux
-            )
-            total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)
-            if units is not None and is_narrow(loss.dtype):
-                # 16 bit would round the units, so weight the gradient of the mean instead.
-                return loss, (total, counted, counted * jnp.float32(seed), extra)
-            return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
-
-        def differentiated(call: Sequence[Any]) -> Any:
-            both = jax.value_and_grad(loss_of, argnums=argnums, has_aux=True)
-            leaves = jax.tree.leaves([call[i] for i in wanted])
-            if not any(is_narrow(jnp.result_type(leaf)) for leaf in leaves):
-                return both(*call)
-            # Other arguments may be of any type, so they are not traced again.
-            places = (*wanted, *batched)
-            return widened(
-                lambda *values: both(*_with(call, places, values)),
-                lambda made: (jax.tree.map(lambda _: False, made[0]), _all_true(made[1])),
-            )(*(call[i] for i in places))
-
-        def micro_step(call: Sequence[Any]) -> tuple[Any, Any]:
-            (_, (total, counted, weight, extra)), gradient = differentiated(call)
-            if weight is not None:
-                gradient = jax.tree.map(
-                    lambda leaf: leaf * weight.astype(_wide(leaf.dtype)), gradient
-                )
-            sums = (_scalar(total), _scalar(counted, like=total), gradient)
-            if units is not None:  # The mean over no units is 0/0, and so is its gradient.
-                sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
-            return jax.tree.map(lambda leaf: leaf.astype(_wide(leaf.dtype)), sums), extra
-
-        if axis_name is not None:  # Otherwise every micro-batch would all-reduce its gradient.
+        if self.axis_name is not None:  # Otherwise every micro-batch would all-reduce.
             args = tuple(
-                _varying(value, axis_name) if i in wanted else value for i, value in enumerate(args)
+                _varying(value, self.axis_name) if i in wanted else value
+                for i, value in enumerate(args)
             )
-        main, rest = _split(args, batched, size, micro_batch)
-        extras = []
-        sums: Any = None
-        if main is not None:
-
-            def body(carry: Any, micro: list[Any]) -> tuple[Any, Any]:
-                added, extra = micro_step(_with(args, batched, micro))
-                return jax.tree.map(jnp.add, carry, added), extra
-
-            first = _with(args, batched, jax.tree.map(lambda leaf: leaf[0], main))
-            zeros = _zeros_like(jax.eval_shape(lambda: micro_step(first)[0]))
-            sums, extra = jax.lax.scan(body, zeros, main)
-            extras.append(extra)
-        if rest is not None:
-            added, extra = micro_step(_with(args, batched, rest))
-            sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
-            extras.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], extra))
-        if axis_name is not None:
-            sums = jax.lax.psum(sums, axis_name)
-
+        sums, extras = self._sums(partial(self._micro_step, loss_fn, seed), args, size)
+        if self.axis_name is not None:
+            sums = jax.lax.psum(sums, self.axis_name)
         total, counted, gradient = sums
         factor = 1.0 / (counted * seed)
-        originals = args[wanted[0]] if isinstance(argnums, int) else tuple(args[i] for i in wanted)
+        one = isinstance(self.argnums, int)
+        originals = args[wanted[0]] if one else tuple(args[i] for i in wanted)
         gradient = jax.tree.map(
             lambda leaf, like: (leaf * factor.astype(leaf.dtype)).astype(jnp.result_type(like)),
             gradient,
             originals,
         )
         value = total / counted
-        return ((value, _join(extras, aux)), gradient) if has_aux else (value, gradient)
+        return ((value, _join(extras, self.aux)), gradient) if self.has_aux else (value, gradient)
 
-    return value_and_grad
+    def _sums(
+        self, micro_step: Callable[[Sequence[Any]], Any], args: Sequence[Any], size: int
+    ) -> tuple[Any, list[Any]]:
+        """Return the sums over all micro-batches, and their aux."""
+        main, rest = _split(args, self.batched, size, self.micro_batch)
+        extras: list[Any] = []
+        sums: Any = None
+        if main is not None:
+
+            def body(carry: Any, micro: list[Any]) -> tuple[Any, Any]:
+                added, extra = micro_step(_with(args, self.batched, micro))
+                return jax.tree.map(jnp.add, carry, added), extra
+
+            first = _with(args, self.batched, jax.tree.map(lambda leaf: leaf[0], main))
+            zeros = _zeros_like(jax.eval_shape(lambda: micro_step(first)[0]))
+            sums, extra = jax.lax.scan(body, zeros, main)
+            extras.append(extra)
+        if rest is not None:
+            added, extra = micro_step(_with(args, self.batched, rest))
+            sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
+            extras.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], extra))
+        return sums, extras
+
+    def _micro_step(
+        self, loss_fn: Callable[..., Any], seed: float, call: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """Return total, units and gradient of a micro-batch in float32 or wider, and its aux."""
+        (_, (total, counted, weight, extra)), gradient = self._differentiated(loss_fn, seed, call)
+        if weight is not None:
+            gradient = jax.tree.map(lambda leaf: leaf * weight.astype(wide(leaf.dtype)), gradient)
+        sums = (_scalar(total), _scalar(counted, like=total), gradient)
+        if self.units is not None:  # The mean over no units is 0/0, and so is its gradient.
+            sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
+        return jax.tree.map(lambda leaf: leaf.astype(wide(leaf.dtype)), sums), extra
+
+    def _differentiated(
+        self, loss_fn: Callable[..., Any], seed: float, call: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        def seeded(*call: Any) -> tuple[Any, Any]:
+            loss, total, counted, extra = self._read(loss_fn, call)
+            if self.units is not None and is_narrow(loss.dtype):
+                # 16 bit would round the units, so weight the gradient of the mean instead.
+                return loss, (total, counted, counted * jnp.float32(seed), extra)
+            return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
+
+        both = jax.value_and_grad(seeded, argnums=self.argnums, has_aux=True)
+        leaves = jax.tree.leaves([call[i] for i in self.wanted])
+        if not any(is_narrow(jnp.result_type(leaf)) for leaf in leaves):
+            return both(*call)
+        # Other arguments may be of any type, so they are not traced again.
+        places = (*self.wanted, *self.batched)
+        return widened(  # type: ignore[no-any-return]
+            lambda *values: both(*_with(call, places, values)),
+            lambda made: (jax.tree.map(lambda _: False, made[0]), _all_true(made[1])),
+        )(*(call[i] for i in places))
+
+    def _totals(self, loss_fn: Callable[..., Any], *call: Any) -> tuple[Any, Any]:
+        """Return the total and the units of a batch."""
+        _, total, counted, _ = self._read(loss_fn, call)
+        return _scalar(total), _scalar(counted, like=total)
+
+    def _read(self, loss_fn: Callable[..., Any], call: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """Return the loss of a call, as a sum too, its units and its aux."""
+        returned, extra, units = loss_fn(*call), (), self.units
+        if self.has_aux:
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise LossError(
+                    f"has_aux=True: loss_fn must return (loss, aux), not {_shape(returned)}"
+                )
+            returned, extra = returned
+        if units is None:
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise LossError(
+                    f"loss_fn returned {_shape(returned)}, which may be a sum or a mean: return "
+                    "(sum, units), or say what it is a mean over: units="
+                )
+            loss, counted = map(jnp.asarray, returned)
+        else:
+            batch = [call[i] for i in self.batched]
+            samples = jax.tree.leaves(batch)[0].shape[0]
+            loss = jnp.asarray(returned)
+            counted = jnp.asarray(samples if units == "samples" else units(*batch))
+        for name, value in (("loss", loss), ("number of units", counted)):
+            if value.shape:
+                raise LossError(f"the {name} has shape {value.shape}: it must be a single number")
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise LossError(f"the loss is of {loss.dtype}: it must be floating point")
+        total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)
+        return loss, total, counted, extra
 
 
 def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
@@ -241,37 +291,6 @@ def _with(args: Sequence[Any], batched: Sequence[int], micro: Sequence[Any]) -> 
     return call
 
 
-def _read(
-    returned: Any, units: Units | None, batch: list[Any], has_aux: bool
-) -> tuple[Any, Any, Any]:
-    """Return the sum (or the mean, with `units`), its units and the aux of a loss's result."""
-    extra: Any = ()
-    if has_aux:
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise LossError(
-                f"has_aux=True: loss_fn must return (loss, aux), not {_shape(returned)}"
-            )
-        returned, extra = returned
-    if units is None:
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise LossError(
-                f"loss_fn returned {_shape(returned)}, which may be a sum or a mean: return "
-                "(sum, units), or say what it is a mean over: units="
-            )
-        total, counted = map(jnp.asarray, returned)
-    else:
-        mean = jnp.asarray(returned)
-        leaves = jax.tree.leaves(batch)
-        counted = jnp.asarray(leaves[0].shape[0] if units == "samples" else units(*batch))
-        total = mean
-    for name, value in (("loss", total), ("number of units", counted)):
-        if value.shape:
-            raise LossError(f"the {name} has shape {value.shape}: it must be a single number")
-    if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise LossError(f"the loss is of {total.dtype}: it must be floating point")
-    return total, counted, extra
-
-
 def _all_true(tree: Any) -> Any:
     return jax.tree.map(lambda _: True, tree)
 
@@ -280,14 +299,9 @@ def _shape(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _wide(dtype: Any) -> Any:
-    """Return the dtype in which sums of this dtype are kept."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _scalar(value: Any, like: Any = None) -> Any:
     value = jnp.asarray(value)
-    return value.astype(_wide(value.dtype if like is None else like.dtype))
+    return value.astype(wide(value.dtype if like is None else like.dtype))
 
 
 def _cast(leaf: Any, names: frozenset[str]) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from wholebatch.core.optional_packages import require
 from wholebatch.errors import OptionError, WindowError
-
-require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+from wholebatch.integrations.jax.wide_gradients import wide
 
 if TYPE_CHECKING:
     import optax
@@ -45,7 +45,7 @@ def multi_steps(
     *,
     of: Literal["mean", "sum"] = "mean",
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, once per window of `every_k` micro-batches, on the gradient of their whole batch.
+    """Return `inner` once per window of `every_k` micro-batches, on their whole batch's gradient.
 
     >>> import jax.numpy as jnp, optax
     >>> from wholebatch.integrations.jax import multi_steps
@@ -77,21 +77,31 @@ def multi_steps(
         )
     if of not in ("mean", "sum"):
         raise OptionError(f'of={of!r}: must be "mean" or "sum"')
-    wrapped = optax.with_extra_args_support(inner)
+    windows = _Windows(optax.with_extra_args_support(inner), every_k, of == "mean")
+    return optax.GradientTransformationExtraArgs(windows.init, windows.update)
 
-    def init(params: Any) -> WindowState:
+
+@dataclass(frozen=True)
+class _Windows:
+    """The two functions of a `multi_steps`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    every_k: int | Callable[[Any], Any]
+    of_means: bool
+
+    def init(self, params: Any) -> WindowState:
+        """Return the state before the first micro-batch."""
         total = jax.tree.map(
-            lambda leaf: jnp.zeros_like(leaf, dtype=_wide(jnp.result_type(leaf))), params
+            lambda leaf: jnp.zeros_like(leaf, dtype=wide(jnp.result_type(leaf))), params
         )
-        wide = jnp.promote_types(
-            jnp.float32, jnp.result_type(*(jax.tree.leaves(total) or [jnp.float32]))
-        )
+        widest = wide(jnp.result_type(*(jax.tree.leaves(total) or [jnp.float32])))
         # Three zeros, not one thrice: a buffer can be donated only once.
         place, updates, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
-        units = jnp.zeros((), wide)
-        return WindowState(place, units, total, updates, wrapped.init(params), skipped)
+        units = jnp.zeros((), widest)
+        return WindowState(place, units, total, updates, self.inner.init(params), skipped)
 
     def update(
+        self,
         updates: Any,
         state: WindowState,
         params: Any = None,
@@ -100,6 +110,7 @@ def multi_steps(
         last: Any = False,
         **extra: Any,
     ) -> tuple[Any, WindowState]:
+        """Add the gradient of a micro-batch; return the inner update if the window closes."""
         if units is None:
             raise WindowError(
                 "update() without units=: say how many samples or tokens this micro-batch's "
@@ -108,17 +119,9 @@ def multi_steps(
         counted = jnp.asarray(units).astype(state.units.dtype)
         if counted.shape:
             raise WindowError(f"units= has shape {counted.shape}: it must be a single number")
-        weight = counted if of == "mean" else jnp.ones((), counted.dtype)
-
-        def added(sum_: Any, leaf: Any) -> Any:
-            more = leaf.astype(sum_.dtype) * weight.astype(sum_.dtype)
-            # The gradient of a mean over no units is 0/0: it adds nothing.
-            return sum_ + (jnp.where(counted == 0, 0, more) if of == "mean" else more)
-
-        total = jax.tree.map(added, state.total, updates)
-        place = state.place + 1
-        window = state.units + counted
-        steps = every_k(state.updates) if callable(every_k) else every_k
+        total = self._added(state.total, updates, counted)
+        place, window = state.place + 1, state.units + counted
+        steps = self.every_k(state.updates) if callable(self.every_k) else self.every_k
         closes = (place >= steps) | jnp.asarray(last, bool)
         finite = jnp.ones((), bool)
         for leaf in jax.tree.leaves(total):
@@ -131,7 +134,7 @@ def multi_steps(
                 total,
                 updates,
             )
-            made, new = wrapped.update(mean, inner_state, params, **extra)
+            made, new = self.inner.update(mean, inner_state, params, **extra)
             return made, jax.tree.map(_no_narrower, new, inner_state)
 
         def keep(inner_state: Any) -> tuple[Any, Any]:
@@ -150,7 +153,17 @@ def multi_steps(
             skipped=state.skipped + (closes & ~finite),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _added(self, total: Any, updates: Any, units: Any) -> Any:
+        """Return the sums with a micro-batch's gradient added, as a sum over its units."""
+
+        def added(sum_: Any, leaf: Any) -> Any:
+            more = leaf.astype(sum_.dtype)
+            if not self.of_means:
+                return sum_ + more
+            # The gradient of a mean over no units is 0/0: it adds nothing.
+            return sum_ + jnp.where(units == 0, 0, more * units.astype(sum_.dtype))
+
+        return jax.tree.map(added, total, updates)
 
 
 def flush(
@@ -178,7 +191,7 @@ def flush(
 
 
 def has_updated(state: WindowState) -> Any:
-    """Whether the last `update` closed a window (True or False, as an array)."""
+    """Return True (an array) if the last `update` closed a window."""
     return (state.place == 0) & (state.updates > 0)
 
 
@@ -189,7 +202,3 @@ def _no_narrower(leaf: Any, other: Any) -> Any:
     out of a window must give the same dtypes.
     """
     return jnp.asarray(leaf).astype(jnp.promote_types(jnp.result_type(leaf), other.dtype))
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)

@@ -10,17 +10,14 @@ their elements, run in float32. Everything before them is computed as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import not_
 from typing import Any, TypeAlias
 
-from wholebatch.core.optional_packages import require
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
 
-require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.extend.core import Literal  # noqa: E402
-
-__all__ = ["is_narrow", "mesh_axes", "widened"]
+__all__ = ["is_narrow", "mesh_axes", "wide", "widened"]
 
 # Names of JAX primitives. These sum in float32 internally, and can return it without rounding:
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
@@ -41,6 +38,11 @@ def is_narrow(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 4
 
 
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which sums of this dtype are kept."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def mesh_axes(aval: Any) -> frozenset[str]:
     """Return the mesh axes a value varies over in `shard_map`; the attribute differs by version."""
     manual = getattr(aval, "manual_axis_type", None)
@@ -48,15 +50,15 @@ def mesh_axes(aval: Any) -> frozenset[str]:
     return frozenset(found or ())
 
 
-def widened(function: Callable[..., Any], wide: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return the function with those outputs in float32 that `wide(outputs)` marks as True."""
+def widened(function: Callable[..., Any], marks: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return the function with those outputs in float32 that `marks(outputs)` has as True."""
 
     def call(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         wanted = [
             asked and is_narrow(leaf.dtype)
             for asked, leaf in zip(
-                jax.tree.leaves(wide(shapes)), jax.tree.leaves(shapes), strict=True
+                jax.tree.leaves(marks(shapes)), jax.tree.leaves(shapes), strict=True
             )
         ]
         made = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), wanted)
@@ -67,22 +69,21 @@ def widened(function: Callable[..., Any], wide: Callable[[Any], Any]) -> Callabl
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wanted: Wanted) -> list[Any]:
     """Return the outputs of a jaxpr; the wanted ones are not rounded where possible."""
-    plan, widened_vars = _plan(jaxpr, wanted)
     narrow: dict[Any, Any] = dict(
         zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
     )
-    wide: dict[Any, Any] = {}
+    unrounded: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else narrow[atom]
 
     def read_wide(atom: Any) -> Any:
-        if not isinstance(atom, Literal) and atom in wide:
-            return wide[atom]
+        if not isinstance(atom, Literal) and atom in unrounded:
+            return unrounded[atom]
         value = jnp.asarray(read(atom))
         return value.astype(jnp.float32) if is_narrow(value.dtype) else value
 
-    for equation, is_wide in zip(jaxpr.eqns, plan, strict=True):
+    for equation, is_wide in zip(jaxpr.eqns, _plan(jaxpr, wanted), strict=True):
         if is_wide is None:  # Nothing needs it.
             continue
         if any(is_wide):
@@ -90,46 +91,41 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wanted: Wa
             made = _bind_wide(equation, operands, is_wide)
         else:
             made = _bind(equation, [read(atom) for atom in equation.invars])
-        for var, value in zip(equation.outvars, made, strict=True):
-            (wide if var in widened_vars else narrow)[var] = value
+        for var, value, stays in zip(equation.outvars, made, is_wide, strict=True):
+            (unrounded if stays else narrow)[var] = value
     return [
         (read_wide if asked else read)(atom)
         for atom, asked in zip(jaxpr.outvars, wanted, strict=True)
     ]
 
 
-def _plan(jaxpr: Any, wanted: Wanted) -> tuple[list[list[bool] | None], set[Any]]:
-    """Return the outputs of each equation to leave wide (None: not needed), and their variables.
+def _plan(jaxpr: Any, wanted: Wanted) -> list[list[bool] | None]:
+    """Return for each equation which of its outputs to leave wide; None if none is needed.
 
     Equations are visited from last to first, so that all uses of an output are known. An output
     that is needed rounded too is not computed twice: the rounded one serves for both.
     """
-    asked_wide: set[Any] = set()
-    asked: set[Any] = set()
-    chosen: set[Any] = set()
+    asked: dict[bool, set[Any]] = {True: set(), False: set()}  # wide or not
 
-    def ask(atoms: Sequence[Any], whom: set[Any]) -> None:
-        whom.update(atom for atom in atoms if not isinstance(atom, Literal))
+    def ask(atoms: Sequence[Any], is_wide: bool) -> None:
+        asked[is_wide].update(atom for atom in atoms if not isinstance(atom, Literal))
 
     for atom, is_wide in zip(jaxpr.outvars, wanted, strict=True):
-        ask([atom], asked_wide if is_wide else asked)
+        ask([atom], is_wide)
     plan: list[list[bool] | None] = []
     for equation in reversed(jaxpr.eqns):
-        outs = equation.outvars
-        if not equation.effects and not any(var in asked or var in asked_wide for var in outs):
+        as_wide = [var in asked[True] for var in equation.outvars]
+        rounded = [var in asked[False] for var in equation.outvars]
+        if not equation.effects and not any((*as_wide, *rounded)):
             plan.append(None)
             continue
         can = _can_widen(equation)
-        if equation.primitive.name in _LINEAR and any(var in asked for var in outs):
-            can = [False] * len(outs)  # One call gives all its outputs the same dtype.
-        mark = [
-            able and var in asked_wide and var not in asked
-            for able, var in zip(can, outs, strict=True)
-        ]
-        chosen.update(var for var, is_wide in zip(outs, mark, strict=True) if is_wide)
+        if equation.primitive.name in _LINEAR and any(rounded):
+            can = [False] * len(can)  # One call gives all its outputs the same dtype.
+        mark = [all(one) for one in zip(can, as_wide, map(not_, rounded), strict=True)]
         plan.append(mark)
-        ask(equation.invars, asked_wide if any(mark) and _takes_wide(equation) else asked)
-    return plan[::-1], chosen
+        ask(equation.invars, any(mark) and _takes_wide(equation))
+    return plan[::-1]
 
 
 def _takes_wide(equation: Any) -> bool:

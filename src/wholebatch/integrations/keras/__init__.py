@@ -34,7 +34,7 @@ if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
 from wholebatch.integrations.keras.accum_batchnorm import AccumBatchNormalization  # noqa: E402
 from wholebatch.integrations.keras.accumulate_model import GradientAccumulateModel  # noqa: E402
 from wholebatch.integrations.keras.accumulate_optimizer import GradientAccumulateOptimizer  # noqa: E402
-from wholebatch.integrations.keras.tape_accumulator import TapeAccumulator  # noqa: E402
+from wholebatch.integrations.keras.tensorflow_windows import TapeAccumulator  # noqa: E402
 
 __all__ = [
     "AccumBatchNormalization",

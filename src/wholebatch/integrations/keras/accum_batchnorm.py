@@ -8,7 +8,8 @@ import keras
 from keras import ops
 
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.keras.keras_window import check_steps, replicas
+from wholebatch.integrations.keras.accumulate_optimizer import check_steps
+from wholebatch.integrations.keras.loss_units import replicas
 
 __all__ = ["AccumBatchNormalization"]
 

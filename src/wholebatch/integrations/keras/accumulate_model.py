@@ -12,9 +12,13 @@ from keras.src.models.functional import functional_from_config
 
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.keras.accum_batchnorm import AccumBatchNormalization
-from wholebatch.integrations.keras.accumulate_optimizer import GradientAccumulateOptimizer
-from wholebatch.integrations.keras.counted_loss import Tail
-from wholebatch.integrations.keras.keras_window import NonFinite, check_nonfinite, check_steps
+from wholebatch.integrations.keras.accumulate_optimizer import (
+    GradientAccumulateOptimizer,
+    NonFinite,
+    Tail,
+    check_nonfinite,
+    check_steps,
+)
 from wholebatch.integrations.keras.loss_units import ObservedLosses
 
 __all__ = ["GradientAccumulateModel"]
@@ -27,7 +31,7 @@ def _steps() -> Any:
     """Return the module with the micro-step for the backend that Keras runs on."""
     backend = keras.backend.backend()
     if backend == "tensorflow":
-        from wholebatch.integrations.keras import tensorflow_step as steps
+        from wholebatch.integrations.keras import tensorflow_windows as steps
     elif backend == "jax":
         from wholebatch.integrations.keras import jax_step as steps  # type: ignore[no-redef]
     else:
@@ -182,7 +186,11 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         return self.train_function
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        _steps().symbolic_build(self, super()._symbolic_build, iterator, data_batch)
+        build = super()._symbolic_build
+        if keras.backend.backend() == "jax":
+            _steps().symbolic_build(self, build, iterator, data_batch)
+        else:
+            build(iterator=iterator, data_batch=data_batch)
 
     # ------------------------------------------------------------ save and load
 

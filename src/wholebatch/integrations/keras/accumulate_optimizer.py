@@ -1,30 +1,57 @@
-"""`GradientAccumulateOptimizer`: any Keras optimizer, once per window, on its exact gradient."""
+"""`GradientAccumulateOptimizer`: any Keras optimizer, once per window, on its exact gradient.
+
+For every group of losses it holds the sum of gradients in float32 (or float64), the units, and how
+many micro-batches are in. All of it are optimizer variables, saved with the model.
+
+Every loss is multiplied by `units × seed` before its gradient is taken, so that the sum over the
+window, divided by `Σ units × seed`, is the gradient of the whole batch's mean. The seed is near
+1 / Σ units, so that float16 gradients stay as large as those of the whole batch.
+
+A window with a loss or gradient that is not finite makes no update and is counted in `skipped`. A
+compiled step cannot raise, so `report_skipped` raises afterwards, in Python. A LossScaleOptimizer
+inside decides this itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 from keras import ops
+from keras.src.utils import tracking
 
-from wholebatch.errors import OptionError, UnsupportedError, WindowError
-from wholebatch.integrations.keras.keras_window import (
-    NonFinite,
-    Window,
-    check_nonfinite,
-    check_steps,
-    replicas,
-)
-from wholebatch.integrations.keras.loss_units import Group, wide
+from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
+from wholebatch.integrations.keras.loss_units import CountedLoss, UnitGroup, replicas, wide
 
-__all__ = ["GradientAccumulateOptimizer"]
+__all__ = [
+    "GradientAccumulateOptimizer",
+    "NonFinite",
+    "Tail",
+    "check_nonfinite",
+    "check_steps",
+]
 
 LOSS, EQUAL = "loss", "equal"
+NonFinite = Literal["raise", "skip"]
+
+
+def check_steps(accum_steps: Any) -> int:
+    if not isinstance(accum_steps, int) or isinstance(accum_steps, bool) or accum_steps < 1:
+        raise OptionError(
+            f"accum_steps={accum_steps!r}: must be a positive number of micro-batches"
+        )
+    return accum_steps
+
+
+def check_nonfinite(nonfinite: Any) -> NonFinite:
+    if nonfinite not in ("raise", "skip"):
+        raise OptionError(f'nonfinite={nonfinite!r}: must be "raise" or "skip"')
+    return nonfinite  # type: ignore[no-any-return]
 
 
 @keras.saving.register_keras_serializable(package="wholebatch")
-class GradientAccumulateOptimizer(Window):
+class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     """`optimizer`, once per `accum_steps` micro-batches, on the gradient of their whole batch.
 
     Clipping, weight decay, moving averages, constraints and the learning rate's schedule belong to
@@ -94,12 +121,283 @@ class GradientAccumulateOptimizer(Window):
                 "auto_scale_loss=False); or use GradientAccumulateModel"
             )
 
+    # ---------------------------------------------------- the window: begin, add, close
+
+    @tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator,unused-ignore]
+    def build(self, variables: Sequence[Any]) -> None:
+        if self.built:
+            return
+        self.inner_optimizer.build(variables)
+        super().build(variables)
+        self._place = self._variable("place", (), "int32", "only_first_replica", "auto")
+        self._skipped = self._variable("skipped", (), "int32", "only_first_replica", "auto")
+        self._reported = 0
+        self._window: list[tuple[Any, Any, list[Any]]] = []
+        self._seen = [False] * len(variables)
+        for _ in self._sums_only:
+            self._add_group()
+
+    def _add_group(self) -> None:
+        index = len(self._window)
+        units = self._variable(f"units_{index}", (), wide(), "sum", "on_read")
+        seed = self._variable(f"seed_{index}", (), wide(), "only_first_replica", "auto")
+        sums = [
+            self._variable(
+                f"sum_{index}_{number}",
+                variable.shape,
+                "float64" if str(variable.dtype) == "float64" else "float32",
+                "sum",
+                "on_read",
+                like=variable,
+            )
+            for number, variable in enumerate(self._trainable_variables)
+        ]
+        self._window.append((units, seed, sums))
+
+    def _variable(
+        self, name: str, shape: Any, dtype: str, aggregation: str, sync: str, like: Any = None
+    ) -> Any:
+        variable = keras.Variable(
+            initializer="zeros",
+            shape=shape,
+            dtype=dtype,
+            trainable=False,
+            autocast=False,
+            aggregation=aggregation,
+            synchronization=sync,
+            layout=getattr(like, "_layout", None),
+            name=name,
+        )
+        self._track_variable(variable)
+        return variable
+
+    @tracking.no_automatic_dependency_tracking  # type: ignore[untyped-decorator,unused-ignore]
+    def hold(self, sums_only: Sequence[bool]) -> None:
+        """Make room for these groups of losses (True: a sum, which has no units)."""
+        wanted = tuple(sums_only)
+        if wanted == self._sums_only:
+            return
+        if not self.built:
+            self._sums_only = wanted
+            return
+        if len(wanted) < len(self._window):
+            raise WindowError(
+                f"the model's losses have {len(wanted)} kinds of units, and had "
+                f"{len(self._window)} before: compile it again"
+            )
+        if replicas() > 1:
+            raise UnsupportedError(
+                "losses with different units (a mask on one of several outputs, a mean next to a "
+                "sum) on several replicas: give them one unit with units=, or train on one"
+            )
+        while len(self._window) < len(wanted):
+            self._add_group()
+        self._sums_only = wanted
+
+    def seed_of(self, group: int, units: Any) -> Any:
+        """Return the scale of the losses of this window, near 1 / (units of the whole window)."""
+        if self._sums_only[group]:
+            return ops.ones((), wide())
+        if not self.built:
+            return 1.0 / (self.accum_steps * ops.maximum(units, 1.0))
+        seed = ops.convert_to_tensor(self._window[group][1])
+        if replicas() > 1:  # one number for all of them
+            import tensorflow as tf
+
+            units = tf.distribute.get_replica_context().all_reduce("SUM", units)
+        return ops.where(seed > 0, seed, 1.0 / (self.accum_steps * ops.maximum(units, 1.0)))
+
+    def weighted(self, groups: Sequence[UnitGroup]) -> list[Any]:
+        """Return the losses to differentiate: loss × units × seed × float16's loss scale."""
+        found = []
+        for index, group in enumerate(groups):
+            factor = self.seed_of(index, group.units)
+            if group.units is not None:
+                factor = factor * group.units
+            found.append(self.inner_optimizer.scale_loss(group.loss * factor))
+        return found
+
+    def add(
+        self,
+        gradients: Sequence[Sequence[Any]],
+        units: Sequence[Any],
+        losses: Sequence[Any] | None = None,
+    ) -> None:
+        """Take in one micro-batch: the gradients of its weighted losses, their units and values.
+
+        A loss that is not finite makes the units NaN, even if its gradients are finite.
+        """
+        for index, (grads, counted) in enumerate(zip(gradients, units, strict=True)):
+            total, seed, sums = self._window[index]
+            seed.assign(self.seed_of(index, counted))
+            more = counted
+            if losses is not None and not self.scaled:
+                value = ops.cast(losses[index], wide())
+                known = ops.zeros((), wide()) if counted is None else counted
+                more = ops.where(ops.isfinite(value), known, float("nan"))
+            if more is not None:
+                self.assign_add(total, more)
+            here = [
+                (sum_, grad) for sum_, grad in zip(sums, grads, strict=True) if grad is not None
+            ]
+            for number, grad in enumerate(grads):
+                self._seen[number] = self._seen[number] or grad is not None
+            self._add_all(here)
+        self.assign_add(self._place, 1)
+
+    def _add_all(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        backend = keras.backend.backend()
+        if backend == "torch" and pairs:
+            import torch
+
+            sums = [sum_.value for sum_, _ in pairs]
+            torch._foreach_add_(
+                sums, [grad.to(sum_.dtype) for sum_, (_, grad) in zip(sums, pairs, strict=True)]
+            )
+            return
+        many = replicas() > 1
+        for sum_, grad in pairs:
+            if backend == "tensorflow":  # sparse gradients of embeddings too
+                self.assign_add(sum_, _dense(grad) if many else grad)
+            else:
+                sum_.assign(sum_ + ops.cast(grad, sum_.dtype))
+
+    @property
+    def scaled(self) -> bool:
+        """True if a LossScaleOptimizer decides about gradients that are not finite."""
+        return isinstance(self.inner_optimizer, keras.mixed_precision.LossScaleOptimizer)
+
+    def mean_gradients(self) -> tuple[list[Any], Any]:
+        """Return the whole batch's gradients and True (a tensor) if all of it is finite.
+
+        The gradients still have the loss scale, and are reduced over replicas.
+        """
+        counted = [ops.convert_to_tensor(total) for total, _, _ in self._window]
+        sums = [[ops.convert_to_tensor(each) for each in window[2]] for window in self._window]
+        if replicas() > 1:
+            import tensorflow as tf
+
+            context = tf.distribute.get_replica_context()
+            counted = context.all_reduce("SUM", counted)
+            sums = [context.all_reduce("SUM", each) for each in sums]
+        factors = []
+        for index, (_, seed, _) in enumerate(self._window):
+            scale = ops.convert_to_tensor(seed)
+            if not self._sums_only[index]:
+                scale = scale * counted[index]
+            # Not divide_no_nan: on the torch backend it rounds numbers to float32.
+            factors.append(ops.where(scale > 0, 1.0 / ops.where(scale > 0, scale, 1.0), 0.0))
+        seen = self._seen if any(self._seen) else [True] * len(self._seen)
+        gradients = _scaled(sums[0], factors[0])
+        for each, factor in zip(sums[1:], factors[1:], strict=True):
+            more = _scaled(each, factor)
+            gradients = [ops.add(a, b) for a, b in zip(gradients, more, strict=True)]
+        means = [grad if used else None for grad, used in zip(gradients, seen, strict=True)]
+        checked = [*counted, *(grad for grad in means if grad is not None)]
+        return means, ops.all(ops.stack([ops.all(ops.isfinite(each)) for each in checked]))
+
+    def clear(self) -> None:
+        """Empty the window; the seed stays."""
+        self._place.assign(0)
+        every = [variable for total, _, sums in self._window for variable in (total, *sums)]
+        if keras.backend.backend() == "torch":
+            import torch
+
+            torch._foreach_zero_([variable.value for variable in every])
+            self._seen = [False] * len(self._seen)  # elsewhere what was traced stays as it is
+            return
+        for variable in every:
+            variable.assign(ops.zeros(variable.shape, variable.dtype))
+
+    def close(self) -> None:
+        """Make one update of the inner optimizer from what is in the window."""
+        gradients, finite = self.mean_gradients()
+        base = getattr(self.inner_optimizer, "inner_optimizer", self.inner_optimizer)
+        if replicas() > 1:
+            # They are sums over the replicas already, so that clipping sees the whole gradient.
+            # (It stays: replicas are traced in turns, and this optimizer applies nothing else.)
+            base._all_reduce_sum_gradients = list
+        if self.scaled:
+            self.inner_optimizer.apply(gradients, self._trainable_variables)
+        else:
+            self._apply_if(finite, gradients)
+            self.count_skipped(finite)
+        self.clear()
+
+    def count_skipped(self, finite: Any) -> None:
+        """Count a window that makes no update because it is not finite."""
+        self._skipped.assign(self._skipped + ops.cast(ops.logical_not(finite), "int32"))
+
+    def is_last_place(self) -> Any:
+        """Return True (a tensor) if the next micro-batch is the window's last."""
+        return ops.greater_equal(self._place + 1, self.accum_steps)
+
+    def _apply_if(self, finite: Any, gradients: Sequence[Any]) -> None:
+        """Make the inner optimizer's update, or change nothing."""
+
+        def apply(gradients: Sequence[Any]) -> None:
+            self.inner_optimizer.apply(gradients, self._trainable_variables)
+
+        if replicas() == 1:
+            ops.cond(finite, lambda: apply(gradients), lambda: None)
+            return
+        import tensorflow as tf
+
+        def on_all(strategy: Any, finite: Any, gradients: Sequence[Any]) -> None:
+            # A condition around an update must be outside of the replicas (as Keras's loss scale).
+            ops.cond(
+                strategy.experimental_local_results(finite)[0],
+                lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
+                lambda: None,
+            )
+
+        tf.distribute.get_replica_context().merge_call(on_all, args=(finite, gradients))
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update because a loss or gradient was not finite."""
+        return int(ops.convert_to_numpy(self._skipped)) if self.built else 0
+
+    def report_skipped(self, model: Any = None) -> None:
+        """Raise if windows were skipped since the last call and `nonfinite` is "raise".
+
+        On JAX the variables are empty during a fit: their values are in the `model`.
+        """
+        if self.nonfinite != "raise" or not self.built:
+            return
+        if getattr(self._skipped, "_value", self) is None:
+            at = [id(variable) for variable in self.variables].index(id(self._skipped))
+            found = int(model._jax_state["optimizer_variables"][at])
+        else:
+            found = self.skipped
+        before, self._reported = self._reported, found
+        if found > before:
+            raise NonFiniteError(
+                f"a loss or gradient of the last window ({self.accum_steps} micro-batches, or "
+                "those left at the end of an epoch) is not finite. Nothing was updated: "
+                "parameters and optimizer state are as before this window; pass "
+                "nonfinite='skip' to skip and count such updates"
+            )
+
+    @property
+    def place(self) -> int:
+        """Micro-batches in the open window."""
+        if not self.built:
+            return 0
+        if not self.driven:  # the window moves inside graphs, unseen from here
+            return int(ops.convert_to_numpy(self._place))
+        if self._now is None:
+            self._now = int(ops.convert_to_numpy(self._place))
+        return self._now
+
+    def moved_to(self, place: int | None) -> None:
+        """Note the place from outside: on JAX the variables are not current during a fit."""
+        self._now = place
+
     # ------------------------------------------------- as an optimizer by itself
 
     def loss(self, loss: Any) -> Any:
-        """The loss (a name, function or `keras.losses.Loss`), which notes its units for this."""
-        from wholebatch.integrations.keras.counted_loss import CountedLoss
-
+        """Return a loss (from a name, function or object) that passes on its units."""
         if keras.backend.backend() == "jax":
             raise UnsupportedError(
                 "on the JAX backend a loss cannot hand its units to an optimizer: use "
@@ -108,13 +406,11 @@ class GradientAccumulateOptimizer(Window):
         return CountedLoss(loss).bound_to(self)
 
     def tail(self) -> Any:
-        """A callback that closes a half-filled window at the end of every epoch."""
-        from wholebatch.integrations.keras.counted_loss import Tail
-
+        """Return a callback that closes a half-filled window at the end of every epoch."""
         return Tail()
 
     def note(self, units: Any) -> None:
-        """Called by `loss()`: the units of the micro-batch whose gradients come next."""
+        """Note the units of the micro-batch whose gradients come next; `loss()` calls this."""
         if self._noted is not None and _same_step(self._noted, units):
             raise UnsupportedError(
                 "optimizer.loss(...) on several outputs: it gets one gradient for all of "
@@ -136,7 +432,7 @@ class GradientAccumulateOptimizer(Window):
                 'loss=optimizer.loss("..."), or use GradientAccumulateModel, or units="equal" '
                 "where every micro-batch has as many"
             )
-        (weighted,) = self.weighted([Group(ops.cast(loss, wide()), self._noted)])
+        (weighted,) = self.weighted([UnitGroup(ops.cast(loss, wide()), self._noted)])
         self._weighed, self._noted = (self._noted, weighted), None
         return weighted
 
@@ -155,6 +451,10 @@ class GradientAccumulateOptimizer(Window):
         units, weighted = self._weighed
         self.add([grads], [units], [weighted])
         self._weighed = None
+        self.close_if_full()
+
+    def close_if_full(self) -> None:
+        """Close the window if it has all its micro-batches."""
         if keras.backend.backend() == "torch":
             if self.place >= self.accum_steps:
                 self.close()
@@ -165,7 +465,7 @@ class GradientAccumulateOptimizer(Window):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        """JAX: `apply` as a function of the variables' values."""
+        """Apply gradients as a function of the variables' values, on JAX."""
         from wholebatch.integrations.keras.jax_step import stateless_apply
 
         return stateless_apply(self, optimizer_variables, grads, trainable_variables)
@@ -201,6 +501,16 @@ class GradientAccumulateOptimizer(Window):
         return [*self._variables, *self.inner_optimizer.variables]
 
     @property
+    def own_variables(self) -> list[Any]:
+        """The variables of the window, without those of the inner optimizer."""
+        return list(self._variables)
+
+    @property
+    def trained(self) -> list[Any]:
+        """The variables that the inner optimizer updates."""
+        return list(self._trainable_variables)
+
+    @property
     def learning_rate(self) -> Any:
         return self.inner_optimizer.learning_rate
 
@@ -217,15 +527,7 @@ class GradientAccumulateOptimizer(Window):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def load_own_variables(self, store: Any) -> None:
-        own = getattr(self, "_skipped", None)
-        rest = [variable for variable in self.variables if variable is not own]
-        if self.built and len(store.keys()) == len(
-            rest
-        ):  # saved before windows were skipped and counted
-            for index, variable in enumerate(rest):
-                variable.assign(store[str(index)])
-        else:
-            super().load_own_variables(store)
+        super().load_own_variables(store)
         self._now = None
         self._reported = self.skipped
 
@@ -248,8 +550,48 @@ class GradientAccumulateOptimizer(Window):
 
 
 def _same_step(before: Any, now: Any) -> bool:
-    """Whether two units were noted in one training step, the first of them not used."""
+    """Return True if two losses of one training step have noted their units."""
     if keras.backend.backend() == "tensorflow":
         graph = getattr(now, "graph", None) if not hasattr(now, "numpy") else None
         return graph is not None and getattr(before, "graph", None) is graph
     return False
+
+
+def _dense(gradient: Any) -> Any:
+    """Return the gradient of an embedding as a whole table: replicas' variables take no rows."""
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:
+    """Return the sums times a number; in place on torch, where the window is emptied next."""
+    if keras.backend.backend() != "torch":
+        return [each * ops.cast(factor, each.dtype) for each in sums]
+    import torch
+
+    found = [each.detach() for each in sums]
+    torch._foreach_mul_(found, factor.item())
+    return found
+
+
+class Tail(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that closes a half-filled window at the end of an epoch, before validation.
+
+    After every batch it raises if a window was skipped that must not be (`nonfinite="raise"`).
+    """
+
+    def _flush(self) -> None:
+        flush = getattr(self.model, "flush", None) or self.model.optimizer.flush
+        flush()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        if not optimizer.driven or optimizer.place == 0:
+            optimizer.report_skipped(self.model)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._flush()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._flush()

@@ -7,12 +7,17 @@ from functools import partial
 from typing import Any
 
 import keras
-from keras import tree
 from keras.src import backend
 from keras.src.distribution import distribution_lib
 
-from wholebatch.integrations.keras.keras_look import halves, look_at
-from wholebatch.integrations.keras.loss_units import Group, groups_of, wide
+from wholebatch.integrations.keras.loss_units import (
+    Inputs,
+    UnitGroup,
+    halves,
+    look_at,
+    losses_by_units,
+    wide,
+)
 
 __all__ = ["flush", "stateless_apply", "symbolic_build", "train_function"]
 
@@ -22,18 +27,14 @@ def micro_step(model: Any, state: Any, data: Any, *, closes: bool) -> Any:
     import jax
     import jax.numpy as jnp
 
-    trainable, non_trainable, optimizer_variables, metrics = state
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    trainable, _, variables, _ = state
+    x, y, sample_weight = inputs = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
 
     def losses(trainable: Any) -> Any:
-        loss, aux, groups = _losses(
-            model, trainable, non_trainable, metrics, optimizer_variables, x, y, sample_weight
-        )
+        loss, aux, groups = _losses(model, (trainable, *state[1:]), inputs)
         optimizer.hold([group.units is None for group in groups])
-        with backend.StatelessScope(
-            state_mapping=list(zip(optimizer.variables, optimizer_variables, strict=True))
-        ):
+        with _scope(optimizer, variables):
             weighted = optimizer.weighted(groups)
         return jnp.stack(weighted), (loss, aux, [group.units for group in groups])
 
@@ -41,29 +42,21 @@ def micro_step(model: Any, state: Any, data: Any, *, closes: bool) -> Any:
     unit_vectors = jnp.eye(len(weighted), dtype=weighted.dtype)
     gradients = [pull_back(vector)[0] for vector in unit_vectors]
     y_pred, non_trainable, metrics = aux
-    trainable, optimizer_variables = _into_window(
-        optimizer, optimizer_variables, trainable, gradients, units, list(weighted), closes=closes
+    trainable, variables = _into_window(
+        optimizer, variables, trainable, gradients, units, list(weighted), closes=closes
     )
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
-    return logs, (trainable, non_trainable, optimizer_variables, metrics)
+    return logs, (trainable, non_trainable, variables, metrics)
 
 
 def _losses(
-    model: Any,
-    trainable: Any,
-    non_trainable: Any,
-    metrics: Any,
-    optimizer_variables: Any,
-    x: Any,
-    y: Any,
-    sample_weight: Any,
-    *,
-    is_training: bool = True,
-) -> tuple[Any, Any, list[Group]]:
+    model: Any, state: Any, inputs: Inputs, *, is_training: bool = True
+) -> tuple[Any, Any, list[UnitGroup]]:
     """Compute the losses of a micro-batch by units (as JAXTrainer.compute_loss_and_updates)."""
+    trainable, non_trainable, _, metrics = state
     training = {"training": is_training} if model._call_has_training_arg else {}
     y_pred, non_trainable, added = model.stateless_call(
-        trainable, non_trainable, x, return_losses=True, **training
+        trainable, non_trainable, inputs[0], return_losses=True, **training
     )
     if added:
         model._losses_override.clear()
@@ -75,18 +68,7 @@ def _losses(
     ]
     try:
         with backend.StatelessScope(state_mapping=mapping) as scope:
-            loss = model._compute_loss(
-                x, y, y_pred, sample_weight=sample_weight, training=is_training
-            )
-            counted = None if model.count_units is None else model.count_units(x, y, sample_weight)
-            samples = next(each for each in tree.flatten(x) if each is not None).shape[0]
-            groups = groups_of(
-                model,
-                loss,
-                samples=keras.ops.cast(samples, wide()),
-                units=counted,
-                replicas=1,
-            )
+            loss, groups = losses_by_units(model, inputs, y_pred, training=is_training)
         non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
         metrics = [scope.get_current_value(v) for v in model.metrics_variables]
     finally:
@@ -114,9 +96,9 @@ def _into_window(
         if closes:
             means, finite = optimizer.mean_gradients()
             if not optimizer.scaled:
-                optimizer._skipped.assign(optimizer._skipped + ~finite)
+                optimizer.count_skipped(finite)
             optimizer.clear()
-    own = [scope.get_current_value(v) for v in optimizer._variables]
+    own = [scope.get_current_value(v) for v in optimizer.own_variables]
     inner = list(variables[len(own) :])
     if not closes:
         return trainable, [*own, *inner]
@@ -145,16 +127,11 @@ def stateless_apply(optimizer: Any, variables: Any, grads: Any, trainable: Any) 
     import jax
     import jax.numpy as jnp
 
-    step = partial(
-        _into_window,
-        optimizer,
-        gradients=[grads],
-        units=[jnp.ones((), wide())],
-    )
-    own = [id(v) for v in optimizer._variables]
-    place = variables[own.index(id(optimizer._place))]
+    step = partial(_into_window, optimizer, gradients=[grads], units=[jnp.ones((), wide())])
+    with _scope(optimizer, variables):
+        is_last = optimizer.is_last_place()
     return jax.lax.cond(
-        place + 1 >= optimizer.accum_steps,
+        is_last,
         lambda variables, trainable: _lists(step(variables, trainable, closes=True)),
         lambda variables, trainable: _lists(step(variables, trainable, closes=False)),
         list(variables),
@@ -167,6 +144,7 @@ def _lists(pair: tuple[Any, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def flush(optimizer: Any) -> None:
+    """Close a half-filled window."""
     import jax
 
     close = jax.jit(
@@ -175,9 +153,9 @@ def flush(optimizer: Any) -> None:
         )
     )
     trainable, variables = close(
-        [v.value for v in optimizer.variables], [v.value for v in optimizer._trainable_variables]
+        [v.value for v in optimizer.variables], [v.value for v in optimizer.trained]
     )
-    for variable, value in zip(optimizer._trainable_variables, trainable, strict=True):
+    for variable, value in zip(optimizer.trained, trainable, strict=True):
         variable.assign(value)
     for variable, value in zip(optimizer.variables, variables, strict=True):
         variable.assign(value)
@@ -192,24 +170,16 @@ def look(model: Any, state: Any, data: Any) -> bool:
         return False
 
     def evaluate(state: Any, parts: Any) -> Any:
-        trainable, non_trainable, variables, metrics = state
         found = []
         for part in parts:
-            *_, groups = _losses(
-                model,
-                trainable,
-                non_trainable,
-                metrics,
-                variables,
-                *keras.utils.unpack_x_y_sample_weight(part),
-                is_training=False,
-            )
+            inputs = keras.utils.unpack_x_y_sample_weight(part)
+            *_, groups = _losses(model, state, inputs, is_training=False)
             found.append([(group.loss, group.units) for group in groups])
         return found
 
     found = (evaluate if model.run_eagerly else jax.jit(evaluate))(state, parts)
     try:
-        look_at([[Group(*pair) for pair in pairs] for pairs in found])
+        look_at([[UnitGroup(*pair) for pair in pairs] for pairs in found])
     except Exception:
         names = ("trainable", "non_trainable", "optimizer", "metrics")
         # A fit has emptied the variables; it puts these values back when it ends.
@@ -221,6 +191,7 @@ def look(model: Any, state: Any, data: Any) -> bool:
 
 
 def train_function(model: Any) -> Callable[[Any, Any], Any]:
+    """Return what `fit` calls for every micro-batch, a function of the state and the data."""
     import jax
 
     def compiled(closes: bool) -> Callable[[Any, Any], Any]:
@@ -260,14 +231,10 @@ def symbolic_build(model: Any, build: Callable[..., None], iterator: Any, data_b
     build(data_batch=data_batch)
     if not unbuilt or model._compile_loss is None:
         return
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data_batch)
     found: list[bool] = []
 
-    def discover(state: Any, x: Any, y: Any, sample_weight: Any) -> None:
-        trainable, non_trainable, variables, metrics = state
-        *_, groups = _losses(
-            model, trainable, non_trainable, metrics, variables, x, y, sample_weight
-        )
+    def discover(state: Any, inputs: Any) -> None:
+        *_, groups = _losses(model, state, inputs)
         found.extend(group.units is None for group in groups)
 
     state = tuple(
@@ -279,5 +246,5 @@ def symbolic_build(model: Any, build: Callable[..., None], iterator: Any, data_b
             model.metrics_variables,
         )
     )
-    jax.eval_shape(discover, state, x, y, sample_weight)
+    jax.eval_shape(discover, state, keras.utils.unpack_x_y_sample_weight(data_batch))
     optimizer.hold(found)

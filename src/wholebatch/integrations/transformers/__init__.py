@@ -5,7 +5,10 @@ trainer = exact(Trainer)(model=model, args=args, train_dataset=data)       # was
 ```
 """
 
-from wholebatch.integrations.transformers.exact_trainer import exact
-from wholebatch.integrations.transformers.trainer_mixin import ExactWindows
+from wholebatch.core.optional_packages import require
 
-__all__ = ["ExactWindows", "exact"]
+require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
+
+from wholebatch.integrations.transformers.exact_trainer import ExactTrainerMixin, exact  # noqa: E402
+
+__all__ = ["ExactTrainerMixin", "exact"]

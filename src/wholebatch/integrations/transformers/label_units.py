@@ -1,15 +1,15 @@
-"""What the loss of a Trainer is a mean over: every label that counts, or those from the second on.
+"""The labels that the loss of a Trainer is a mean over: all that count, or from the second on.
 
 A causal language model's loss compares the logits of place t with the label of place t + 1, so the
 first label of a sample never counts. Transformers says which of its losses do that. A loss that it
 does not know is measured once, before the first step: the mean over two sets of places must be the
-mean of their means, weighed by how many labels each has; only the right count makes it so.
+mean of their means, weighted by how many labels each has; only the right count makes it so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wholebatch.errors import LossError, NonFiniteError
 
-__all__ = ["count_labels", "is_encoder_decoder", "knows_loss", "measured_shift", "shifts_labels"]
+__all__ = ["count_labels", "counted_by_trainer", "known_shift", "measured_shift"]
 
 _HELP = "pass exact(Trainer, units=a function of the batch's inputs) that counts it"
 _LIBRARIES = ("transformers.", "trl.")
@@ -26,7 +26,7 @@ _AGREES = 1e-4
 
 
 def count_labels(inputs: Mapping[str, Any], shifts: Callable[[], bool]) -> int | Tensor:
-    """The labels of these inputs that count."""
+    """Return how many labels of these inputs count; `shifts()`: the first of a sample does not."""
     labels = inputs.get("shift_labels", inputs.get("labels"))
     if not isinstance(labels, Tensor):
         raise LossError(
@@ -40,36 +40,28 @@ def count_labels(inputs: Mapping[str, Any], shifts: Callable[[], bool]) -> int |
     return (labels != -100).sum()
 
 
-def knows_loss(trainer: Any) -> bool:
-    """Whether the loss is one of the library's own, of a kind that it has on its list."""
-    from transformers.loss.loss_utils import LOSS_MAPPING
+def known_shift(trainer: Any) -> bool | None:
+    """Return True if the loss compares place t with label t + 1, None if that is not known.
 
-    if trainer.compute_loss_func is not None:
-        return False
-    home: str = getattr(trainer.compute_loss, "__module__", "") or ""
-    if not home.startswith(_LIBRARIES):
-        return False
-    return home.startswith("trl.") or getattr(_inner(trainer), "loss_type", None) in LOSS_MAPPING
-
-
-def shifts_labels(trainer: Any) -> bool:
-    """Whether a loss of the library's own compares place t with label t + 1."""
+    It is known of the losses of Transformers and TRL themselves.
+    """
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    if is_encoder_decoder(trainer):
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     home: str = getattr(trainer.compute_loss, "__module__", "") or ""
-    kind = LOSS_MAPPING.get(getattr(_inner(trainer), "loss_type", None) or "")
-    return home.startswith("trl.") or kind is ForCausalLMLoss
-
-
-def is_encoder_decoder(trainer: Any) -> bool:
-    config = getattr(_inner(trainer), "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False))
+    if trainer.compute_loss_func is not None or not home.startswith(_LIBRARIES):
+        return None
+    kind = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "")
+    if home.startswith("trl."):
+        return True
+    return None if kind is None else kind is ForCausalLMLoss
 
 
 def measured_shift(mean_of: Callable[[dict[str, Any]], Tensor], inputs: Mapping[str, Any]) -> bool:
-    """Whether the loss leaves out the first label, found out on these inputs.
+    """Return True if the loss leaves out the first label, as evaluated on these inputs.
 
     Labels are kept at places 0 and 1 of all samples, at 2 and 3 of every other one, and at both.
     If the first never counts, the first set has 1 label per sample, else 2; the second has 2 per
@@ -109,6 +101,16 @@ def measured_shift(mean_of: Callable[[dict[str, Any]], Tensor], inputs: Mapping[
     return best
 
 
-def _inner(trainer: Any) -> Any:
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def counted_by_trainer(trainer: Any, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
+    """Return what the Trainer itself would divide a window's loss by, on this rank, if at all."""
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+        return None
+    counts = []
+    for inputs in batches:
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, Tensor):
+            return None
+        if "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        counts.append(labels.ne(-100).sum())
+    return torch.stack(counts).sum().double() if counts else None

@@ -1,0 +1,319 @@
+"""The elements of a page, and the page as one self-contained HTML file.
+
+The file needs no network, no other files, no fonts: it contains the plotting library (plotly.js,
+from the Python package) and all data. A content security policy in the head forbids the browser to
+load anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from wholebatch.core.json_files import finite
+from wholebatch.errors import MissingExtraError, OptionError
+
+__all__ = [
+    "ROWS",
+    "SERIES",
+    "Callout",
+    "Chart",
+    "HtmlPage",
+    "Section",
+    "Table",
+    "Text",
+    "axis",
+    "bars",
+    "curve",
+    "render",
+    "series_color",
+    "write_page",
+]
+
+SERIES = 8
+"""The number of series colours; `assets/page.css` defines each for light and dark."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Callout:
+    """An answer: one line with a sign, and its details. `mood`: good, bad or plain."""
+
+    head: str
+    lines: tuple[str, ...] = ()
+    mood: str = "plain"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a head. The first column labels the row; `bold` holds the indices of bold rows."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    bold: frozenset[int] = frozenset()
+    folded: bool = False
+    """Folded until opened: the numbers of a chart, for those who cannot see it."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A plot for plotly.js, with colours by name (`series_color`) for the light and dark scheme.
+
+    A trace may have `xs`, a table of x values by name; the reader of the page then chooses one.
+    """
+
+    name: str
+    title: str
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    caption: str = ""
+    height: int = 320
+    wide: bool = False
+    """True to take the whole width of the page instead of half."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading that can be linked to."""
+
+    name: str
+    title: str
+    parts: tuple[Text | Callout | Table | Chart, ...]
+
+
+@dataclass(frozen=True)
+class HtmlPage:
+    """The whole page."""
+
+    title: str
+    subtitle: str
+    sections: tuple[Section, ...]
+
+    @property
+    def charts(self) -> list[Chart]:
+        """Return every chart, in the order of the page."""
+        return [
+            part for section in self.sections for part in section.parts if isinstance(part, Chart)
+        ]
+
+
+def series_color(index: int) -> str:
+    """Return the name of a series' colour; the colours repeat after `SERIES`.
+
+    >>> series_color(0), series_color(9)
+    ('--series-1', '--series-2')
+    """
+    return f"--series-{index % SERIES + 1}"
+
+
+_ASSETS = Path(__file__).parent / "assets"
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'"
+)
+_SIGNS = {"good": "✓", "bad": "✗", "plain": "›"}
+
+
+def curve(name: str, x: Any, y: Any, color: str, **more: Any) -> dict[str, Any]:
+    """Return a trace of points joined by a line."""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": x,
+        "y": y,
+        "line": {"color": color, "width": 2},
+        "marker": {"color": color, "size": 8},
+        **more,
+    }
+
+
+def bars(name: str, x: Any, y: Any, color: str, **more: Any) -> dict[str, Any]:
+    """Return a trace of bars; with an edge, those of a stack are told apart."""
+    marker = {"color": color, "line": {"color": "--surface", "width": 1}}
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **more}
+
+
+def axis(text: str, **more: Any) -> dict[str, Any]:
+    """Return an axis with a title."""
+    return {"title": {"text": text}, **more}
+
+
+ROWS = {"autorange": "reversed", "type": "category", "showgrid": False}
+"""The y axis of a chart with a named row for each bar or point, from the top down."""
+
+
+def write_page(page: HtmlPage, path: Path) -> Path:
+    """Write the page and return its path; create missing folders."""
+    text = render(page)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def render(page: HtmlPage) -> str:
+    """Return the whole file as text."""
+    charts = {chart.name: _spec(chart) for chart in page.charts}
+    if len(charts) != len(page.charts):
+        raise ValueError("two charts of a page have the same name")
+    links = "".join(
+        f'<a href="#{escape(section.name)}">{escape(section.title)}</a>'
+        for section in page.sections
+    )
+    body = "\n".join(_section(section) for section in page.sections)
+    plotting = f"<script>{_plotly()}</script>" if charts else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(page.title)}</title>
+<link rel="icon" href="data:,">
+<style>{_asset("page.css")}</style>
+</head>
+<body>
+<header><h1>{escape(page.title)}</h1><p>{escape(page.subtitle)}</p><nav>{links}</nav></header>
+<main>
+{body}
+</main>
+<footer>Made by wholebatch. This file is complete in itself: it loads nothing.</footer>
+<script type="application/json" id="charts">{_json(charts)}</script>
+{plotting}
+<script>{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise MissingExtraError("plotly", "report", "the HTML page") from None
+    return str(get_plotlyjs())
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _spec(chart: Chart) -> dict[str, Any]:
+    return {
+        "data": [_plain(dict(trace)) for trace in chart.data],
+        "layout": _plain(dict(chart.layout)),
+        "height": chart.height,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Escape all text: plotly would treat `<b>` in the name of a run as markup."""
+    if isinstance(value, str):
+        return value.replace("&", "&amp;").replace("<", "&lt;")
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _json(value: Any) -> str:
+    """Return JSON that is safe inside a script element; non-finite numbers become null."""
+    return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# --- the parts --------------------------------------------------------------------------------
+
+
+def _section(section: Section) -> str:
+    parts: list[str] = []
+    in_grid = False
+    for part in section.parts:
+        narrow = isinstance(part, Chart) and not part.wide
+        if narrow != in_grid:  # Consecutive narrow charts stand side by side.
+            parts.append('<div class="grid">' if narrow else "</div>")
+            in_grid = narrow
+        parts.append(_part(part))
+    if in_grid:
+        parts.append("</div>")
+    chooser = _axes(section)
+    head = f"<h2>{escape(section.title)}</h2>{chooser}"
+    inside = "\n".join(parts)
+    return (
+        f'<section id="{escape(section.name)}"><div class="head">{head}</div>\n{inside}</section>'
+    )
+
+
+def _axes(section: Section) -> str:
+    """Return buttons to choose the x axis, if the charts of a section offer more than one."""
+    names: list[str] = []
+    for part in section.parts:
+        if isinstance(part, Chart):
+            for trace in part.data:
+                names += [name for name in trace.get("xs", ()) if name not in names]
+    if len(names) < 2:
+        return ""
+    buttons = "".join(
+        f'<button type="button" data-axis="{escape(name)}" aria-pressed="{str(at == 0).lower()}">'
+        f"{escape(name)}</button>"
+        for at, name in enumerate(names)
+    )
+    return f'<div class="axes" role="group" aria-label="along the x axis">{buttons}</div>'
+
+
+def _part(part: Text | Callout | Table | Chart) -> str:
+    if isinstance(part, Text):
+        return f"<p>{escape(part.text)}</p>"
+    if isinstance(part, Callout):
+        lines = "".join(f"<p>{escape(line)}</p>" for line in part.lines)
+        sign = f'<span class="sign" aria-hidden="true">{_SIGNS[part.mood]}</span>'
+        head = f"<p>{sign}<strong>{escape(part.head)}</strong></p>"
+        return f'<div class="callout {part.mood}">{head}{lines}</div>'
+    if isinstance(part, Table):
+        return _table(part)
+    return _chart(part)
+
+
+def _table(table: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
+    rows = []
+    for number, row in enumerate(table.rows):
+        first, *others = row
+        cells = f'<th scope="row">{escape(first)}</th>'
+        cells += "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        mark = ' class="marked"' if number in table.bold else ""
+        rows.append(f"<tr{mark}>{cells}</tr>")
+    caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
+    inside = "".join(rows)
+    made = (
+        '<div class="scroll" tabindex="0"><table>'
+        f"{caption}<thead><tr>{head}</tr></thead><tbody>{inside}</tbody></table></div>"
+    )
+    if table.folded:
+        return f"<details><summary>the numbers</summary>{made}</details>"
+    return made
+
+
+def _chart(chart: Chart) -> str:
+    caption = f"<p>{escape(chart.caption)}</p>" if chart.caption else ""
+    wide = " wide" if chart.wide else ""
+    return (
+        f'<figure class="chart{wide}"><figcaption><h3>{escape(chart.title)}</h3>{caption}'
+        f'</figcaption><div class="plot" id="{escape(chart.name)}" role="img" '
+        f'aria-label="{escape(chart.title)}" style="height:{chart.height}px"></div></figure>'
+    )

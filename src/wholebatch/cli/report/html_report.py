@@ -1,0 +1,90 @@
+"""A page of everything given: runs, plans, tunings, verdicts and benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wholebatch.cli.report.html_page import HtmlPage, Section, write_page
+from wholebatch.cli.report.page_sources import Sources, TrainingRun, read_sources
+from wholebatch.cli.report.result_sections import benchmarks, memory, split, tuning, verification
+from wholebatch.cli.report.training_section import overview, training
+from wholebatch.core.readable_sizes import PARTS
+
+__all__ = ["make_page", "write_report"]
+
+_MOST_SPLITS = 8
+_UNITS = {"bytes-gpt": "bytes", "digits-cnn": "images"}
+
+
+def write_report(paths: Sequence[Path], to: Path, *, title: str | None = None) -> Path:
+    """Write the page of these runs and files; this is `wholebatch report`."""
+    return write_page(make_page(read_sources(paths), title=title), to)
+
+
+def make_page(sources: Sources, *, title: str | None = None) -> HtmlPage:
+    """Return a page with every section that has content."""
+    units = [_unit_of(run) for run in sources.runs]
+    verdicts: dict[str, dict[str, Any]] = dict(sources.verdicts)
+    plans = [*sources.plans, *_plans_of(sources.tunings)]
+    sections: list[Section | None] = [
+        overview(sources.runs, units, verdicts),
+        training(sources.runs, units),
+        tuning(sources.tunings),
+        memory(plans),
+        split(_splits(sources)),
+        verification(sources.verdicts),
+        *benchmarks(sources.benchmarks),
+    ]
+    names = [run.name for run in sources.runs] or [
+        name
+        for found in (sources.tunings, sources.plans, sources.verdicts, sources.benchmarks)
+        for name, _ in found
+    ]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return HtmlPage(
+        title or f"wholebatch: {shown}",
+        f"Made {time.strftime('%Y-%m-%d %H:%M')}",
+        tuple(section for section in sections if section is not None),
+    )
+
+
+def _unit_of(run: TrainingRun) -> str:
+    for known in (run.manifest, run.config):
+        if isinstance(known.get("unit"), str):
+            return str(known["unit"])
+    return _UNITS.get(str(run.config.get("recipe")), "units")
+
+
+def _plans_of(
+    tunings: Sequence[tuple[str, Mapping[str, Any]]],
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the memory predictions of tunings in the form of a plan."""
+    return [
+        (name, {**tuned["memory"], "subject": tuned.get("subject"), "by": "tune"})
+        for name, tuned in tunings
+        if tuned.get("memory")
+    ]
+
+
+def _splits(sources: Sources) -> list[tuple[str, Mapping[str, float]]]:
+    """Return the splits of each tuning's fastest settings, and of runs that recorded theirs."""
+    found: list[tuple[str, Mapping[str, float]]] = []
+    for name, tuned in sources.tunings:
+        measured = [trial for trial in tuned["trials"] if trial.get("split")]
+        measured.sort(key=lambda trial: -trial["units_per_second"])
+        subject = tuned.get("subject") or name
+        for trial in measured[:_MOST_SPLITS]:
+            mark = " ▸" if trial.get("recommended") else ""
+            way = f"{trial['micro_batch']} × {trial['steps']}, {trial['precision']}"
+            way += ", checkpointed" if trial["checkpointing"] else ""
+            way += f", {trial['execute']}"
+            found.append((f"{subject}: {way}{mark}", trial["split"]))
+    for run in sources.runs:
+        splits = [r["split"] for r in run.records if isinstance(r.get("split"), dict)]
+        if splits:
+            mean = {p: sum(s.get(p, 0.0) for s in splits) / len(splits) for p in PARTS}
+            found.append((run.name, mean))
+    return found

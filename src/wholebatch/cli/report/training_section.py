@@ -1,0 +1,329 @@
+"""Runs over time and side by side: loss, throughput, memory, gradient norm, learning rate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wholebatch.cli.report.html_page import Chart, Section, Table, Text, axis, series_color
+from wholebatch.cli.report.page_sources import TrainingRun
+from wholebatch.cli.report.result_sections import scale_of
+from wholebatch.cli.report.terminal_output import short_count, short_duration
+from wholebatch.core.readable_sizes import bytes_said
+
+__all__ = ["MOST_POINTS", "overview", "thinned", "training"]
+
+MOST_BARS = 60
+"""The most points of a curve that are drawn with their intervals."""
+MOST_POINTS = 800
+"""The most points of a curve; longer runs are shown by means over stretches."""
+
+_PLACE = {"updates": "update", "epochs": "epoch", "tokens": "token"}
+Record = dict[str, Any]
+
+
+def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | None:
+    """Return charts over the windows of every run; `units` are the names of their units."""
+    shown = [(run, unit) for run, unit in zip(runs, units, strict=True) if run.records]
+    if not shown:
+        return None
+    unit = shown[0][1] if len({unit for _, unit in shown}) == 1 else "units"
+    peaks = [memory_of(record) or 0.0 for run, _ in shown for record in run.records]
+    size, size_name = scale_of(max(peaks))
+    zero: dict[str, Any] = {"rangemode": "tozero"}
+    charts = [
+        _chart(shown, "loss", "Loss", axis("mean over the window's units"), _field("loss")),
+        _chart(
+            shown,
+            "throughput",
+            "Throughput",
+            axis(f"{unit} per second", **zero),
+            _field("units_per_second"),
+        ),
+        _chart(
+            shown,
+            "memory-over-time",
+            "Memory",
+            axis(f"peak, {size_name}", **zero),
+            lambda r: None if (bytes_ := memory_of(r)) is None else bytes_ / size,
+        ),
+        _chart(shown, "grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
+        _chart(shown, "rate", "Learning rate", axis("", **zero), _field("lr")),
+        _chart(
+            shown,
+            "communication",
+            "Communication",
+            axis("% of the window's time", **zero),
+            lambda r: None if not r.get("communication") else 100 * r["communication"],
+        ),
+        _chart(
+            shown,
+            "noise",
+            "Critical batch by the gradient noise scale",
+            axis(f"{unit}, with the 95% interval", type="log"),
+            _field("noise_scale"),
+            bounds=("noise_low", "noise_high"),
+        ),
+    ]
+    long = max(len(run.records) for run, _ in shown)
+    note = (
+        (Text(f"Curves of more than {MOST_POINTS} windows show means of stretches."),)
+        if long > MOST_POINTS
+        else ()
+    )
+    return Section("training", "Over time", (*(c for c in charts if c is not None), *note))
+
+
+def memory_of(record: Record) -> float | None:
+    """Return the peak of a window in bytes, if the run recorded one."""
+    for name in ("memory", "memory_bytes", "peak_memory"):
+        value = record.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def _field(name: str) -> Callable[[Record], Any]:
+    """Return a function that reads a field; of several parameter groups the first one's."""
+    return lambda record: _first(record.get(name))
+
+
+def _chart(
+    shown: Sequence[tuple[TrainingRun, str]],
+    name: str,
+    title: str,
+    y_axis: dict[str, Any],
+    value: Callable[[Record], Any],
+    *,
+    bounds: tuple[str, str] | None = None,
+) -> Chart | None:
+    """Return one curve for every run; with `bounds`, only through windows with a value."""
+    traces = []
+    for place, (run, unit) in enumerate(shown):
+        ys = [_number(value(record)) for record in run.records]
+        if any(y is not None for y in ys):
+            traces.append(_trace(run, unit, ys, series_color(place), bounds))
+    if not traces:
+        return None
+    if bounds is None:
+        y_axis = {"rangemode": "normal", **y_axis}
+    else:  # An interval may end at ten times the value.
+        y_axis = {**y_axis, **_ticks(traces)}
+    return Chart(name, title, traces, {"yaxis": y_axis, "showlegend": len(shown) > 1})
+
+
+def _trace(
+    run: TrainingRun,
+    unit: str,
+    ys: Sequence[float | None],
+    color: str,
+    bounds: tuple[str, str] | None,
+) -> dict[str, Any]:
+    """Return the curve of one run, with a choice of x axes and, if short, its intervals."""
+    along = _along(run.records, unit)
+    known = [at for at, y in enumerate(ys) if y is not None] if bounds else range(len(ys))
+    columns = thinned([[column[at] for at in known] for column in (*along.values(), ys)])
+    trace = {
+        "type": "scatter",
+        "mode": "lines" if len(columns[-1]) > 40 else "lines+markers",
+        "name": run.name,
+        "xs": dict(zip(along, columns, strict=False)),
+        "y": columns[-1],
+        "line": {"color": color, "width": 2},
+        "marker": {"size": 6, "color": color},
+        "connectgaps": False,
+    }
+    if bounds is not None and len(columns[-1]) <= MOST_BARS:
+        ends = [[_number(run.records[at].get(name)) for at in known] for name in bounds]
+        trace["error_y"] = _bars(columns[-1], *ends, color=color)
+    return trace
+
+
+def _ticks(traces: Sequence[Record]) -> dict[str, str]:
+    """Return ticks at 2, 5 and 10 of every decade, if the axis spans one; else plotly's own."""
+    ends = [y for trace in traces for y in trace["y"] if y]
+    for trace in traces:
+        bars = trace.get("error_y", {})
+        steps = zip(trace["y"], bars.get("array", ()), bars.get("arrayminus", ()), strict=False)
+        ends += [end for y, up, down in steps if y for end in (y + up, y - down) if end > 0]
+    return {"dtick": "D2"} if ends and max(ends) >= 10 * min(ends) else {}
+
+
+def _bars(
+    ys: Sequence[float | None],
+    lows: Sequence[float | None],
+    highs: Sequence[float | None],
+    *,
+    color: str,
+) -> dict[str, Any]:
+    """Return the interval of every point; an open end is not drawn."""
+
+    def between(ends: Sequence[float | None]) -> list[float]:
+        pairs = zip(ys, ends, strict=True)
+        return [0.0 if y is None or end is None else abs(end - y) for y, end in pairs]
+
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": between(highs),
+        "arrayminus": between(lows),
+        "color": color,
+        "thickness": 1,
+        "width": 3,
+    }
+
+
+def _along(records: Sequence[Record], unit: str) -> dict[str, list[float | None]]:
+    """Return the choices for the x axis: windows, units seen, time spent in windows."""
+    units = list(itertools.accumulate(_number(r.get("units")) or 0.0 for r in records))
+    seconds = itertools.accumulate(_number(r.get("seconds")) or 0.0 for r in records)
+    return {
+        "window": [float(record["window"]) for record in records],
+        f"{unit} seen": [*units],
+        "minutes of training": [second / 60 for second in seconds],
+    }
+
+
+def thinned(columns: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    """Return the columns with at most `MOST_POINTS` rows, each the mean of a stretch."""
+    length = len(columns[0])
+    if length <= MOST_POINTS:
+        return [list(column) for column in columns]
+    step = math.ceil(length / MOST_POINTS)
+    return [
+        [_mean(column[start : start + step]) for start in range(0, length, step)]
+        for column in columns
+    ]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+# --- side by side -----------------------------------------------------------------------------
+
+
+def overview(
+    runs: Sequence[TrainingRun], units: Sequence[str], verdicts: dict[str, dict[str, Any]]
+) -> Section | None:
+    """Return a table with the runs as columns; rows in which they differ are marked."""
+    if not runs:
+        return None
+    unit_of = dict(zip((run.name for run in runs), units, strict=True))
+    settings: dict[str, Callable[[TrainingRun], str]] = {
+        "recipe": lambda run: str(run.config.get("recipe", "–")),
+        "batch": _batch_text,
+        "precision": lambda run: _setting(run, "precision"),
+        "clipped to norm": lambda run: _setting(run, "clip_norm"),
+        "learning rate": lambda run: _setting(run, "lr"),
+        "seed": lambda run: _setting(run, "seed"),
+        "device": _device_text,
+    }
+    results: dict[str, Callable[[TrainingRun], str]] = {
+        "windows": lambda run: f"{len(run.records):,} of {_setting(run, 'steps')}",
+        "loss, first → last": _losses_text,
+        "losses that are not finite": lambda run: _count(run, _is_lost),
+        "speed (median)": lambda run: _speed_text(run, unit_of[run.name]),
+        "peak memory": _memory_text,
+        "time in windows": _time_text,
+        "skipped windows": lambda run: _count(run, lambda record: bool(record.get("skipped"))),
+        "recoveries from out of memory": _recoveries,
+        "verified": lambda run: _verified(verdicts.get(run.name)),
+    }
+    shown = {**settings, **results, "versions": _versions}
+    made = {label: [say(run) for run in runs] for label, say in shown.items()}
+    if set(made["losses that are not finite"]) == {"0"}:
+        del made["losses that are not finite"]
+    rows = [(label, *cells) for label, cells in made.items() if not set(cells) <= {"", "–"}]
+    marked = frozenset(
+        place
+        for place, (label, *cells) in enumerate(rows)
+        if label not in results and len(set(cells)) > 1
+    )
+    head = ("", *(run.name for run in runs))
+    caption = "What differs between the runs is in bold." if len(runs) > 1 else ""
+    return Section("runs", "At a glance", (Table(head, tuple(rows), caption, marked),))
+
+
+def _batch_text(run: TrainingRun) -> str:
+    arithmetic = run.manifest.get("arithmetic")
+    if isinstance(arithmetic, list):  # The batch size changes during the run.
+        place = _PLACE.get(arithmetic[0].get("by", ""), "")
+        sizes = ", ".join(f"{one['global_batch']} from {one['from']:,}" for one in arithmetic)
+        return f"samples by {place}: {sizes}; micro-batch {arithmetic[0]['micro_batch']}"
+    text = (arithmetic or {}).get("said")
+    if isinstance(text, str):
+        return f"{text} samples"
+    size, micro = run.settings.get("batch_size"), run.settings.get("micro_batch")
+    made = [r["micro_batches"] for r in run.records if isinstance(r.get("micro_batches"), int)]
+    steps = f", {round(statistics.median(made))} a window" if made else ""
+    return f"{size} samples, micro-batch {micro}{steps}"
+
+
+def _setting(run: TrainingRun, name: str) -> str:
+    value = run.settings.get(name)
+    if value is None and name == "lr":
+        return "the recipe's"
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _device_text(run: TrainingRun) -> str:
+    ranks = run.config.get("ranks", 1)
+    return f"{run.config.get('device', '–')}" + (f" × {ranks} ranks" if ranks != 1 else "")
+
+
+def _losses_text(run: TrainingRun) -> str:
+    losses = [r["loss"] for r in run.records if _number(r.get("loss")) is not None]
+    return f"{losses[0]:.4f} → {losses[-1]:.4f}" if losses else "–"
+
+
+def _is_lost(record: Record) -> bool:
+    return _number(record.get("loss")) is None and record.get("units") != 0
+
+
+def _speed_text(run: TrainingRun, unit: str) -> str:
+    rates = [rate for r in run.records if (rate := _number(r.get("units_per_second"))) is not None]
+    return f"{short_count(statistics.median(rates))} {unit}/s" if rates else "–"
+
+
+def _memory_text(run: TrainingRun) -> str:
+    peaks = [peak for r in run.records if (peak := memory_of(r)) is not None]
+    return bytes_said(max(peaks)) if peaks else "–"
+
+
+def _time_text(run: TrainingRun) -> str:
+    return short_duration(sum(_number(r.get("seconds")) or 0.0 for r in run.records))
+
+
+def _count(run: TrainingRun, counts: Callable[[Record], bool]) -> str:
+    return str(sum(counts(record) for record in run.records))
+
+
+def _recoveries(run: TrainingRun) -> str:
+    found = [r["recoveries"] for r in run.records if isinstance(r.get("recoveries"), int)]
+    return str(max(found)) if found else "–"
+
+
+def _verified(verdict: dict[str, Any] | None) -> str:
+    return (
+        "–" if verdict is None else "✓ the same update" if verdict["same"] else "✗ another update"
+    )
+
+
+def _versions(run: TrainingRun) -> str:
+    known = [(name, run.config.get(name)) for name in ("wholebatch", "torch", "python")]
+    return ", ".join(f"{name} {version}" for name, version in known if version)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

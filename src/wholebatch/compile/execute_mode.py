@@ -1,0 +1,193 @@
+"""The mode in which micro-steps execute: the option, when to compile, and the messages.
+
+Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
+already taken. It traces and captures after a few seconds, which makes launches free. It traces
+further kinds once training has taken as long as preparation, and compiles once the run is as old as
+compilation would take. So it is never much slower than twice the best choice, however short or long
+the run turns out to be. A kind served by an existing graph of many sizes costs little more than one
+micro-batch, and does not wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from wholebatch.errors import OptionError
+
+__all__ = [
+    "CannotTrace",
+    "Execute",
+    "ExecutePlan",
+    "ExecuteWarning",
+    "Notes",
+    "check_execute",
+    "first_line",
+    "reason_of",
+]
+
+_LOG = logging.getLogger("wholebatch.compile")
+_TRACE_AFTER = 3.0
+"""Seconds of training before "auto" makes its first graph; tracing takes about as long."""
+_COMPILE_PER_OPERATION = 0.012
+"""Seconds that Inductor takes per operation (33 s for 2,700 of them beside an H200)."""
+_KINDS = 16
+"""The most kinds of micro-batches that get a graph of their own and are captured."""
+_KINDS_IN_ALL = 32
+"""The most kinds that are captured, shared graphs included; each holds memory for its inputs."""
+_AT_ONCE = 3
+"""The most graphs that are compiled at once when compilation was asked for."""
+_COMPILED = 8
+"""The most graphs that are compiled; the later ones only once the run is old enough."""
+_CHANGES = 3.0
+_FORGETS = 0.05
+"""More than one change in 20 windows is too many: a new graph each time would not pay."""
+
+
+class ExecuteWarning(UserWarning):
+    """The requested `execute` mode is not possible here; a slower one makes the same update."""
+
+
+class CannotTrace(Exception):
+    """A micro-step cannot be made into one graph. The message is the reason."""
+
+
+class Notes:
+    """Gives each message once: fallbacks from a requested mode as warnings, the rest in the log."""
+
+    def __init__(self, *, asked: bool) -> None:
+        self._asked = asked
+        self.history: list[str] = []
+
+    def fell_back(self, from_: str, to: str, reason: str) -> None:
+        """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
+        text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
+        if not self._asked:
+            self.tell(text)
+        elif text not in self.history:
+            self.history.append(text)
+            warnings.warn(text, ExecuteWarning, stacklevel=2)
+
+    def tell(self, text: str) -> None:
+        """Log a message."""
+        if text not in self.history:
+            self.history.append(text)
+            _LOG.info(text)
+
+
+def reason_of(problem: BaseException) -> str:
+    """Return an exception as a reason to quote: a CannotTrace's message, else class and line."""
+    if isinstance(problem, CannotTrace):
+        return str(problem)
+    return f"{type(problem).__name__}: {first_line(problem)}"
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an exception's message, short enough to quote in another."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return lines[0][:200] if lines else "no message"
+
+
+Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
+
+
+def check_execute(execute: object, device: torch.device) -> Execute:
+    """Return the option, or raise an OptionError that says what is allowed."""
+    if execute not in get_args(Execute):
+        allowed = ", ".join(repr(mode) for mode in get_args(Execute))
+        raise OptionError(f"execute={execute!r}: must be one of {allowed}")
+    if execute == "graph" and device.type != "cuda":
+        raise OptionError(
+            f"execute='graph' on device {device.type!r}: CUDA graphs need a CUDA device; use "
+            "'compile', or leave it at 'auto'"
+        )
+    return execute  # type: ignore[return-value]
+
+
+@dataclass
+class ExecutePlan:
+    """The modes that are possible, and the decision which of them pay."""
+
+    eager: bool
+    compiles: bool
+    captures: bool
+    auto: bool
+    started: float = field(default_factory=time.perf_counter)
+    spent: float = 0.0
+    """Seconds spent on preparation so far."""
+    micro_batches: int = 0
+    """The number of micro-batches so far."""
+    changes: float = 0.0
+    """A decaying count of changes that made graphs invalid."""
+
+    @staticmethod
+    def of(execute: str, device: torch.device) -> ExecutePlan:
+        """Return the plan for this option; on a CPU, compile only on request."""
+        on_cuda = device.type == "cuda"
+        if execute == "auto":
+            return ExecutePlan(eager=not on_cuda, compiles=on_cuda, captures=on_cuda, auto=True)
+        return ExecutePlan(
+            eager=execute == "eager",
+            compiles=execute in ("compile", "graph"),
+            captures=execute == "graph",
+            auto=False,
+        )
+
+    def look_at(self, changed: str | None, *, made: int) -> None:
+        """Count a change that made graphs invalid; raise CannotTrace if there are too many.
+
+        `changed` names it, and `made` is the number of graphs. An occasional change is worth a new
+        graph; a constant one is not.
+        """
+        self.changes = max(0.0, self.changes - _FORGETS)
+        if changed is not None and made:
+            self.changes += 1.0
+            if self.changes > _CHANGES:
+                raise CannotTrace(
+                    f"{changed} changes again and again, and a graph holds for one value"
+                )
+
+    def prepares(self, made: int, seen: int, *, first: bool, shared: int | None = None) -> bool:
+        """True if a kind of micro-batch that was seen `seen` times should get a graph now.
+
+        `made` is the number of kinds that have graphs of their own. The first graph is made at the
+        first micro-batch of a window: there the eager gradients are those of this micro-batch alone
+        and can be compared.
+        `shared` is the number of kinds served by shared graphs, if one of these serves this kind;
+        it then only has to be checked against eager code and captured.
+        """
+        age = time.perf_counter() - self.started
+        if self.auto and (age < _TRACE_AFTER or (shared is None and made and age < 2 * self.spent)):
+            return False
+        if shared is not None:
+            if self.captures:
+                return made + shared < _KINDS_IN_ALL
+            # Sizes that never come again would each be computed twice for nothing.
+            return made + shared < _KINDS_IN_ALL or seen > 1
+        # A short last micro-batch comes again in every window; a size seen once may not.
+        limit = _KINDS if self.captures else _AT_ONCE
+        return first if made == 0 else seen > 1 and made < limit
+
+    def compiles_at_once(self, compiled: int, *, shared: bool = False) -> bool:
+        """True if a new graph is compiled immediately; `compiled` graphs are compiled already.
+
+        `shared`: one of those serves many sizes. The remaining kinds are rare, so they wait.
+        """
+        limit = _AT_ONCE - 1 if shared else _AT_ONCE
+        return self.compiles and not self.auto and compiled < limit
+
+    def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
+        """True if a traced graph that has run `runs` times should be compiled now.
+
+        It should once the run has spent on its kind of micro-batch as long as compilation takes.
+        """
+        if not self.compiles or compiled >= _COMPILED:
+            return False
+        age = time.perf_counter() - self.started
+        share = min(1.0, runs / max(1, self.micro_batches))
+        return age * share > (compiled + 1) * operations * _COMPILE_PER_OPERATION

@@ -1,0 +1,118 @@
+"""Tools of the fusions: recognise nodes of a traced graph, and check a kernel before its use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = [
+    "PRODUCTS",
+    "VIEWS",
+    "Added",
+    "added_into_buffer",
+    "cast_to",
+    "column_sum_into_buffer",
+    "computes_rightly",
+    "expression_of",
+    "same_shape",
+]
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+"""Operations that return a matrix in newly allocated memory."""
+
+
+def cast_to(node: fx.Node) -> torch.dtype | None:
+    """Return the target dtype if this node is a cast and nothing else."""
+    if node.target is not aten._to_copy.default:
+        return None
+    dtype = node.kwargs.get("dtype")
+    others = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "layout", "device")}
+    return dtype if isinstance(dtype, torch.dtype) and not any(others.values()) else None
+
+
+@dataclass(frozen=True)
+class Added:
+    """The node that adds a gradient, and the buffer that it is added into."""
+
+    addition: fx.Node
+    buffer: fx.Node
+
+
+def added_into_buffer(part: fx.Node) -> Added | None:
+    """Return where this gradient is added into a buffer, if that is its only use."""
+    while len(part.users) == 1:
+        [user] = part.users
+        if user.target is aten.add_.Tensor and user.args[1:] == (part,):
+            buffer = user.args[0]
+            assert isinstance(buffer, fx.Node)
+            fits = buffer.op == "placeholder" and not user.kwargs and not user.users
+            return Added(user, buffer) if fits else None
+        if user.target is not aten.view.default and cast_to(user) is not torch.float32:
+            return None
+        part = user
+    return None
+
+
+def column_sum_into_buffer(node: fx.Node, columns: int) -> Added | None:
+    """Return where the sum of its rows (the gradient of a bias) is added into a buffer."""
+    for reader in (node, *(user for user in node.users if user.target is aten.view.default)):
+        value = reader.meta.get("val")
+        is_matrix = value is not None and value.dim() == 2 and value.shape[1] == columns
+        for user in reader.users if is_matrix else ():
+            if user.target is aten.sum.dim_IntList and user.args[1] == [0]:
+                added = added_into_buffer(user)
+                if added is not None:
+                    return added
+    return None
+
+
+def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """True if the shapes are always equal. It adds no guard on a symbol."""
+    return len(one) == len(other) and all(
+        bool(expression_of(a) == expression_of(b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+def expression_of(size: Any) -> Any:
+    """Return the expression of a symbolic size, and a number as it is."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+
+
+class _Unusable(Exception):
+    """Raised if the operation cannot run."""
+
+
+def computes_rightly(
+    device: torch.device,
+    operation: Callable[[], Any],
+    agrees: Callable[[Callable[..., Any], torch.device], bool],
+) -> bool:
+    """True if this device has the kernels and this operation passes `agrees`.
+
+    `agrees(run, device)` runs it on test data and compares. It must not draw random numbers, so
+    that the user's generators are left alone.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        import_module("wholebatch.compile.triton_kernels")
+    except ImportError:
+        return False
+
+    def run(*given: Any) -> Any:
+        try:
+            return operation()(*given)
+        except Exception as problem:  # A compiler may raise anything; the unfused code still works.
+            raise _Unusable from problem
+
+    try:
+        return agrees(run, device)
+    except _Unusable:
+        return False

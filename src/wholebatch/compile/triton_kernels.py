@@ -1,0 +1,279 @@
+"""Triton kernels, each with the function that launches it.
+
+Triton ships with torch's CUDA builds, so this module is imported only for a CUDA device. The
+modules `cross_entropy`, `gelu` and `layer_norm` compute the same results with torch operations.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from wholebatch.compile.layer_norm import Read
+
+__all__ = ["cross_entropy", "gelu_backward", "layer_norm_backward"]
+
+_ENTROPY_BLOCK = 8192
+_NUMBERS_PER_WARP = 512
+_SUM_COLUMNS, _SUM_LINES = 32, 32
+"""The tile of one program of `column_sums`."""
+_GELU_ROWS, _GELU_COLUMNS = 2, 256
+"""The tile of one program of `gelu_backward_columns`."""
+_GELU_PROGRAMS = 16  # per processor
+_NORM_WARPS_PER_PROCESSOR = 8
+_NORM_FEWEST_ROWS = 4
+"""The least number of rows per program: every program's partial sums are written and read again."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def cross_entropy_rows(  # type: ignore[no-untyped-def]
+    logits, labels, seed, losses, classes, ignored, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    start = logits + row * classes
+    lanes = tl.arange(0, block)
+    if label == ignored:
+        for first in range(0, classes, block):
+            here = first + lanes
+            nothing = tl.zeros([block], dtype=logits.dtype.element_ty)
+            tl.store(start + here, nothing, mask=here < classes)
+        tl.store(losses + row, 0.0)
+        return
+    # A label out of range would read outside the row: return NaN as its loss instead.
+    known = (label >= 0) & (label < classes)
+    at_label = tl.load(start + label, mask=known, other=float("nan")).to(tl.float32)
+    largest = float("-inf")
+    total = 0.0
+    for first in range(0, classes, block):
+        here = first + lanes
+        x = tl.load(start + here, mask=here < classes, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(x, 0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
+        largest = larger
+    normaliser = largest + tl.log(total)
+    tl.store(losses + row, normaliser - at_label)
+    factor = tl.load(seed).to(tl.float32)
+    for first in range(0, classes, block):  # The row is still in the cache.
+        here = first + lanes
+        x = tl.load(start + here, mask=here < classes, other=0.0).to(tl.float32)
+        share = tl.exp(x - normaliser)
+        gradient = tl.where(here == label, share - 1.0, share) * factor
+        tl.store(start + here, gradient.to(logits.dtype.element_ty), mask=here < classes)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) -> Tensor:
+    """Return the loss of every row, and overwrite `logits` with the gradient times the seed."""
+    rows, classes = logits.shape
+    labels = labels.contiguous()  # The kernel reads them with stride 1.
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block = min(triton.next_power_of_2(classes), _ENTROPY_BLOCK)
+    warps = min(max(block // _NUMBERS_PER_WARP, 1), 32)
+    if rows:
+        kernel: Any = cross_entropy_rows[(rows,)]
+        kernel(logits, labels, seed, losses, classes, ignored, block=block, num_warps=warps)
+    return losses
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of the device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def column_sums(  # type: ignore[no-untyped-def]
+    partials, totals, programs, columns,
+    adds: tl.constexpr, block_of_lines: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1).to(tl.int64)
+    here = tl.program_id(0) * block + tl.arange(0, block)
+    inside = here < columns
+    lines = tl.arange(0, block_of_lines)
+    start = partials + which * programs * columns
+    total = tl.zeros([block_of_lines, block], dtype=tl.float32)
+    for first in range(0, programs, block_of_lines):
+        line = first + lines
+        there = (line < programs)[:, None] & inside[None, :]
+        total += tl.load(start + line[:, None] * columns + here[None, :], mask=there, other=0.0)
+    column = tl.sum(total, 0)
+    target = totals + which * columns + here
+    if adds:
+        column += tl.load(target, mask=inside)
+    tl.store(target, column, mask=inside)
+
+
+def _sum_columns(partials: Tensor, totals: Tensor, *, adds: bool) -> None:
+    """Set `totals[i]` to `partials[i].sum(0)`, or add it if `adds`.
+
+    The order of the sum is fixed, so that the same micro-batch gives the same bits.
+    """
+    number, programs, columns = partials.shape
+    kernel: Any = column_sums[(triton.cdiv(columns, _SUM_COLUMNS), number)]
+    kernel(
+        partials, totals, programs, columns,
+        adds=adds, block_of_lines=_SUM_LINES, block=_SUM_COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def gelu_backward_columns(  # type: ignore[no-untyped-def]
+    gradients, inputs, outs, partials, rows, columns,
+    linear: tl.constexpr, cubic: tl.constexpr, is_tanh: tl.constexpr,
+    block_of_rows: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    here = tl.program_id(0) * block + tl.arange(0, block)
+    inside = here < columns
+    lines = tl.arange(0, block_of_rows)
+    stride = tl.num_programs(1) * block_of_rows
+    total = tl.zeros([block_of_rows, block], dtype=tl.float32)
+    for first in range(tl.program_id(1) * block_of_rows, rows, stride):
+        line = first + lines
+        at = line[:, None].to(tl.int64) * columns + here[None, :]
+        there = (line < rows)[:, None] & inside[None, :]
+        x = tl.load(inputs + at, mask=there, other=0.0).to(tl.float32)
+        g = tl.load(gradients + at, mask=there, other=0.0).to(tl.float32)
+        squared = x * x
+        if is_tanh:
+            # s + x s (1 - s) (2u)′, where s is the logistic function of 2u.
+            share = tl.sigmoid(x * (linear + cubic * squared))
+            inner = linear + 3.0 * cubic * squared
+            slope = share + x * share * (1.0 - share) * inner
+        else:
+            density = 0.3989422804014327 * tl.exp(-0.5 * squared)
+            slope = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476) + x * density
+        out = (g * slope).to(outs.dtype.element_ty)
+        tl.store(outs + at, out, mask=there)
+        total += out.to(tl.float32)
+    column = tl.sum(total, 0)
+    tl.store(partials + tl.program_id(1) * columns + here, column, mask=inside)
+
+
+def gelu_backward(
+    gradient: Tensor, x: Tensor, bias_sum: Tensor, *, is_tanh: bool, linear: float, cubic: float
+) -> Tensor:
+    """Return the gradient of `x`, and add the sum of its rows to `bias_sum`."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    out = torch.empty_like(x)
+    if not rows:
+        return out
+    wide = triton.cdiv(columns, _GELU_COLUMNS)
+    high = min(
+        triton.cdiv(_processors(x.device) * _GELU_PROGRAMS, wide),
+        triton.cdiv(rows, _GELU_ROWS),
+    )
+    partials = torch.empty(high, columns, dtype=torch.float32, device=x.device)
+    kernel: Any = gelu_backward_columns[(wide, high)]
+    kernel(
+        gradient, x, out, partials, rows, columns,
+        linear=linear, cubic=cubic, is_tanh=is_tanh,
+        block_of_rows=_GELU_ROWS, block=_GELU_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    _sum_columns(partials[None], bias_sum[None], adds=True)
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def layer_norm_rows(  # type: ignore[no-untyped-def]
+    gradients, inputs, addends, means, rstds, weight, residuals, outs, lows, partials,
+    rows, columns,
+    has_addend: tl.constexpr, has_weight: tl.constexpr, has_residual: tl.constexpr,
+    has_low: tl.constexpr, sums_weight: tl.constexpr, sums_bias: tl.constexpr,
+    sums_low: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    here = tl.arange(0, block)
+    inside = here < columns
+    if has_weight:
+        w = tl.load(weight + here, mask=inside, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([block], dtype=tl.float32)
+    of_bias = tl.zeros([block], dtype=tl.float32)
+    of_low = tl.zeros([block], dtype=tl.float32)
+    start = program.to(tl.int64) * columns
+    stride = programs.to(tl.int64) * columns
+    # Prefetch: load the next row before working on this one.
+    g_next = tl.load(gradients + start + here, mask=inside, other=0.0)
+    x_next = tl.load(inputs + start + here, mask=inside, other=0.0)
+    if has_addend:
+        a_next = tl.load(addends + start + here, mask=inside, other=0.0)
+    if has_residual:
+        r_next = tl.load(residuals + start + here, mask=inside, other=0.0)
+    for row in range(program, rows, programs):
+        g = g_next.to(tl.float32)
+        x = x_next
+        if has_addend:
+            x += a_next.to(tl.float32)
+        mean = tl.load(means + row)
+        rstd = tl.load(rstds + row)
+        following = start + stride
+        more = inside & (row + programs < rows)
+        g_next = tl.load(gradients + following + here, mask=more, other=0.0)
+        x_next = tl.load(inputs + following + here, mask=more, other=0.0)
+        if has_addend:
+            a_next = tl.load(addends + following + here, mask=more, other=0.0)
+        if has_residual:
+            residual = r_next
+            r_next = tl.load(residuals + following + here, mask=more, other=0.0)
+        normal = tl.where(inside, (x - mean) * rstd, 0.0)
+        if sums_weight:
+            of_weight += g * normal
+        if sums_bias:
+            of_bias += g
+        if has_weight:
+            g *= w
+        along = tl.sum(g, 0) / columns
+        across = tl.sum(g * normal, 0) / columns
+        out = (g - along - normal * across) * rstd
+        if has_residual:
+            out += residual
+        tl.store(outs + start + here, out, mask=inside)
+        if has_low:
+            low = out.to(lows.dtype.element_ty)
+            tl.store(lows + start + here, low, mask=inside)
+            if sums_low:
+                of_low += low.to(tl.float32)
+        start = following
+    at = partials + program.to(tl.int64) * columns + here
+    if sums_weight:
+        tl.store(at, of_weight, mask=inside)
+    if sums_bias:
+        tl.store(at + stride, of_bias, mask=inside)
+    if sums_low:
+        tl.store(at + 2 * stride, of_low, mask=inside)
+
+
+def layer_norm_backward(read: Read, low: Tensor | None, total: Tensor, sums: list[bool]) -> Tensor:
+    """Return the gradient of `x` plus `residual`, and write it to `low` too.
+
+    The sums of the rows go to `total`.
+    """
+    x = read.x
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    out = torch.empty_like(x)
+    if not rows:
+        total.zero_()
+        return out
+    block = triton.next_power_of_2(columns)
+    warps = min(max(block // _NUMBERS_PER_WARP, 1), 16)
+    programs = _processors(x.device) * max(_NORM_WARPS_PER_PROCESSOR // warps, 1)
+    programs = min(programs, triton.cdiv(rows, _NORM_FEWEST_ROWS))
+    partials = torch.empty(3, programs, columns, dtype=torch.float32, device=x.device)
+    kernel: Any = layer_norm_rows[(programs,)]
+    kernel(
+        *read, out, low, partials, rows, columns,
+        has_addend=read.addend is not None, has_weight=read.weight is not None,
+        has_residual=read.residual is not None, has_low=low is not None,
+        sums_weight=sums[0], sums_bias=sums[1], sums_low=sums[2], block=block, num_warps=warps,
+    )  # fmt: skip
+    if any(sums):
+        _sum_columns(partials, total, adds=False)
+    return out

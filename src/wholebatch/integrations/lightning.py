@@ -1,0 +1,361 @@
+"""Exact windows in Lightning's Trainer and in loops over Fabric.
+
+```python
+trainer = Trainer(
+    accumulate_grad_batches=4,
+    gradient_clip_val=1.0,
+    callbacks=[LightningWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+)
+```
+
+In a loop over Fabric, `FabricWindows.backward` takes the place of `fabric.backward`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.close import Policy
+from wholebatch.core.loss import Loss, Units, mean_loss
+from wholebatch.core.optional_packages import require
+from wholebatch.errors import LossError, OptionError, UnsupportedError
+from wholebatch.integrations.host_window import (
+    AdapterOptions,
+    FirstLook,
+    GradientsIn,
+    HostLedger,
+    HostLoss,
+    LoopWindows,
+    Settled,
+    replaced_attributes,
+)
+
+require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
+
+from lightning.fabric import Fabric  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+
+__all__ = ["FabricWindows", "LightningWindows"]
+
+
+_REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds whole gradients
+_STRATEGIES = (*_REPLICATED, "FSDPStrategy", "ModelParallelStrategy")
+
+
+def _gradients_in(strategy: Any) -> GradientsIn:
+    return "whole" if type(strategy).__name__ in _REPLICATED else "sharded"
+
+
+def _check_strategy(strategy: Any) -> None:
+    name = type(strategy).__name__
+    if name not in _STRATEGIES or getattr(strategy, "handles_gradient_accumulation", False):
+        raise UnsupportedError(
+            f"Lightning's {name}: the update is not shown to be that of the undivided batch; "
+            f"supported are {', '.join(_STRATEGIES)}"
+        )
+    if getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto"):
+        raise UnsupportedError(
+            "Lightning's ModelParallelStrategy with tensor parallelism: units would be counted "
+            "more than once over ranks that share a batch; use data parallelism alone"
+        )
+
+
+class FabricWindows(LoopWindows):
+    """Windows in a loop over Fabric, each of whose updates is that of the undivided global batch.
+
+    ```python
+    windows = FabricWindows(fabric, model, optimizer)
+    for index, batch in enumerate(loader):
+        last = (index + 1) % steps == 0 or index + 1 == len(loader)
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = F.cross_entropy(model(batch["x"]), batch["y"])           # the mean
+            windows.backward(mean=loss, units=len(batch["y"]), last=last)   # was fabric.backward
+        if last:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    ```
+
+    `backward(total, units=...)` takes a sum, `backward(mean=..., units=...)` a mean, and a
+    `wb.Loss` is taken too. `last=True` completes the window: when it returns, the gradients are
+    those of the whole batch on all ranks, and Fabric's clipping, loss scale and step go on from
+    there. A loss or gradient that is not finite raises `NonFiniteError`, and no gradient is left;
+    with `nonfinite="skip"` the loop's step then changes nothing.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batchnorm: str = "refuse",
+        zero_units: Policy = "raise",
+        nonfinite: Policy = "raise",
+        audit: bool = True,
+    ) -> None:
+        if not isinstance(fabric, Fabric):
+            raise OptionError(f"fabric={type(fabric).__name__}: must be a lightning.fabric.Fabric")
+        _check_strategy(fabric.strategy)
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise OptionError(
+                f"optimizer={type(optimizer).__name__}: must be what fabric.setup returned"
+            )
+        self._fabric = fabric
+        window = HostLedger(
+            [model],
+            [inner],
+            device=fabric.device,
+            options=AdapterOptions(batchnorm, zero_units, nonfinite, audit),
+            gradients=_gradients_in(fabric.strategy),
+            scaled_by=fabric.strategy.precision,
+        )
+        super().__init__(
+            window,
+            [inner],
+            engine=type(fabric.strategy).__name__,
+            save_when="between windows",
+            step_after="its last micro-batch's backward must say last=True",
+        )
+
+    def backward(
+        self,
+        total: Tensor | Loss | None = None,
+        *,
+        units: Units | None = None,
+        mean: Tensor | None = None,
+        last: bool,
+        **kwargs: Any,
+    ) -> Settled | None:
+        """Make the backward of one micro-batch's loss; `last` completes the window."""
+        given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
+        self._window.weigh(given, is_last=last)
+        with self._window.backward():
+            self._fabric.backward(given.loss, **kwargs)
+        return self._window.settle(averaged_by=self._window.group.ranks) if last else None
+
+
+class LightningWindows(Callback):
+    """A callback for updates of automatic optimisation that are those of the undivided batch.
+
+    `training_step` goes on returning its mean loss: the mean is what Lightning calls the loss (a
+    sum is a sum only in `backward(total, units=)`). `units(batch)` says what that is a mean over
+    (samples, tokens, weights; a number or a 0-dim tensor); without it, `training_step` returns a
+    dict with "loss" and "units". Before the optimizer's step, and before the Trainer clips, the
+    gradients are those of the whole window on all ranks: with short last windows, with
+    `GradientAccumulationScheduler`, with every precision plugin. `last` is the window that was
+    completed last, with its exact mean `loss` and its `units`.
+
+    A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
+    is left; with `nonfinite="skip"` such a window makes no update (schedulers are stepped all the
+    same). The precision plugin's loss scale skips by itself, as Lightning has it.
+    """
+
+    def __init__(
+        self,
+        units: Callable[[Any], Units] | None = None,
+        *,
+        batchnorm: str = "refuse",
+        zero_units: Policy = "raise",
+        nonfinite: Policy = "raise",
+        audit: bool = True,
+    ) -> None:
+        if units is not None and not callable(units):
+            raise OptionError(
+                f"units={units!r}: must be a function of the batch, or None where training_step "
+                'returns {"loss": ..., "units": ...}'
+            )
+        self._units = units
+        self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
+        self._window: HostLedger | None = None
+        self._look: FirstLook | None = None
+        self._saved: dict[str, Any] | None = None
+        self._replaced: tuple[LightningModule, Any] | None = None
+        self.last: Settled | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _check(trainer, pl_module)
+        self._window = HostLedger(
+            [pl_module],
+            trainer.optimizers,
+            device=pl_module.device,
+            gradients=_gradients_in(trainer.strategy),
+            scaled_by=trainer.precision_plugin,
+            options=self._options,
+            owns_forward=True,
+        )
+        self._look = FirstLook(
+            pl_module, self._window, host=self, off="LightningWindows(..., audit=False)"
+        )
+        saved, self._saved = self._saved or {}, None
+        self._window.updates = saved.get("updates", 0)
+        if "window" in saved:
+            self._window.load_state_dict(saved["window"], _kept_parameters(self._window))
+        self._take_training_step(trainer, pl_module)
+
+    def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace training_step by one that weighs the loss on its way to the Trainer."""
+        found = pl_module.__dict__.get("training_step")  # a compiled one, or none of its own
+        inner = pl_module.training_step
+
+        @functools.wraps(inner)  # Lightning looks at what arguments it takes
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if not (trainer.training and torch.is_grad_enabled()):  # called in a validation_step
+                return inner(*args, **kwargs)
+            name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
+
+            def step(batch: Any) -> Any:
+                if name is None:
+                    return inner(batch, *args[1:], **kwargs)
+                return inner(**{**kwargs, name: batch})
+
+            self._look_first(trainer, pl_module, step, batch)
+            output = step(batch)
+            self._weigh(trainer, output, batch)
+            return output
+
+        self._replaced = (pl_module, found)
+        pl_module.__dict__["training_step"] = training_step
+
+    def _look_first(
+        self, trainer: Trainer, module: LightningModule, step: Callable[[Any], Any], batch: Any
+    ) -> None:
+        """Refuse a loss that does not add up, before the first window in parts."""
+        assert self._look is not None
+        assert self._window is not None
+        in_parts = trainer.accumulate_grad_batches > 1 or self._window.group.ranks > 1
+        if not (in_parts and self._look.pending):
+            return
+
+        def run(few: Any) -> Loss:
+            output = step(few)
+            return mean_loss(_mean_in(output), self._units_of(output, few))
+
+        with replaced_attributes(module, log=_log_nothing, log_dict=_log_nothing):
+            self._look.at(run, batch)
+
+    def _units_of(self, output: Any, batch: Any) -> Units:
+        if self._units is not None:
+            return self._units(batch)
+        if isinstance(output, Mapping) and "units" in output:
+            units: Units = output["units"]
+            return units
+        raise LossError(
+            "nothing says what the loss is a mean over: pass LightningWindows(units=a function of "
+            'the batch), or return {"loss": ..., "units": ...} from training_step'
+        )
+
+    def _weigh(self, trainer: Trainer, output: Any, batch: Any) -> None:
+        assert self._window is not None
+        if output is None and self._window.group.ranks > 1:
+            raise LossError(
+                "training_step returned None on one of several processes, and the others wait for "
+                "its backward: return a loss with 0 units for a batch that does not count"
+            )
+        mean = _mean_in(output)
+        if not isinstance(mean, Tensor):
+            return  # Lightning says what is wrong with it
+        given = HostLoss.of(mean=mean, units=self._units_of(output, batch))
+        steps = trainer.accumulate_grad_batches
+        self._window.weigh(given, divided_by=steps, is_last=steps == 1)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """Check the gradients; Lightning has cleared them where a window begins."""
+        if self._window is not None and self._window.is_open:
+            self._window.before_backward()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._window is not None and self._window.is_open:
+            self._window.after_backward()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Drop what is left of a window where Lightning is about to clear the gradients."""
+        first = batch_idx % trainer.accumulate_grad_batches == 0
+        if first and self._window is not None and self._window.is_open:
+            self._window.discard()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        window = self._window
+        if window is not None and window.is_open:
+            self.last = window.settle(averaged_by=window.group.ranks)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._give_back()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._window is not None:
+            self._window.detach()
+        if self._replaced is None:
+            return
+        module, found = self._replaced
+        self._replaced = None
+        if found is None:
+            del module.__dict__["training_step"]
+        else:
+            module.__dict__["training_step"] = found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of windows, and an open one with its gradients (of all ranks)."""
+        window = self._window
+        if window is None:
+            return {"updates": 0}
+        found: dict[str, Any] = {"updates": window.updates}
+        parameters = _kept_parameters(window)
+        if window.is_open and parameters is not None:
+            found["window"] = window.state_dict(parameters)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = dict(state_dict)
+
+
+def _kept_parameters(window: HostLedger) -> list[nn.Parameter] | None:
+    """Return the parameters, if their gradients of an open window can be saved."""
+    return window.gradients.holders() if window.gradients.kept == "whole" else None
+
+
+def _check(trainer: Trainer, module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            f"{type(module).__name__} optimises by hand, so its windows are its own: use a "
+            "wb.Accumulator in training_step, or automatic optimisation"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedError(
+            f"{type(module).__name__}.training_step takes dataloader_iter: Lightning then clears "
+            "the gradients one micro-batch late; take (batch, batch_idx)"
+        )
+    _check_strategy(trainer.strategy)
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS evaluates the loss several times in a step; a window's gradient is made "
+                "once, so use an optimizer whose step needs no closure"
+            )
+
+
+def _mean_in(output: Any) -> Any:
+    """Return the mean loss of what a training_step returned."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """Stands for a module's log."""

@@ -1,0 +1,372 @@
+"""Gradients on their way to sums on the host, beside the backward that makes them.
+
+`CudaTransfer` serves a CUDA device. Each gradient is copied at once into a slot of a small ring on
+the device (widened to the dtype of its sum), so that its own memory is free again in the order in
+which autograd took it. Meanwhile that part of the sum comes from the host into the same slot; the
+device adds, and the new sum goes back. The link works in both directions at once, and the host adds
+nothing: that would read and write more host memory than the link carries. The first gradient of a
+window becomes the sum without fetching one. A sum that is complete may stay on the device. Three
+streams do this beside the computation. The ring is allocated once and bounds what is under way:
+without a free slot the device waits for the link.
+
+`HostTransfer` serves gradients that are on the host: a thread adds them.
+
+Both add in the order in which gradients were made, so a sum has the same bits as one in `.grad`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from wholebatch.offload.host_sums import norm_of_row
+
+__all__ = ["CudaTransfer", "HostTransfer", "add_on_host", "ring_bytes"]
+
+_SLOTS = 4
+"""One is filled, one gets its sums, one adds, one leaves."""
+_LARGEST = 16 * 2**20
+_SMALLEST = 64 * 2**10
+_WAITING_BYTES = 96 * 2**20
+"""Gradients that may wait for the thread: at most these, and at most a 32nd of all gradients, so
+that the peak does not grow with the number of micro-batches."""
+_CAST = 2**19
+"""Elements for each thread that are added together: what its cache holds."""
+
+
+def ring_bytes(nbytes: int) -> int:
+    """Return the size of the ring on the device, for sums of `nbytes` bytes."""
+    return 2 * _SLOTS * _slot_bytes(nbytes)
+
+
+def _slot_bytes(nbytes: int) -> int:
+    return min(_LARGEST, max(_SMALLEST, nbytes // 256 // 512 * 512))
+
+
+def _check_sizes(gradient: Tensor, total: Tensor) -> None:
+    if total.shape != gradient.shape:
+        raise ValueError(f"a gradient of {gradient.numel()} for a sum of {total.numel()}")
+
+
+# CUDA
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """Memory for gradients and for their sums; free again after the event `left`."""
+
+    made: Tensor
+    sums: Tensor
+    left: torch.cuda.Event | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _SlotPart:
+    """A part of a gradient in its slot, and that part of its sum."""
+
+    begin: int
+    end: int
+    total: Tensor
+    stays: bool
+    first: bool
+    norms: list[Tensor] | None
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """Parts of gradients that travel together in one slot."""
+
+    slot: _Slot
+    dtype: torch.dtype
+    stream: torch.cuda.Stream
+    made: Tensor
+    sums: Tensor
+    filled: int = 0
+    parts: list[_SlotPart] = field(default_factory=list)
+
+    def sum_of(self, part: _SlotPart) -> Tensor:
+        """Return the place where the device adds this part."""
+        return part.total if part.stays else self.sums[part.begin : part.end]
+
+
+class CudaTransfer:
+    """Adds gradients of one CUDA device into pinned sums; `nbytes` is the size of all sums."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device = device
+        self.bytes_out = 0
+        shape = (_SLOTS, 2, _slot_bytes(nbytes))
+        memory = torch.empty(shape, dtype=torch.uint8, device=device)
+        self._slots = [_Slot(made, sums) for made, sums in memory]
+        self._next = 0
+        self._load: _Load | None = None
+        self._in, self._add, self._out = (torch.cuda.Stream(device) for _ in range(3))
+        for stream in (self._in, self._add, self._out):
+            stream.wait_stream(torch.cuda.current_stream(device))  # the slots' memory is free now
+        self._sent: set[int] = set()  # addresses of sums that are on their way back
+
+    @torch.no_grad()
+    def put(
+        self,
+        gradient: Tensor,
+        total: Tensor,
+        *,
+        first: bool,
+        norms: list[Tensor] | None = None,
+        stays: Tensor | None = None,
+    ) -> None:
+        """Take over a flat gradient: it is added to `total`, or becomes it, soon.
+
+        `norms`, if given, gets the norms of the pieces of the sum, on the device. `stays`, new
+        memory of the device, gets the sum in place of `total`, which is then out of date.
+        """
+        _check_sizes(gradient, total)
+        if total.data_ptr() in self._sent:  # twice in one backward
+            self.backward_made()
+        place = total if stays is None else stays
+        self._sent.add(place.data_ptr())
+        stream = torch.cuda.current_stream(self.device)
+        if stays is not None:  # wait until earlier users of its memory are done
+            self._in.wait_event(stream.record_event())
+            self._add.wait_event(stream.record_event())
+        start = 0
+        while start < gradient.numel():
+            load = self._load_for(total.dtype, stream)
+            stop = min(gradient.numel(), start + len(load.made) - load.filled)
+            end = load.filled + stop - start
+            load.made[load.filled : end].copy_(gradient[start:stop])
+            stay = stays is not None
+            part = _SlotPart(load.filled, end, place[start:stop], stay, first, norms)
+            if not first:
+                with torch.cuda.stream(self._in):
+                    load.sum_of(part).copy_(total[start:stop], non_blocking=True)
+            load.parts.append(part)
+            load.filled, start = end, stop
+            if end == len(load.made):
+                self.flush()
+
+    def _load_for(self, dtype: torch.dtype, stream: torch.cuda.Stream) -> _Load:
+        """Return the open load, or one in the next slot: the device waits until that is free."""
+        load = self._load
+        if load is not None and (load.dtype is not dtype or load.stream != stream):
+            self.flush()
+            load = None
+        if load is None:
+            slot = self._slots[self._next]
+            self._next = (self._next + 1) % len(self._slots)
+            if slot.left is not None:
+                stream.wait_event(slot.left)
+                self._in.wait_event(slot.left)
+            load = _Load(slot, dtype, stream, slot.made.view(dtype), slot.sums.view(dtype))
+            self._load = load
+        return load
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add what is in the open slot, and send it on its way."""
+        load, self._load = self._load, None
+        if load is None:
+            return
+        self._add.wait_event(load.stream.record_event())
+        self._add.wait_event(self._in.record_event())
+        leave = [part for part in load.parts if not part.stays]
+        with torch.cuda.stream(self._add):
+            if not any(part.first or part.stays for part in load.parts):
+                load.sums[: load.filled].add_(load.made[: load.filled])
+            else:
+                for part in load.parts:
+                    made = load.made[part.begin : part.end]
+                    if part.first:
+                        load.sum_of(part).copy_(made)
+                    else:
+                        load.sum_of(part).add_(made)
+            for part in load.parts:
+                if part.norms is not None:
+                    row = load.sum_of(part)
+                    part.norms.append(torch.linalg.vector_norm(row, dtype=torch.float64))
+        self._out.wait_event(self._add.record_event())
+        with torch.cuda.stream(self._out):
+            for part in leave:
+                part.total.copy_(load.sum_of(part), non_blocking=True)
+        load.slot.left = self._out.record_event()
+        self.bytes_out += sum(part.total.nbytes for part in leave)
+
+    def backward_made(self) -> None:
+        """End a backward: sums are fetched again only after they have left."""
+        self.flush()
+        self._in.wait_event(self._out.record_event())
+        self._sent.clear()
+
+    def drain(self) -> None:
+        """Wait until everything that was handed over is in its sum."""
+        self.backward_made()
+        self._out.synchronize()  # it runs after the work of the other two
+
+    def forget(self) -> None:
+        """Wait like `drain`, for sums that are no longer wanted."""
+        self._load = None
+        self._sent.clear()
+        for stream in (self._in, self._add, self._out):
+            stream.synchronize()
+
+
+# CPU
+
+
+@torch.no_grad()
+def add_on_host(
+    total: Tensor, part: Tensor, *, first: bool, norms: list[Tensor] | None = None
+) -> None:
+    """Compute `total += part`, or `total = part`, for flat host tensors; `part` may be 16-bit.
+
+    If `norms` is given, the norms of the pieces of the new `total` are appended to it.
+    """
+    # Piece by piece: torch would write a widened copy of all of it to memory first, and the norm
+    # finds in the cache what has just been added.
+    step = _CAST * torch.get_num_threads()
+    wide = None
+    if not first and total.dtype is not part.dtype:
+        wide = torch.empty(min(step, part.numel()), dtype=total.dtype)
+    for start in range(0, part.numel(), step):
+        piece, sum_ = part[start : start + step], total[start : start + step]
+        if first:
+            sum_.copy_(piece)
+        else:
+            sum_.add_(piece if wide is None else wide[: piece.numel()].copy_(piece))
+        if norms is not None:
+            norms.append(norm_of_row(sum_))
+
+
+@dataclass(eq=False, slots=True)
+class _Addition:
+    """One addition for the thread to make."""
+
+    gradient: Tensor
+    total: Tensor
+    first: bool
+    norms: list[Tensor] | None
+
+    @property
+    def size(self) -> int:
+        return self.gradient.nbytes
+
+
+class _Queue:
+    """The state that both threads share; the thread holds no reference to the transfer itself."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.additions: deque[_Addition | None] = deque()
+        self.waiting = 0  # bytes
+        self.open = 0
+        self.failure: BaseException | None = None
+
+    def wait_while(self, condition: Callable[[], bool]) -> None:
+        """Wait, holding `changed`, while `condition` holds; raise a failure of the thread."""
+        while condition() and self.failure is None:
+            self.changed.wait()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+
+class HostTransfer:
+    """Adds gradients into sums in a thread of its own; `nbytes` is the size of all sums."""
+
+    def __init__(self, nbytes: int = 0, *, waiting_bytes: int | None = None) -> None:
+        self.bytes_out = 0
+        self._limit = min(_WAITING_BYTES, nbytes // 32) if waiting_bytes is None else waiting_bytes
+        self._queue = _Queue()
+        self._thread: threading.Thread | None = None
+
+    def put(
+        self,
+        gradient: Tensor,
+        total: Tensor,
+        *,
+        first: bool,
+        norms: list[Tensor] | None = None,
+        stays: Tensor | None = None,
+    ) -> None:
+        """Take over a flat gradient: it is added to `total`, or becomes it, soon.
+
+        `norms`, if given, gets the norms of the pieces of the sum. Nothing `stays`: the host is the
+        device.
+        """
+        assert stays is None
+        _check_sizes(gradient, total)
+        if self._thread is None:
+            self._start()
+        queue = self._queue
+        addition = _Addition(gradient, total, first, norms)
+        with queue.changed:
+            queue.wait_while(lambda: queue.waiting > self._limit)
+            queue.waiting += addition.size
+            queue.additions.append(addition)
+            queue.open += 1
+            queue.changed.notify_all()
+        self.bytes_out += addition.size
+
+    def backward_made(self) -> None:
+        """Take note that a backward is over; the thread needs no such end."""
+        return
+
+    def drain(self) -> None:
+        """Wait until everything that was handed over is in its sum."""
+        with self._queue.changed:
+            self._queue.wait_while(lambda: self._queue.open > 0)
+
+    def forget(self) -> None:
+        """Wait like `drain`, for sums that are no longer wanted: drop a failure too."""
+        with self._queue.changed:
+            while self._queue.open and self._queue.failure is None:
+                self._queue.changed.wait()
+            self._queue.failure = None
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=_work, args=(self._queue,), name="wholebatch-gradients", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _end, self._queue, self._thread)
+
+
+def _end(queue: _Queue, thread: threading.Thread) -> None:
+    """End the thread: it must not be inside torch when the interpreter ends."""
+    with queue.changed:
+        queue.additions.append(None)
+        queue.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(timeout=10.0)
+
+
+def _work(queue: _Queue) -> None:
+    while True:
+        with queue.changed:
+            while not queue.additions:
+                queue.changed.wait()
+            work = queue.additions.popleft()
+        if work is None:
+            return
+        failure: BaseException | None = None
+        try:
+            add_on_host(work.total, work.gradient, first=work.first, norms=work.norms)
+        except BaseException as error:  # raised again in the thread that trains
+            failure = error
+        with queue.changed:
+            queue.waiting -= work.size
+            queue.open -= 1
+            if failure is not None:
+                queue.failure = failure
+                for left in filter(None, queue.additions):
+                    queue.waiting -= left.size
+                    queue.open -= 1
+                queue.additions.clear()
+            queue.changed.notify_all()
+        del work  # do not hold a gradient while there is nothing to do
