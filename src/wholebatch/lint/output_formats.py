@@ -23,10 +23,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Return JSON with stable keys.
-
-    The keys are code, name, level, message, path, cell, line, column, end_line, fixable.
-    """
+    """Return JSON with stable keys: these of a finding, and `fixable`."""
     keys = ("code", "name", "level", "message", "path", "cell", "line", "column", "end_line")
     rows = [{key: getattr(f, key) for key in keys} | {"fixable": bool(f.fix)} for f in findings]
     return json.dumps(rows, indent=2)

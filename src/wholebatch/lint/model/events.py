@@ -30,8 +30,6 @@ __all__ = [
     "Symbol",
     "classify",
     "constructor",
-    "constructors",
-    "role",
 ]
 
 

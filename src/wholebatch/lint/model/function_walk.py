@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
 from .expressions import (
@@ -20,7 +21,7 @@ from .expressions import (
     text,
     walk,
 )
-from .file_facts import ClassFacts, Facts, class_env
+from .file_facts import Facts, class_env
 from .name_resolution import Resolver
 
 __all__ = ["Walker", "walk_file"]
@@ -400,43 +401,24 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     relevant = frozenset(facts.relevant)
     if not relevant and not facts.called & {"backward", "loss_scaler", "manual_backward"}:
         return walker
-    scope = Scope(dict(facts.functions), relevant=relevant)
-    walker.block(tree.body, env, (), scope)
-    module_env = _settled(tree, env)
-    for only_uncalled in (True, False):
-        for function in facts.functions.values():
-            if function in walker.covered or function not in relevant:
-                continue
-            if only_uncalled and function.name in facts.called:
-                continue
-            inner_scope = Scope(dict(facts.functions), relevant=relevant)
-            _walk_root(walker, function, module_env, inner_scope)
-        for owner in facts.classes:
-            _walk_class(walker, facts, owner, module_env, only_uncalled=only_uncalled)
-    for nested, seen, inner_scope in walker.nested:
-        if nested not in walker.covered and nested in relevant:
-            _walk_root(walker, nested, seen, inner_scope)
+    walker.block(tree.body, env, (), Scope(dict(facts.functions), relevant=relevant))
+    # Functions can rely on the module's names that are set once, outside loops.
+    settled = Env({n: d for n, d in env.items() if len(d) == 1 and not d[0].loops})
+    roots = [
+        (function, settled, Scope(dict(facts.functions), relevant=relevant))
+        for function in facts.functions.values()
+    ]
+    for owner in facts.classes:
+        inner = class_env(owner, settled)
+        for method in owner.methods.values():
+            scope = Scope(dict(facts.functions), dict(owner.methods), owner.changed, relevant)
+            roots.append((method, inner, scope))
+    # A function that the file calls is followed from its caller: begin with the others.
+    uncalled = [root for root in roots if root[0].name not in {*facts.called, "__init__"}]
+    for function, seen, scope in chain(uncalled, roots, walker.nested):
+        if function not in walker.covered and function in relevant:
+            _walk_root(walker, function, seen, scope)
     return walker
-
-
-def _settled(tree: ast.Module, env: Env) -> Env:
-    """Return the module's names that functions can rely on: set once, outside loops."""
-    return Env({n: d for n, d in env.items() if len(d) == 1 and not d[0].loops})
-
-
-def _walk_class(
-    walker: Walker, facts: Facts, owner: ClassFacts, env: Env, *, only_uncalled: bool
-) -> None:
-    inner = class_env(owner, env)
-    for name, method in owner.methods.items():
-        if method in walker.covered or method not in facts.relevant:
-            continue
-        if only_uncalled and (name in facts.called or name == "__init__"):
-            continue
-        scope = Scope(
-            dict(facts.functions), dict(owner.methods), owner.changed, frozenset(facts.relevant)
-        )
-        _walk_root(walker, method, inner, scope)
 
 
 def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:

@@ -26,7 +26,7 @@ from .loss_origin import Chain, Divisor, trace
 from .name_resolution import Resolver, strip_casts
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
-__all__ = ["LoopWindow", "find_windows", "steps_after"]
+__all__ = ["LoopWindow", "steps_after"]
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
@@ -281,11 +281,7 @@ def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
 
 
 def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> bool:
-    ends: dict[Event, Boundary] = {}
-    for event in steps:
-        for found in window.boundaries(event):
-            if not found.inverse and found.kind != "deepspeed":
-                ends.setdefault(event, found)
+    ends = _ends(window, steps)
     if not ends:
         return _stepped_always(window, steps)
     first = next(iter(ends.values()))
@@ -306,6 +302,16 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
     )
+
+
+def _ends(window: LoopWindow, steps: list[Event]) -> dict[Event, Boundary]:
+    """Return the outermost boundary of each step that waits for one."""
+    ends: dict[Event, Boundary] = {}
+    for event in steps:
+        for found in window.boundaries(event):
+            if not found.inverse and found.kind != "deepspeed":
+                ends.setdefault(event, found)
+    return ends
 
 
 def _stepped_always(window: LoopWindow, steps: list[Event]) -> bool:

@@ -103,10 +103,9 @@ def _divides_by_count(window: LoopWindow) -> bool:
         by = divisor_of(node)
         if by is None or not is_accumulation_name(text(by)):
             continue
-        # A loss that is divided after the last backward is only logged.
-        is_late = isinstance(node, ast.BinOp) and node.lineno > done
-        if not (is_late and "loss" in text(node.left).lower()):
-            return True
+        if isinstance(node, ast.BinOp) and node.lineno > done and "loss" in text(node.left).lower():
+            continue  # A loss that is divided after the last backward is only logged.
+        return True
     return False
 
 

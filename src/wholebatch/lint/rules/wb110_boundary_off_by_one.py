@@ -84,7 +84,9 @@ def _fix(window: LoopWindow) -> tuple[Edit, ...]:
         return ()
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr
-    left = expr.left if isinstance(expr, ast.Compare) else None
+    if not isinstance(expr, ast.Compare):
+        return ()
+    left = expr.left
     if not is_binary(left, ast.Mod) or not isinstance(left.left, ast.Name):
         return ()
     if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):

@@ -63,6 +63,10 @@ _LIMIT = re.compile(
     r"|num_updates|train_steps|total_updates|max_train_steps",
     re.I,
 )
+_LENGTH_OPTIONS = (
+    "num_training_steps", "t_total", "total_steps", "T_max", "total_iters", "num_steps",
+    "steps_per_epoch",
+)  # fmt: skip
 _POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LENGTH = re.compile(
     r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|batches|iterator|dataset)\w*\)", re.I
@@ -101,15 +105,7 @@ def _schedules(window: LoopWindow) -> Iterator[Report]:
 
 
 def _length(call: ast.Call) -> ast.expr | None:
-    for name in (
-        "num_training_steps",
-        "t_total",
-        "total_steps",
-        "T_max",
-        "total_iters",
-        "num_steps",
-        "steps_per_epoch",
-    ):
+    for name in _LENGTH_OPTIONS:
         given = keyword(call, name)
         if given is not None:
             return given
