@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tokenize
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +35,8 @@ def fix_files(findings: Sequence[Finding], settings: Settings) -> int:
         if count:
             raw = Path(path).read_bytes()
             newline = "\r\n" if b"\r\n" in raw else "\n"
-            Path(path).write_bytes(text.replace("\n", newline).encode("utf-8"))
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+            Path(path).write_bytes(text.replace("\n", newline).encode(encoding))
             fixed += count
     return fixed
 

@@ -120,8 +120,10 @@ class LoopWindow:
 
     def _without_accumulation(self, guard: Guard) -> bool:
         """True if this is the branch without accumulation (`if k == 1`)."""
-        said = says_accumulating(self.resolver.resolve(guard.expr, guard.env), self.every_key)
-        return said is not None and said != guard.positive
+        accumulating = says_accumulating(
+            self.resolver.resolve(guard.expr, guard.env), self.every_key
+        )
+        return accumulating is not None and accumulating != guard.positive
 
     def _varies(self, guard: Guard) -> bool:
         resolved = self.resolver.resolve(guard.expr, guard.env)
