@@ -29,7 +29,8 @@ def test_sources_run_as_wholebatch_lint_alone(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "wholebatch_lint", str(BAD), path=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "WB104" in done.stdout
-    code = "import sys, wholebatch_lint.cli; print([m for m in sys.modules if 'wholebatch.' in m])"
+    code = "import sys, wholebatch_lint.command_line\n"
+    code += "print([m for m in sys.modules if 'wholebatch.' in m])"
     assert run(sys.executable, "-c", code, path=tmp_path).stdout == "[]\n"
 
 

@@ -203,3 +203,14 @@ def test_line_endings_are_kept(tmp_path: Path) -> None:
     written = file.read_bytes().decode()
     assert "(i + 1) % accum" in written
     assert "\n" not in written.replace("\r\n", "")
+
+
+def test_encoding_is_kept(tmp_path: Path) -> None:
+    """A file in latin-1 says so in its first line: UTF-8 under that line would be other text."""
+    script = tmp_path / "train.py"
+    head = "# -*- coding: latin-1 -*-\n# größer\n"
+    script.write_bytes((head + textwrap.dedent(LOOPS["WB110"])).encode("latin-1"))
+    main([str(script), "--fix", "--select", "WB110"])
+    fixed = script.read_bytes().decode("latin-1")
+    assert fixed.startswith(head)
+    assert "(i + 1) %" in fixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from wholebatch.lint import RULES, lint_source
-from wholebatch.lint.output import FORMATS, render
+from wholebatch.lint.output_formats import FORMATS
 
 SOURCE = """
 for i, (x, y) in enumerate(loader):
@@ -27,12 +27,12 @@ def test_the_findings() -> None:
 
 
 def test_text_is_what_linters_print() -> None:
-    first = render(FINDINGS, "text").splitlines()[0]
+    first = FORMATS["text"](FINDINGS).splitlines()[0]
     assert first.startswith("dir/train.py:4:5 WB101 [*] loss is not divided by `accum`")
 
 
 def test_json() -> None:
-    rows = json.loads(render(FINDINGS, "json"))
+    rows = json.loads(FORMATS["json"](FINDINGS))
     assert [row["code"] for row in rows] == ["WB101", "WB109", "WB110"]
     assert rows[0] == {
         "code": "WB101",
@@ -46,11 +46,11 @@ def test_json() -> None:
         "end_line": 4,
         "fixable": True,
     }
-    assert json.loads(render([], "json")) == []
+    assert json.loads(FORMATS["json"]([])) == []
 
 
 def test_sarif() -> None:
-    log = json.loads(render(FINDINGS, "sarif"))
+    log = json.loads(FORMATS["sarif"](FINDINGS))
     assert log["version"] == "2.1.0"
     (run,) = log["runs"]
     rules = run["tool"]["driver"]["rules"]
@@ -63,10 +63,10 @@ def test_sarif() -> None:
 
 
 def test_github() -> None:
-    first = render(FINDINGS, "github").splitlines()[0]
+    first = FORMATS["github"](FINDINGS).splitlines()[0]
     assert first.startswith("::warning title=wholebatch WB101,file=dir/train.py,line=4,col=5::")
     odd = lint_source(SOURCE, path="a,b:100%.py")
-    assert "file=a%2Cb%3A100%25.py," in render(odd, "github")
+    assert "file=a%2Cb%3A100%25.py," in FORMATS["github"](odd)
 
 
 def test_formats_are_the_promised_ones() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from wholebatch.lint import RULES
-from wholebatch.lint.precision_recall import measure
-from wholebatch.lint.rule_pages import BEGIN, END, main, pages, table
+from wholebatch.lint.precision_recall import BEGIN, END, main, measure, pages, table
 
 DOCS = Path(__file__).parents[2] / "docs" / "lint"
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -40,7 +39,7 @@ def test_table_of_the_index_is_what_is_measured() -> None:
 
 def test_pages_are_written(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"a\n{BEGIN}\nformer\n{END}\nb\n")
-    assert main([str(tmp_path), str(FIXTURES / "WB104")]) == 0
+    assert main([str(FIXTURES / "WB104"), "--pages", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
     assert "former" not in text
     assert "| [WB104](WB104.md) |" in text

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import typer
 
 from wholebatch.cli.command_options import argument, command, option
-from wholebatch.lint.command_line import Options, run
+from wholebatch.lint.command_line import LintArguments, run
 
 __all__ = ["lint"]
 
@@ -37,4 +37,4 @@ def lint(options: LintOptions) -> None:
     given = {one.name: getattr(options, one.name) for one in fields(options)}
     for name in ("paths", "select", "ignore", "exclude"):
         given[name] = tuple(given[name] or ())
-    raise typer.Exit(run(Options(**given)))
+    raise typer.Exit(run(LintArguments(**given)))

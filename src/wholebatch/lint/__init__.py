@@ -3,6 +3,10 @@
 ```python
 from wholebatch.lint import lint_paths
 
+for finding in lint_paths(["train.py"]):
+    print(finding.place, finding.code, finding.message)
+```
+
 On the command line: `wholebatch lint PATH...`, or `python -m wholebatch.lint PATH...` without torch
 and the command-line extra.
 """
@@ -12,12 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from .check_file import check_source
-from .file_collection import collect, lint_files
-from .findings import Finding
+from .check_files import Finding, check_source, lint_files
 from .lint_settings import Settings, SettingsError, load_settings
 from .rules import RULES, Rule
-from .script_source import Source
+from .source_files import Source, collect
 
 __all__ = [
     "RULES",

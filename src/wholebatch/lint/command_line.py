@@ -9,27 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .file_collection import collect, lint_files
-from .findings import Finding
-from .fix import fix_files
+from .check_files import Finding, lint_files
 from .lint_settings import SettingsError, load_settings
-from .output import FORMATS, render
-from .rules import RULES, rule
+from .output_formats import FORMATS
+from .rules import RULES
+from .source_files import collect
 
-__all__ = ["CLEAN", "FOUND", "USAGE", "Options", "main", "run"]
+__all__ = ["CLEAN", "FOUND", "USAGE", "LintArguments", "main", "run"]
 
 CLEAN, FOUND, USAGE = 0, 1, 2
 
 
+class UsageError(ValueError):
+    """Wrong usage of the command line. The message says what is allowed."""
+
+
 @dataclass(frozen=True)
-class Options:
+class LintArguments:
     """The options of one run."""
 
-    paths: tuple[str, ...] = ()
+    paths: Sequence[str] = ()
     form: str = "text"
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    select: Sequence[str] = ()
+    ignore: Sequence[str] = ()
+    exclude: Sequence[str] = ()
     fix: bool = False
     explain: str | None = None
     list_rules: bool = False
@@ -39,84 +42,73 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run; return 0 if clean, 1 with findings, 2 on wrong usage."""
-    parser = _parser()
-    given = parser.parse_args(argv)
     try:
-        return run(_options(given))
+        return run(LintArguments(**vars(_parser().parse_args(argv))))
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FOUND
 
 
-def _options(given: argparse.Namespace) -> Options:
-    return Options(
-        paths=tuple(given.paths),
-        form=given.format,
-        select=tuple(given.select),
-        ignore=tuple(given.ignore),
-        exclude=tuple(given.exclude),
-        fix=given.fix,
-        explain=given.explain,
-        list_rules=given.list_rules,
-        jobs=given.jobs,
-        output=given.output,
-    )
-
-
-def run(options: Options) -> int:
+def run(options: LintArguments) -> int:
     """Run once. Findings go to standard output, everything else to standard error."""
-    if options.explain is not None:
-        return _explain(options.explain)
-    if options.list_rules:
-        for known in RULES:
-            print(f"{known.code} {known.name}: {known.summary}")
-        return CLEAN
-    if not options.paths:
-        return _usage("no paths given: name files or folders, for example `wholebatch lint .`")
-    if options.form not in FORMATS:
-        return _usage(f"format={options.form!r}: must be one of {', '.join(FORMATS)}")
-    if options.jobs is not None and options.jobs < 1:
-        return _usage(f"jobs={options.jobs}: must be at least 1")
     try:
-        settings = load_settings(
-            Path.cwd(), select=options.select, ignore=options.ignore, exclude=options.exclude
-        )
+        if options.explain is not None:
+            return _explain(options.explain)
+        if options.list_rules:
+            for rule in RULES:
+                print(f"{rule.code} {rule.name}: {rule.summary}")
+            return CLEAN
+        return _lint(options)
+    except (SettingsError, UsageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _lint(options: LintArguments) -> int:
+    _refuse_wrong(options)
+    settings = load_settings(
+        Path.cwd(), select=options.select, ignore=options.ignore, exclude=options.exclude
+    )
+    try:
         files = collect(options.paths, settings)
-    except SettingsError as error:
-        return _usage(str(error))
     except FileNotFoundError as error:
-        return _usage(f"{error}: no such file or folder")
+        raise UsageError(f"{error}: no such file or folder") from error
     findings = lint_files(files, settings, jobs=options.jobs)
     repaired = 0
     if options.fix and any(f.fix for f in findings):
-        repaired, problem = fix_files(findings, settings)
-        if problem:
-            return _usage(problem)
+        try:
+            from .fix import fix_files
+        except ImportError as error:
+            raise UsageError("--fix needs libcst: pip install libcst") from error
+        repaired = fix_files(findings, settings)
         findings = lint_files(files, settings, jobs=options.jobs)
-    try:
-        _write(render(findings, options.form), options.output)
-    except OSError as error:
-        if options.output is None:  # A failure of standard output is not about the option.
-            raise
-        return _usage(f"output={options.output!r}: cannot be written: {error.strerror}")
-    _summary(files, findings, repaired, options.form)
-    return _status(findings)
-
-
-def _status(findings: Sequence[Finding]) -> int:
+    _write(FORMATS[options.form](findings), options.output)
+    if options.form == "text":
+        print(_summary(files, findings, repaired), file=sys.stderr)
     return FOUND if any(f.level != "note" for f in findings) else CLEAN
 
 
+def _refuse_wrong(options: LintArguments) -> None:
+    if not options.paths:
+        raise UsageError("no paths given: name files or folders, for example `wholebatch lint .`")
+    if options.form not in FORMATS:
+        raise UsageError(f"format={options.form!r}: must be one of {', '.join(FORMATS)}")
+    if options.jobs is not None and options.jobs < 1:
+        raise UsageError(f"jobs={options.jobs}: must be at least 1")
+
+
 def _write(rendered: str, output: str | None) -> None:
-    if output is not None:
-        Path(output).write_text(rendered + "\n", encoding="utf-8")
-    elif rendered:
-        print(rendered)
-
-
-def _summary(files: Sequence[str], findings: Sequence[Finding], repaired: int, form: str) -> None:
-    if form != "text":
+    if output is None:
+        if rendered:
+            print(rendered)
         return
+    try:
+        Path(output).write_text(rendered + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"output={output!r}: cannot be written: {error.strerror}") from error
+
+
+def _summary(files: Sequence[str], findings: Sequence[Finding], repaired: int) -> str:
     fixable = sum(1 for f in findings if f.fix)
     words = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
     words += f" in {len(files)} file{'' if len(files) == 1 else 's'}"
@@ -124,21 +116,16 @@ def _summary(files: Sequence[str], findings: Sequence[Finding], repaired: int, f
         words += f", {repaired} fixed"
     if fixable:
         words += f", {fixable} fixable with --fix"
-    print(words, file=sys.stderr)
+    return words
 
 
 def _explain(code: str) -> int:
-    known = rule(code)
-    if known is None:
-        codes = ", ".join(r.code for r in RULES)
-        return _usage(f"explain={code!r}: no such rule; rules are {codes}")
-    print(known.page)
-    return CLEAN
-
-
-def _usage(words: str) -> int:
-    print(f"error: {words}", file=sys.stderr)
-    return USAGE
+    for rule in RULES:
+        if rule.code == code.upper():
+            print(rule.page)
+            return CLEAN
+    codes = ", ".join(rule.code for rule in RULES)
+    raise UsageError(f"explain={code!r}: no such rule; rules are {codes}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.",
     )
     parser.add_argument("paths", nargs="*", metavar="PATH", help="scripts, notebooks or folders")
-    parser.add_argument("--format", default="text", choices=sorted(FORMATS))
+    parser.add_argument("--format", dest="form", default="text", choices=sorted(FORMATS))
     parser.add_argument(
         "--select", action="append", default=[], metavar="CODES", help="only these (WB101,WB103)"
     )

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tokenize
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .check_file import check_source
-from .findings import Edit, Finding
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from .check_files import Finding, check_source
 from .lint_settings import Settings
-from .script_source import Source, notebook_source, read_source
+from .rules.rule_base import Edit
+from .source_files import Source, notebook_source, read_source
 
 __all__ = ["fix_files", "fix_text"]
 
 _ROUNDS = 8
 
 
-def fix_files(findings: Sequence[Finding], settings: Settings) -> tuple[int, str]:
-    """Fix files in place; return how many findings were fixed, and an error message or ""."""
-    try:
-        import libcst  # noqa: F401
-    except ImportError:
-        return 0, "--fix needs libcst: pip install libcst"
+def fix_files(findings: Sequence[Finding], settings: Settings) -> int:
+    """Fix files in place; return how many findings were fixed."""
     fixed = 0
     for path in dict.fromkeys(f.path for f in findings if f.fix):
         if path.endswith(".ipynb"):
@@ -34,9 +35,10 @@ def fix_files(findings: Sequence[Finding], settings: Settings) -> tuple[int, str
         if count:
             raw = Path(path).read_bytes()
             newline = "\r\n" if b"\r\n" in raw else "\n"
-            Path(path).write_bytes(text.replace("\n", newline).encode("utf-8"))
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+            Path(path).write_bytes(text.replace("\n", newline).encode(encoding))
             fixed += count
-    return fixed, ""
+    return fixed
 
 
 def fix_text(text: str, settings: Settings, *, path: str = "<source>") -> tuple[str, int]:
@@ -46,7 +48,7 @@ def fix_text(text: str, settings: Settings, *, path: str = "<source>") -> tuple[
         findings = [f for f in check_source(Source(path, text), settings) if f.fix]
         if not findings:
             break
-        changed = apply_edits(text, findings[0].fix)
+        changed = _apply_edits(text, findings[0].fix)
         if changed is None or changed == text:
             break
         text = changed
@@ -67,7 +69,7 @@ def _fix_notebook(path: str, settings: Settings) -> int:
             body = notebook["cells"][finding.cell - 1]["source"]
             text = "".join(body) if isinstance(body, list) else body
             moved = tuple(replace(e, line=source.place(e.line)[1]) for e in finding.fix)
-            changed = apply_edits(text, moved)
+            changed = _apply_edits(text, moved)
             if changed is not None and changed != text:
                 notebook["cells"][finding.cell - 1]["source"] = changed.splitlines(keepends=True)
                 fixed += 1
@@ -79,18 +81,81 @@ def _fix_notebook(path: str, settings: Settings) -> int:
     return fixed
 
 
-def apply_edits(text: str, edits: Sequence[Edit]) -> str | None:
+def _apply_edits(text: str, edits: Sequence[Edit]) -> str | None:
     """Return the text with all edits applied, or None if one of them does not find its place."""
-    import libcst as cst
-    from libcst.metadata import MetadataWrapper
-
-    from .libcst_rewriter import Rewriter
-
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError:
         return None
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    rewriter = Rewriter(edits, module.config_for_parsing)
+    rewriter = _Rewriter(edits, module.config_for_parsing)
     changed = wrapper.visit(rewriter)
     return changed.code if rewriter.complete else None
+
+
+_Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+
+class _Rewriter(cst.CSTTransformer):
+    """Applies edits by the line and column of the finding."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, edits: Sequence[Edit], config: cst.PartialParserConfig) -> None:
+        super().__init__()
+        self._edits = list(edits)
+        self._config = config
+        self._done: set[Edit] = set()
+
+    @property
+    def complete(self) -> bool:
+        """True if every edit found its place; a partial fix is discarded."""
+        return self._done == set(self._edits)
+
+    def _here(self, node: cst.CSTNode, *actions: str) -> list[Edit]:
+        start = self.get_metadata(PositionProvider, node).start
+        return [
+            e
+            for e in self._edits
+            if e.action in actions and (e.line, e.column) == (start.line, start.column)
+        ]
+
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]:
+        """Delete statements, insert others beside them, or replace expressions."""
+        if isinstance(original_node, cst.BaseExpression):
+            return self._expression(original_node, updated_node)
+        if isinstance(original_node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+            return self._statement(original_node, updated_node)
+        return super().on_leave(original_node, updated_node)  # type: ignore[arg-type]
+
+    def _expression(self, original: cst.BaseExpression, updated: cst.CSTNode) -> cst.CSTNode:
+        for edit in self._here(original, "replace"):
+            # Nested expressions can start at the same place: the kind tells them apart.
+            if edit in self._done or type(original).__name__ != edit.kind:
+                continue
+            self._done.add(edit)
+            return cst.parse_expression(edit.code, config=self._config)
+        return updated
+
+    def _statement(
+        self, original: _Statement, updated: cst.CSTNode
+    ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]:
+        edits = self._here(original, "delete", "before", "after")
+        if not edits:
+            return updated
+        assert isinstance(updated, cst.BaseStatement)
+        if len(getattr(original, "body", ())) != 1 and isinstance(
+            original, cst.SimpleStatementLine
+        ):
+            return updated  # `a(); b()` on one line: not certain enough.
+        lines: list[cst.BaseStatement] = [updated]
+        for edit in edits:
+            self._done.add(edit)
+            if edit.action == "delete":
+                lines.remove(updated)
+                continue
+            new = cst.parse_statement(edit.code, config=self._config)
+            lines.insert(0, new) if edit.action == "before" else lines.append(new)
+        return cst.FlattenSentinel(lines) if lines else cst.RemoveFromParent()

@@ -2,22 +2,32 @@
 
 `python -m wholebatch.lint.precision_recall tests/lint/fixtures` compares every finding with the
 comments `# expect: WB101, WB109` in the files. `# expect-missed: WB101` marks a mistake that is
-known to be missed; it counts against recall.
+known to be missed; it counts against recall. With `--pages docs/lint` it also writes the rules'
+pages, and the table of scores into their README.md.
+
+The page of a rule is the docstring of its module, so that `--explain` works wherever the linter is
+installed. The documentation holds copies, and a test compares them.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from .file_collection import collect, lint_files
+from .check_files import lint_files
 from .lint_settings import Settings
+from .rules import RULES
+from .source_files import collect
 
-__all__ = ["Score", "expected", "main", "measure"]
+__all__ = ["Score", "expected", "main", "measure", "pages", "table"]
 
+BEGIN = "<!-- measured by `python -m wholebatch.lint.precision_recall --pages`: begin -->"
+END = "<!-- measured: end -->"
 _EXPECT = re.compile(r"#\s*expect(?P<missed>-missed)?:\s*(?P<codes>WB\d+(?:\s*,\s*WB\d+)*)")
 
 
@@ -82,13 +92,49 @@ def measure(paths: Iterable[str]) -> Score:
     return score
 
 
+def pages() -> dict[str, str]:
+    """Return the file name and text of every rule's page."""
+    return {f"{rule.code}.md": rule.page for rule in RULES}
+
+
+def table(score: Score) -> str:
+    """Return the table of rules with their scores on the fixtures."""
+    lines = [
+        "| rule | finds | level | fix | found / wrong / missed | precision | recall |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rule in RULES:
+        code = rule.code
+        counts = f"{score.right[code]} / {score.wrong[code]} / {score.missed[code]}"
+        lines.append(
+            f"| [{code}]({code}.md) | {rule.summary} | {rule.level} "
+            f"| {'yes' if rule.fixable else ''} | {counts} "
+            f"| {score.precision(code):.2f} | {score.recall(code):.2f} |"
+        )
+    total = f"{score.right.total()} / {score.wrong.total()} / {score.missed.total()}"
+    lines.append(
+        f"| all | | | | {total} | **{score.precision():.2f}** | **{score.recall():.2f}** |"
+    )
+    return "\n".join(lines)
+
+
+def write_pages(folder: Path, score: Score) -> None:
+    """Write the page of every rule, and the table between the marks of README.md."""
+    for name, page in pages().items():
+        (folder / name).write_text(page, encoding="utf-8")
+    index = folder / "README.md"
+    before, _, rest = index.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    index.write_text(f"{before}{BEGIN}\n{table(score)}\n{END}{after}", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table per rule and the differences; return 1 below precision 0.9 or recall 0.75."""
-    paths = list(sys.argv[1:] if argv is None else argv)
-    if not paths:
-        print("error: no paths given: name a folder of marked files", file=sys.stderr)
-        return 2
-    score = measure(paths)
+    parser = argparse.ArgumentParser(description="Measure the rules on marked files.")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="folders of marked files")
+    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="write the rules' pages here")
+    given = parser.parse_args(argv)
+    score = measure(given.paths)
     print("rule   right wrong missed precision recall")
     for code in [*score.codes, None]:
         print(
@@ -96,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{_count(score.missed, code):6} {score.precision(code):9.2f} {score.recall(code):6.2f}"
         )
     print("\n".join(score.differences))
+    if given.pages is not None:
+        write_pages(given.pages, score)
     return 0 if score.precision() >= 0.9 and score.recall() >= 0.75 else 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .events import Event, Guard, Loop
-from .file_model import File, read
-from .loop_windows import Window
+from .loop_windows import File, LoopWindow, read
 
-__all__ = ["Event", "File", "Guard", "Loop", "Window", "read"]
+__all__ = ["Event", "File", "Guard", "Loop", "LoopWindow", "read"]

@@ -1,18 +1,25 @@
-"""The values of the model: definitions, loops, guards and events.
+"""The values of the model: definitions, loops, conditions and events; the kinds of calls.
 
 A function is walked once and becomes a flat list of events. Each event knows its path: the loops,
 conditions and `with` blocks around it, outermost first. Every question of a rule ("is this clip
 under the boundary?") is a question about such paths.
+
+A method called `step` may belong to an optimizer, a schedule, a scaler, an engine or a game. The
+constructor of the receiver decides. Its name decides only if the constructor is not in the file.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from .expressions import dotted, keyword, last_part, positional
+
 __all__ = [
+    "Act",
     "Context",
     "Def",
     "Env",
@@ -21,6 +28,8 @@ __all__ = [
     "Loop",
     "PathItem",
     "Symbol",
+    "classify",
+    "constructor",
 ]
 
 
@@ -137,11 +146,212 @@ class Event:
         """Return the source line, counted from 1."""
         return int(getattr(self.node, "lineno", 1))
 
-    @property
-    def column(self) -> int:
-        """Return the source column, counted from 1."""
-        return int(getattr(self.node, "col_offset", 0)) + 1
-
     def inside(self, loop: Loop) -> tuple[PathItem, ...]:
         """Return the path between a loop and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop in self.path else ()
+
+    def guards(self, loop: Loop) -> list[Guard]:
+        """Return the conditions between a loop and the event."""
+        return [item for item in self.inside(loop) if isinstance(item, Guard)]
+
+    def contexts(self, loop: Loop) -> list[Context]:
+        """Return the `with` items between a loop and the event."""
+        return [item for item in self.inside(loop) if isinstance(item, Context)]
+
+
+_SCHEDULER_MADE = re.compile(
+    r"lr_scheduler|Scheduler$|Schedule$|LR$|get_\w*schedule|get_scheduler|create_scheduler"
+    r"|build_scheduler|make_scheduler|_scheduler$|CosineAnnealing|ReduceLROnPlateau"
+)
+_OPTIMIZER_MADE = re.compile(
+    r"optim\.|Optimizer|optimizer|^(Fused|Bert|Open\w*|CPU)?Adam\w*$|^SGD\w*$|Adafactor|RMSprop|Adagrad"
+    r"|^Lion|^LAMB$|^Lamb$|LBFGS|Adam8bit|AdamW"
+)
+_SCHEDULER_NAME = re.compile(r"sched|warm_?up|anneal|lr_policy|lr_decay|\blrs$", re.I)
+_OPTIMIZER_NAME = re.compile(r"optim|(^|_)opts?($|_|\d)|^opt[A-Z_]?|_opt$|^sgd$|^adam\w*$", re.I)
+_SCALER_NAME = re.compile(r"scaler", re.I)
+_ENGINE_NAME = re.compile(r"(^|_)engine$|^ds_model$|^model_engine", re.I)
+_MODEL_NAME = re.compile(
+    r"^(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
+    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|generator|discriminator|policy|actor|critic)$",
+    re.I,
+)
+_CLIPS = {
+    "clip_grad_norm_",
+    "clip_grad_norm",
+    "clip_grad_value_",
+    "clip_grad_value",
+    "clip_gradients",
+    "dispatch_clip_grad",
+}
+_NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
+
+
+@dataclass(frozen=True)
+class Act:
+    """The effect of one call."""
+
+    kind: str
+    receiver: ast.expr | None = None
+    argument: ast.expr | None = None
+    detail: str = ""
+
+
+def constructor(definition: Def) -> tuple[str, int | None]:
+    """Return a definition's constructor ("" if not a call), and its index in a returned tuple."""
+    expr: ast.expr = definition.expr
+    index: int | None = None
+    if isinstance(expr, ast.Subscript) and isinstance(expr.slice, ast.Constant):
+        index = expr.slice.value if isinstance(expr.slice.value, int) else None
+        expr = expr.value
+    if isinstance(expr, ast.Call):
+        return dotted(expr.func) or last_part(expr.func), index
+    return "", None
+
+
+def constructors(receiver: ast.expr, env: Env) -> list[tuple[str, int | None]]:
+    """Return every possible constructor of a receiver, following plain aliases."""
+    found: list[tuple[str, int | None]] = []
+    todo: list[tuple[ast.expr, Env]] = [(receiver, env)]
+    for _ in range(12):
+        if not todo:
+            break
+        expr, where = todo.pop()
+        name = dotted(expr)
+        for definition in where.get(name or "", ()):
+            made = constructor(definition)
+            if made[0]:
+                found.append(made)
+            elif dotted(definition.expr) not in (None, name):
+                todo.append((definition.expr, definition.env))
+    return found
+
+
+def role(receiver: ast.expr, env: Env) -> str:
+    """Return the role of a receiver: optimizer, scheduler, scaler, engine or ""."""
+    for made, index in constructors(receiver, env):
+        if made.endswith("deepspeed.initialize") or made == "deepspeed.initialize":
+            return ("engine", "optimizer", "", "scheduler")[index] if index in (0, 1, 3) else ""
+        if made.endswith("GradScaler"):
+            return "scaler"
+        if index is not None:
+            continue  # One of several values that a helper returned: its own name decides.
+        if _SCHEDULER_MADE.search(made):
+            return "scheduler"
+        if _OPTIMIZER_MADE.search(made):
+            return "optimizer"
+    inner = receiver
+    while isinstance(inner, ast.Subscript):
+        inner = inner.value
+    if isinstance(inner, ast.Call):
+        inner = inner.func
+    name = last_part(inner)
+    for kind, pattern in (
+        ("scheduler", _SCHEDULER_NAME),
+        ("scaler", _SCALER_NAME),
+        ("optimizer", _OPTIMIZER_NAME),
+        ("engine", _ENGINE_NAME),
+    ):
+        if pattern.search(name):
+            return kind
+    return ""
+
+
+def classify(call: ast.Call, env: Env) -> Act | None:
+    """Return the effect of a call on a window, or None if it has none that we know."""
+    func = call.func
+    name = last_part(func)
+    if name in _CLIPS:
+        return None if _only_measures(call) else Act("clip", _owner(func), detail=name)
+    if name == "optimizer_step":
+        return Act("step", positional(call, 0), detail="xla")
+    if isinstance(func, ast.Name):
+        return _plain_call(call, func, env)
+    if not isinstance(func, ast.Attribute):
+        return None
+    owner = func.value
+    if name == "backward":
+        return _backward(call, owner, env)
+    if name == "manual_backward":
+        return Act("backward", owner, positional(call, 0), "lightning")
+    if name == "zero_grad":
+        return Act("zero", owner)
+    if name == "unscale_":
+        return Act("unscale", owner, positional(call, 0))
+    if name == "step":
+        return _step(call, owner, env)
+    if name == "update" and role(owner, env) == "scaler":
+        return Act("scaler_update", owner)
+    if name == "set_requires_gradient_sync":
+        return Act("fsdp_sync", owner, positional(call, 0))
+    if _is_model(name):
+        return Act("forward", func)
+    return _native_scaler(call, func)
+
+
+def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Act | None:
+    native = _native_scaler(call, func)
+    if native is not None:
+        return native
+    if _is_model(func.id) or any(
+        made.rpartition(".")[2] in {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
+        for made, _ in constructors(func, env)
+    ):
+        return Act("forward", func)
+    return None
+
+
+def _is_model(name: str) -> bool:
+    return bool(_MODEL_NAME.match(name))
+
+
+def _owner(func: ast.expr) -> ast.expr | None:
+    return func.value if isinstance(func, ast.Attribute) else None
+
+
+def _native_scaler(call: ast.Call, func: ast.expr) -> Act | None:
+    # `loss_scaler(loss, optimizer, ..., update_grad=cond)`: a backward, and the step if cond.
+    if not _NATIVE_SCALERS.search(last_part(func)) or len(call.args) < 2:
+        return None
+    return Act("native", func, positional(call, 0), "update_grad")
+
+
+def _only_measures(call: ast.Call) -> bool:
+    limit = positional(call, 1) or keyword(call, "max_norm")
+    if isinstance(limit, ast.Call) and dotted(limit.func) == "float":
+        return True
+    return limit is not None and (dotted(limit) or "").endswith("inf")
+
+
+def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act:
+    first = positional(call, 0)
+    owner_name = last_part(owner).lower()
+    if dotted(owner) == "torch.autograd":
+        return Act("backward", None, first, "tensor")
+    if "accelerator" in owner_name or any(
+        made.endswith("Accelerator") for made, _ in constructors(owner, env)
+    ):
+        return Act("backward", owner, first, "accelerate")
+    if "fabric" in owner_name:
+        return Act("backward", owner, first, "fabric")
+    if first is None or "loss" in owner_name:
+        return Act("backward", None, owner, "tensor")
+    if role(owner, env) == "optimizer" or "booster" in owner_name or owner_name == "amp":
+        return Act("backward", owner, first, "wrapper")
+    if role(owner, env) == "engine":
+        return Act("backward", owner, first, "deepspeed")
+    return Act("backward", owner, first, "engine")
+
+
+def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
+    kind = role(owner, env)
+    if kind == "scheduler":
+        return Act("sched", owner)
+    if kind == "scaler":
+        return Act("step", positional(call, 0), detail="scaler")
+    if kind == "optimizer":
+        closure = positional(call, 0) or keyword(call, "closure")
+        return Act("step", owner, detail="closure" if closure is not None else "")
+    if kind == "engine" or (not call.args and _is_model(last_part(owner))):
+        return Act("engine_step", owner)
+    return None

@@ -1,25 +1,35 @@
-"""Small helpers for expressions: their names, text and values."""
+"""Helpers for expressions and assignments: their names, text and values."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 __all__ = [
-    "ACCUMULATION_NAME",
+    "FunctionNode",
+    "assigned_names",
+    "bind_pairs",
     "calls_in",
     "children",
+    "divisor_of",
     "dotted",
     "is_accumulation_name",
+    "is_binary",
+    "is_call",
+    "is_not",
     "keyword",
     "last_part",
     "number",
     "place",
     "positional",
+    "root",
     "text",
     "walk",
 ]
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Spellings of "micro-batches per update". Kept strict: a bare "steps" or "freq" means nothing.
 ACCUMULATION_NAME = re.compile(
@@ -80,6 +90,37 @@ def number(node: ast.AST | None) -> float | None:
     return None
 
 
+def is_binary(node: ast.AST | None, *operators: type[ast.operator]) -> TypeGuard[ast.BinOp]:
+    """True for a binary operation with one of these operators."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, operators)
+
+
+def is_not(node: ast.AST) -> TypeGuard[ast.UnaryOp]:
+    """True for `not something`."""
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+
+
+def is_call(node: ast.AST | None, *names: str) -> TypeGuard[ast.Call]:
+    """True for a call whose last name is one of these: `range(n)`, `np.range(n)`."""
+    return isinstance(node, ast.Call) and last_part(node.func) in names
+
+
+def divisor_of(node: ast.AST) -> ast.expr | None:
+    """Return the `b` of `a / b` or `a /= b`, else None."""
+    if is_binary(node, ast.Div):
+        return node.right
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        return node.value
+    return None
+
+
+def root(expr: ast.expr) -> ast.expr:
+    """Return the expression without attributes and subscripts: `f(x)` for `f(x).loss[0]`."""
+    while isinstance(expr, (ast.Attribute, ast.Subscript)):
+        expr = expr.value
+    return expr
+
+
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
     """Return the value of a keyword argument of a call, or None."""
     return next((k.value for k in call.keywords if k.arg == name), None)
@@ -134,3 +175,56 @@ def calls_in(node: ast.AST) -> Iterator[ast.Call]:
         yield from calls_in(child)
     if isinstance(node, ast.Call):
         yield node
+
+
+def bind_pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, expression) for an assignment; `a, b = f()` gives `f()[0]` and `f()[1]`."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        for element, part in zip(target.elts, _parts(target.elts, value), strict=True):
+            yield from bind_pairs(element, part)
+        return
+    name = place(target.value if isinstance(target, ast.Starred) else target)
+    if name is not None:
+        yield name, value
+
+
+def _parts(targets: list[ast.expr], value: ast.expr) -> list[ast.expr]:
+    if (
+        isinstance(value, (ast.Tuple, ast.List))
+        and len(value.elts) == len(targets)
+        and not any(isinstance(e, ast.Starred) for e in (*value.elts, *targets))
+    ):
+        return value.elts
+    parts = [ast.Subscript(value, ast.Constant(i), ast.Load()) for i in range(len(targets))]
+    return [ast.copy_location(part, value) for part in parts]
+
+
+def _targets(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        for element in target.elts:
+            yield from _targets(element)
+    elif isinstance(target, ast.Starred):
+        yield from _targets(target.value)
+    else:
+        name = place(target)
+        if name is not None:
+            yield name
+
+
+def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Return every name (also `self.x`) that the statements change, except inside functions."""
+    found: set[str] = set()
+    todo: list[ast.AST] = list(body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                found.update(_targets(target))
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)):
+            found.update(_targets(node.target))
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            found.update(_targets(node.optional_vars))
+        todo += children(node)
+    return found

@@ -5,13 +5,21 @@ from __future__ import annotations
 import ast
 import re
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import cast
 
-from .assignments import assigned_names
 from .events import Def, Env
-from .expressions import children, dotted, keyword, last_part, number, walk
-from .function_walk import FunctionNode
+from .expressions import (
+    FunctionNode,
+    assigned_names,
+    children,
+    dotted,
+    keyword,
+    last_part,
+    number,
+    walk,
+)
 
 __all__ = ["ClassFacts", "Facts", "class_env", "gather"]
 
@@ -34,8 +42,8 @@ class ClassFacts:
     node: ast.ClassDef
     methods: dict[str, FunctionNode]
     bases: tuple[str, ...]
-    attributes: dict[str, ast.expr] = field(default_factory=dict)
-    changed: frozenset[str] = frozenset()
+    attributes: dict[str, ast.expr]
+    changed: frozenset[str]
 
 
 @dataclass
@@ -55,11 +63,6 @@ class Facts:
     def made(self, *names: str) -> list[ast.Call]:
         """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
         return [c for c in self.calls if last_part(c.func) in names]
-
-    @property
-    def wraps_ddp(self) -> bool:
-        """True if this file wraps a model in DistributedDataParallel."""
-        return bool(self.ddp_calls)
 
     @property
     def ddp_calls(self) -> list[ast.Call]:
@@ -88,11 +91,12 @@ class Facts:
             return number(given) != 1
         if keyword(call, "gradient_accumulation_plugin") is not None:
             return True
-        if keyword(call, "deepspeed_plugin") is not None or any(
-            k.arg is None for k in call.keywords
-        ):
-            return None
-        return False
+        unknown = keyword(call, "deepspeed_plugin") is not None
+        return None if unknown or any(k.arg is None for k in call.keywords) else False
+
+    def functions_around(self, line: int) -> list[FunctionNode]:
+        """Return the functions that contain a line."""
+        return [f for f in self.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)]
 
 
 def gather(tree: ast.Module, source: str) -> Facts:
@@ -119,9 +123,7 @@ def gather(tree: ast.Module, source: str) -> Facts:
         elif kind is ast.Name or kind is ast.Constant:
             continue
         todo += children(node)
-    functions: dict[str, FunctionNode] = {
-        n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
+    functions = _functions(tree.body)
     calls.sort(key=lambda c: (c.lineno, c.col_offset))
     _fill_uses(uses, calls)
     called = {last_part(c.func) for c in calls}
@@ -151,34 +153,40 @@ def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
         names |= {f.name for f in new}
 
 
+def _functions(body: list[ast.stmt]) -> dict[str, FunctionNode]:
+    return {n.name: n for n in body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
 def _class(node: ast.ClassDef) -> ClassFacts:
-    methods: dict[str, FunctionNode] = {
-        n.name: n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
+    methods = _functions(node.body)
     bases = tuple(dotted(b) or "" for b in node.bases)
-    facts = ClassFacts(node, methods, bases)
+    later = [method for name, method in methods.items() if name not in {"__init__", "setup"}]
+    changed = {n for method in later for n in assigned_names(method.body) if n.startswith("self.")}
+    return ClassFacts(node, methods, bases, _attributes(methods), frozenset(changed))
+
+
+def _attributes(methods: dict[str, FunctionNode]) -> dict[str, ast.expr]:
+    """Return the values of the attributes that are set once on self, or to a literal at first."""
     seen: dict[str, list[ast.expr]] = {}
     for method in methods.values():
-        for stmt in walk(method):
-            if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1:
-                name = dotted(stmt.targets[0]) or ""
-                if name.startswith("self.") and name.count(".") == 1:
-                    seen.setdefault(name, []).append(stmt.value)
-    changed: set[str] = set()
-    for name, method in methods.items():
-        if name not in {"__init__", "setup"}:
-            changed |= {n for n in assigned_names(method.body) if n.startswith("self.")}
-    facts.changed = frozenset(changed)
-    facts.attributes = {n: values[0] for n, values in seen.items() if len(values) == 1}
+        for name, stmt in _set_on_self(method):
+            if len(stmt.targets) == 1 and name.count(".") == 1:
+                seen.setdefault(name, []).append(stmt.value)
+    attributes = {name: values[0] for name, values in seen.items() if len(values) == 1}
     # A counter that starts in __init__ and changes elsewhere still has a known start.
-    init = methods.get("__init__")
-    if init is not None:
-        for stmt in walk(init):
-            if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant):
-                name = dotted(stmt.targets[0]) or ""
-                if name.startswith("self."):
-                    facts.attributes[name] = stmt.value
-    return facts
+    if "__init__" in methods:
+        for name, stmt in _set_on_self(methods["__init__"]):
+            if isinstance(stmt.value, ast.Constant):
+                attributes[name] = stmt.value
+    return attributes
+
+
+def _set_on_self(method: FunctionNode) -> Iterator[tuple[str, ast.Assign]]:
+    for stmt in walk(method):
+        if isinstance(stmt, ast.Assign):
+            name = dotted(stmt.targets[0]) or ""
+            if name.startswith("self."):
+                yield name, stmt
 
 
 def class_env(facts: ClassFacts, env: Env) -> Env:

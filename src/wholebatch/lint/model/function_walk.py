@@ -6,16 +6,26 @@ import ast
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from .assignments import assigned_names, bind_pairs
-from .call_kinds import Act, classify
-from .events import Context, Def, Env, Event, Guard, Loop, PathItem
-from .expressions import calls_in, dotted, keyword, text, walk
+from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
+from .expressions import (
+    FunctionNode,
+    assigned_names,
+    bind_pairs,
+    calls_in,
+    children,
+    dotted,
+    keyword,
+    last_part,
+    text,
+    walk,
+)
+from .file_facts import Facts, class_env
 from .name_resolution import Resolver
 
-__all__ = ["FunctionNode", "Scope", "Walker"]
+__all__ = ["Walker", "walk_file"]
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _LoopNode = ast.For | ast.AsyncFor | ast.While
 
 _MAX_INLINE_DEPTH = 6
@@ -23,6 +33,8 @@ _MAX_INLINES = 250
 _SHORT = 120
 _MAX_ALTERNATIVES = 4
 _EMPTY = Env()
+_BACKWARD = {"backward", "manual_backward"}
+_COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 
 
 @dataclass
@@ -380,3 +392,65 @@ def _merge(env: Env, other: Env) -> None:
             joined = list(mine)
             joined.extend(d for d in defs if all(d is not m for m in mine))
             env.bind(name, tuple(joined[:_MAX_ALTERNATIVES]))
+
+
+def walk_file(tree: ast.Module, facts: Facts) -> Walker:
+    """Walk every function of a file that contains training calls, once."""
+    walker = Walker(Resolver())
+    env = Env()
+    relevant = frozenset(facts.relevant)
+    if not relevant and not facts.called & {"backward", "loss_scaler", "manual_backward"}:
+        return walker
+    walker.block(tree.body, env, (), Scope(dict(facts.functions), relevant=relevant))
+    # Functions can rely on the module's names that are set once, outside loops.
+    settled = Env({n: d for n, d in env.items() if len(d) == 1 and not d[0].loops})
+    roots = [
+        (function, settled, Scope(dict(facts.functions), relevant=relevant))
+        for function in facts.functions.values()
+    ]
+    for owner in facts.classes:
+        inner = class_env(owner, settled)
+        for method in owner.methods.values():
+            scope = Scope(dict(facts.functions), dict(owner.methods), owner.changed, relevant)
+            roots.append((method, inner, scope))
+    # A function that the file calls is followed from its caller: begin with the others.
+    uncalled = [root for root in roots if root[0].name not in {*facts.called, "__init__"}]
+    for function, seen, scope in chain(uncalled, roots, walker.nested):
+        if function not in walker.covered and function in relevant:
+            _walk_root(walker, function, seen, scope)
+    return walker
+
+
+def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
+    walker.covered.add(function)
+    inner = Env(env)
+    spec = function.args
+    names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
+    inner.replace({n: d for n, d in env.items() if n not in names})
+    if not _steps_outside_loops(function):
+        walker.block(function.body, inner, (), scope)
+        return
+    loop = Loop(function, inner.frozen(), ())
+    walker.enter(loop, inner, function.body, scope)
+    for name in names:
+        if name in {"self", "cls"}:
+            continue
+        kind = "target" if name in _COUNTED_BY_FRAMEWORK else "carried"
+        symbol = walker.resolver.new_symbol(name, (loop,), kind, loop)
+        inner.bind(name, (Def(symbol, Env(), (loop,)),))
+    walker.block(function.body, inner, (loop,), scope)
+    loop.exit = inner.frozen()
+
+
+def _steps_outside_loops(function: FunctionNode) -> bool:
+    todo: list[ast.AST] = list(function.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
+            return True
+        todo += children(node)
+    return False

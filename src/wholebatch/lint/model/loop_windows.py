@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .counters import peel
-from .events import Context, Event, Guard, Loop
-from .expressions import dotted, is_accumulation_name, keyword, last_part, number, text, walk
-from .file_facts import Facts
-from .function_walk import Walker
+from .events import Event, Guard, Loop
+from .expressions import (
+    dotted,
+    is_accumulation_name,
+    is_binary,
+    is_call,
+    keyword,
+    number,
+    text,
+    walk,
+)
+from .file_facts import Facts, gather
+from .function_walk import Walker, walk_file
 from .loss_origin import Chain, Divisor, trace
 from .name_resolution import Resolver, strip_casts
-from .window_boundary import Boundary, of_guard, says_accumulating
+from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
-__all__ = ["Window", "find_windows", "steps_after"]
+__all__ = ["LoopWindow", "steps_after"]
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
 @dataclass(eq=False)
-class Window:
+class LoopWindow:
     """One training loop. `shape` says how its windows end.
 
     The shapes are boundary (a condition on a counter), nested (an inner loop over the
@@ -70,25 +80,31 @@ class Window:
             self._when[event] = self._classify(event)
         return self._when[event]
 
-    def forget(self) -> None:
-        """Drop conclusions that were made before the boundary was known."""
+    def end_every(self, every: ast.expr | None, shape: str, boundary: Boundary | None) -> None:
+        """Set how the windows end, and drop the conclusions made before this was known."""
+        self.every, self.shape, self.boundary = every, shape, boundary
         self._when.clear()
         self.__dict__.pop("every_key", None)
+
+    def boundaries(self, event: Event) -> Iterator[Boundary]:
+        """Yield the boundaries among the conditions of an event, outermost first."""
+        for guard in event.guards(self.loop):
+            found = of_guard(guard, self.loop, self.resolver)
+            if found is not None:
+                yield found
 
     def _classify(self, event: Event) -> str:
         if self.loop not in event.path:
             return "outside"
         sometimes = False
         ours: set[str] = set()
-        for item in event.inside(self.loop):
-            if not isinstance(item, Guard):
-                continue
-            found = of_guard(item, self.loop, self.resolver)
-            if found is None and self._without_accumulation(item):
+        for guard in event.guards(self.loop):
+            found = of_guard(guard, self.loop, self.resolver)
+            if found is None and self._without_accumulation(guard):
                 return "never"
             if found is not None and self.is_ours(found):
                 ours.add("inside" if found.inverse else "boundary")
-            elif (item.origin == "if" and self._varies(item)) or item.origin == "except":
+            elif (guard.origin == "if" and self._varies(guard)) or guard.origin == "except":
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
@@ -104,8 +120,10 @@ class Window:
 
     def _without_accumulation(self, guard: Guard) -> bool:
         """True if this is the branch without accumulation (`if k == 1`)."""
-        said = says_accumulating(self.resolver.resolve(guard.expr, guard.env), self.every_key)
-        return said is not None and said != guard.positive
+        accumulating = says_accumulating(
+            self.resolver.resolve(guard.expr, guard.env), self.every_key
+        )
+        return accumulating is not None and accumulating != guard.positive
 
     def _varies(self, guard: Guard) -> bool:
         resolved = self.resolver.resolve(guard.expr, guard.env)
@@ -143,24 +161,17 @@ class Window:
     @cached_property
     def finite(self) -> bool:
         """True if the loop runs over something that ends every epoch."""
-        iterable = peel(self.loop.iterable, self.loop.entry)
-        if iterable is None:
+        inner = iterated(self.loop)
+        if inner is None:
             # Lightning calls the step function with an index that restarts every epoch.
             return self.loop.virtual and "batch_idx" in text(self.loop.node.args)  # type: ignore[union-attr]
-        inner = iterable
-        if isinstance(inner, ast.Call) and last_part(inner.func) == "enumerate" and inner.args:
-            inner = peel(inner.args[0], self.loop.entry) or inner
         spelled = text(inner)
         if re.search(r"cycle|infinite|repeat|islice|count\(|forever|yield_|inf_", spelled, re.I):
             return False
         if re.search(r"\bt?range\(", spelled):
-            return bool(
-                re.search(
-                    r"len\(|num_batches|batches_per_epoch|(steps|iters|it)_per_epoch", spelled
-                )
-            )
-        name = dotted(inner)
-        for definition in self.loop.entry.get(name or "", ()):
+            per_epoch = r"len\(|num_batches|batches_per_epoch|(steps|iters|it)_per_epoch"
+            return bool(re.search(per_epoch, spelled))
+        for definition in self.loop.entry.get(dotted(inner) or "", ()):
             made = text(definition.expr)[:400]
             if re.search(r"cycle|infinite|repeat|islice", made):
                 return False
@@ -172,10 +183,7 @@ class Window:
         """True if a top-level loop is left after a number of updates: its iterable has no end."""
         if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
             return False
-        line = self.loop.node.lineno
-        around = [
-            f for f in self.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)
-        ]
+        around = self.facts.functions_around(self.loop.node.lineno)
         if any("epoch" in f"{f.name} {text(f.args)}" for f in around):
             return False  # Called once per epoch.
         return any(
@@ -188,9 +196,33 @@ class Window:
         )
 
 
-def find_windows(walker: Walker, facts: Facts) -> list[Window]:
+@dataclass(eq=False)
+class File:
+    """A file as the rules see it."""
+
+    tree: ast.Module
+    facts: Facts
+    windows: list[LoopWindow]
+
+    @property
+    def accumulating(self) -> list[LoopWindow]:
+        """Return the windows that accumulate the gradients of several micro-batches."""
+        return [w for w in self.windows if w.accumulates]
+
+
+def read(source: str) -> File:
+    """Parse and model one file; raise SyntaxError as Python does."""
+    with warnings.catch_warnings():
+        # Ignore warnings about invalid escapes in the file's strings.
+        warnings.simplefilter("ignore")
+        tree = ast.parse(source)
+    facts = gather(tree, source)
+    return File(tree, facts, find_windows(walk_file(tree, facts), facts))
+
+
+def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
     """Return every training loop of the file that is understood."""
-    found: list[Window] = []
+    found: list[LoopWindow] = []
     for loop in walker.loops:
         # The innermost loop around a backward iterates over micro-batches.
         inner = [e for e in walker.events if e.kind == "backward" and e.loops[-1:] == (loop,)]
@@ -205,13 +237,13 @@ def find_windows(walker: Walker, facts: Facts) -> list[Window]:
         ]
         first = min(e.order for e in events)
         before = [e for e in walker.events if e.order < first and e.loops == loop.parents]
-        window = Window(loop, "plain", events, before, after, walker.resolver, facts)
+        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts)
         if _decide(window, inner):
             found.append(window)
     return found
 
 
-def _decide(window: Window, inner: list[Event]) -> bool:
+def _decide(window: LoopWindow, inner: list[Event]) -> bool:
     if _accelerate(window, inner) or _deepspeed(window, inner):
         return True
     steps = window.of("step")
@@ -222,16 +254,9 @@ def _decide(window: Window, inner: list[Event]) -> bool:
     return _nested(window)
 
 
-def _accelerate(window: Window, inner: list[Event]) -> bool:
-    def accumulating(event: Event) -> bool:
-        return any(
-            isinstance(item, Context)
-            and isinstance(item.expr, ast.Call)
-            and last_part(item.expr.func) == "accumulate"
-            for item in event.inside(window.loop)
-        )
-
-    if not any(accumulating(e) for e in inner):
+def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
+    contexts = [context for e in inner for context in e.contexts(window.loop)]
+    if not any(is_call(context.expr, "accumulate") for context in contexts):
         return False
     if window.facts.accelerator_divides is False:
         # `accumulate()` of an Accelerator without a number of steps does nothing.
@@ -244,7 +269,7 @@ def _accelerate(window: Window, inner: list[Event]) -> bool:
     return True
 
 
-def _deepspeed(window: Window, inner: list[Event]) -> bool:
+def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
     engine_steps = window.of("engine_step")
     engines = {e.receiver_text for e in inner if e.detail in {"deepspeed", "engine"}}
     if not engines or not any(e.receiver_text in engines for e in engine_steps):
@@ -257,97 +282,80 @@ def _deepspeed(window: Window, inner: list[Event]) -> bool:
     return bool(accumulates)
 
 
-def _boundary(window: Window, steps: list[Event], inner: list[Event]) -> bool:
-    ends: dict[Event, Boundary] = {}
-    for event in steps:
-        for item in event.inside(window.loop):
-            if isinstance(item, Guard):
-                found = of_guard(item, window.loop, window.resolver)
-                if found is not None and not found.inverse and found.kind != "deepspeed":
-                    ends.setdefault(event, found)
+def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> bool:
+    ends = _ends(window, steps)
     if not ends:
         return _stepped_always(window, steps)
     first = next(iter(ends.values()))
     if any(b.key != first.key for b in ends.values()):
         return False
-    window.boundary, window.every, window.shape = first, first.every, "boundary"
-    window.forget()
+    window.end_every(first.every, "boundary", first)
     if first.kind == "last" and first.every is None:
         return False
+    when = {window.when(e) for e in inner}
     # A backward under the same condition as the step is an alternating update, not a window.
-    if any(window.when(e) == "boundary" for e in inner) and not any(
-        window.when(e) == "inside" for e in inner
-    ):
+    if "boundary" in when and "inside" not in when:
         return False
-    if not any(window.when(e) in {"always", "inside", "sometimes"} for e in inner):
+    if not when & {"always", "inside", "sometimes"}:
         return False
     # Another step on every micro-batch: several optimizers, or a loop we do not understand.
+    # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
     others = [e for e in steps if e not in ends and window.when(e) in {"always", "inside"}]
-    return not others or _only_without_accumulation(window, others)
-
-
-def _only_without_accumulation(window: Window, others: list[Event]) -> bool:
-    # `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
     return all(
-        any(
-            isinstance(item, Guard) and window.every_key in text(item.expr)
-            for item in e.inside(window.loop)
-        )
-        for e in others
+        any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
     )
 
 
-def _stepped_always(window: Window, steps: list[Event]) -> bool:
+def _ends(window: LoopWindow, steps: list[Event]) -> dict[Event, Boundary]:
+    """Return the outermost boundary of each step that waits for one."""
+    ends: dict[Event, Boundary] = {}
+    for event in steps:
+        for found in window.boundaries(event):
+            if not found.inverse and found.kind != "deepspeed":
+                ends.setdefault(event, found)
+    return ends
+
+
+def _stepped_always(window: LoopWindow, steps: list[Event]) -> bool:
     """Classify a loop whose steps are all unconditional.
 
     A conditional clearing can still show that accumulation is meant.
     """
     for event in window.of("zero"):
-        for item in event.inside(window.loop):
-            if not isinstance(item, Guard):
-                continue
-            found = of_guard(item, window.loop, window.resolver)
-            if (
-                found is not None
-                and not found.inverse
-                and found.kind in {"modulo", "reset"}
-                and is_accumulation_name(found.key)
-            ):
-                window.boundary, window.every, window.shape = found, found.every, "boundary"
-                window.forget()
+        for found in window.boundaries(event):
+            counts = found.kind in {"modulo", "reset"} and is_accumulation_name(found.key)
+            if counts and not found.inverse:
+                window.end_every(found.every, "boundary", found)
                 return True
-    window.shape = "plain"
     return all(window.when(e) == "always" for e in steps)
 
 
-def _nested(window: Window) -> bool:
-    loop = window.loop
-    if loop.virtual:
-        return False
-    if not steps_after(window):
-        return False
-    iterable = peel(loop.iterable, loop.entry)
-    if isinstance(iterable, ast.Call) and last_part(iterable.func) == "enumerate" and iterable.args:
-        iterable = peel(iterable.args[0], loop.entry)
-    if iterable is None:
+def _nested(window: LoopWindow) -> bool:
+    iterable = None if window.loop.virtual else iterated(window.loop)
+    if iterable is None or not steps_after(window):
         return False
     window.shape = "nested"
-    if isinstance(iterable, ast.Call) and last_part(iterable.func) in {"range", "trange"}:
-        times = _times(iterable.args)
-        if times is None:
-            return False
-        count = strip_casts(window.resolver.resolve(times, loop.entry))
-        window.every = count
-        window.forget()
-        if number(count) is not None and (number(count) or 0) <= 1:
-            return False
-        spelled = f"{text(count)} {text(times)}"
-        fetches = any(last_part(c.func) in _FETCH for c in _loop_calls(window))
-        return is_accumulation_name(spelled) or (bool(loop.parents) and fetches)
+    if is_call(iterable, "range", "trange"):
+        return _repeats_micro_batches(window, iterable.args)
     return bool(_MICRO_NAME.search(text(iterable)))
 
 
-def steps_after(window: Window) -> list[Event]:
+def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
+    """Set the number of micro-batches of `for _ in range(accum)`; False if it is another loop."""
+    times = _times(args)
+    if times is None:
+        return False
+    count = strip_casts(window.resolver.resolve(times, window.loop.entry))
+    window.end_every(count, "nested", None)
+    size = number(count)
+    if size is not None and size <= 1:
+        return False
+    if is_accumulation_name(f"{text(count)} {text(times)}"):
+        return True
+    return bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
+
+
+def steps_after(window: LoopWindow) -> list[Event]:
     """Return the optimizer steps after an inner loop, also in a loop over several optimizers."""
     parents = window.loop.parents
     return [
@@ -371,10 +379,4 @@ def _times(args: list[ast.expr]) -> ast.expr | None:
     stop = args[1]
     if number(args[0]) == 0:
         return stop
-    if isinstance(stop, ast.BinOp) and isinstance(stop.op, ast.Add) and number(stop.right) == 1:
-        return stop.left
-    return None
-
-
-def _loop_calls(window: Window) -> list[ast.Call]:
-    return [e.node for e in window.events if isinstance(e.node, ast.Call)]
+    return stop.left if is_binary(stop, ast.Add) and number(stop.right) == 1 else None

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from .events import Def, Env
-from .expressions import dotted, is_accumulation_name, last_part, number, place, text
+from .events import Env
+from .expressions import (
+    dotted,
+    is_accumulation_name,
+    is_binary,
+    last_part,
+    number,
+    place,
+    root,
+    text,
+)
 from .name_resolution import Resolver, strip_casts
 
 __all__ = ["Chain", "Divisor", "trace"]
@@ -17,6 +27,7 @@ _THROUGH = {
     "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
     "detach", "item", "data", "clamp", "clamp_",
 }  # fmt: skip
+_OF_TORCH = {"torch.mean", "torch.sum", "torch.clamp", "torch.clip", "torch.nan_to_num"}
 _REDUCERS = {"item", "detach", "mean", "sum"}
 _LOSSY = re.compile(r"loss|nll|criterion|objective|ce$|mse", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
@@ -59,128 +70,134 @@ class Chain:
     factors: tuple[str, ...] = ()
     base: ast.expr | None = None
     base_env: Env = field(default_factory=lambda: Env())
-    base_def: Def | None = None
     reducers: frozenset[str] = frozenset()
+
+    @property
+    def base_call(self) -> ast.Call | None:
+        """Return the call that computed the loss: the `model(x)` of `out.loss`, through a name."""
+        made = None if self.base is None else root(self.base)
+        if isinstance(made, ast.Name):
+            defs = self.base_env.get(made.id, ())
+            return next((d.expr for d in defs if isinstance(d.expr, ast.Call)), None)
+        return made if isinstance(made, ast.Call) else None
 
 
 def trace(expr: ast.expr | None, env: Env, resolver: Resolver) -> list[Chain]:
     """Return every possible derivation of a loss: at least one, at most eight."""
-    if expr is None:
-        return [Chain()]
-    return _trace(expr, env, resolver, Chain(), 0)[:_MAX_CHAINS]
+    return [Chain()] if expr is None else _Tracer(resolver).follow(expr, env, Chain(), 0)
 
 
-def _trace(expr: ast.expr, env: Env, resolver: Resolver, so_far: Chain, depth: int) -> list[Chain]:
-    if depth > 24:
-        return [replace(so_far, base=expr, base_env=env)]
-    if isinstance(expr, ast.BinOp):
-        return _operation(expr, env, resolver, so_far, depth)
-    if isinstance(expr, ast.IfExp):
-        return [
-            *_trace(expr.body, env, resolver, so_far, depth + 1),
-            *_trace(expr.orelse, env, resolver, so_far, depth + 1),
-        ]
-    if isinstance(expr, ast.UnaryOp):
-        return _trace(expr.operand, env, resolver, so_far, depth + 1)
-    name = place(expr)
-    if name is not None and env.get(name):
+class _Tracer:
+    """Follows a loss back to where it was computed; a chain holds what is known so far."""
+
+    def __init__(self, resolver: Resolver) -> None:
+        self.resolver = resolver
+
+    def follow(self, expr: ast.expr, env: Env, chain: Chain, depth: int) -> list[Chain]:
+        """Return the derivations of an expression, each with the chain before it."""
+        ended = [replace(chain, base=expr, base_env=env)]
+        if depth > 24:
+            return ended
+        if isinstance(expr, ast.BinOp):
+            return self._operation(expr, env, chain, depth)
+        if isinstance(expr, ast.IfExp):
+            return self._each([(expr.body, env), (expr.orelse, env)], chain, depth)
+        if isinstance(expr, ast.UnaryOp):
+            return self.follow(expr.operand, env, chain, depth + 1)
+        name = place(expr)
+        if name is not None and env.get(name):
+            return self._definitions(expr, name, env, chain, depth)
+        if isinstance(expr, ast.Call):
+            return self._call(expr, env, chain, depth)
+        if isinstance(expr, ast.Subscript):
+            return self._each(self._returned_parts(expr), chain, depth) or ended
+        return ended
+
+    def _each(self, parts: Iterable[tuple[ast.expr, Env]], chain: Chain, depth: int) -> list[Chain]:
+        chains = [c for expr, env in parts for c in self.follow(expr, env, chain, depth + 1)]
+        return chains[:_MAX_CHAINS]
+
+    def _definitions(
+        self, expr: ast.expr, name: str, env: Env, chain: Chain, depth: int
+    ) -> list[Chain]:
         found: list[Chain] = []
         for definition in env[name]:
-            here = replace(so_far, base_def=definition)
             if place(definition.expr) == name or "@" in text(definition.expr):
-                found.append(replace(so_far, base=expr, base_env=env))
+                found.append(replace(chain, base=expr, base_env=env))
             else:
-                found += _trace(definition.expr, definition.env, resolver, here, depth + 1)
+                found += self.follow(definition.expr, definition.env, chain, depth + 1)
         return found[:_MAX_CHAINS]
-    if isinstance(expr, ast.Call):
-        return _call(expr, env, resolver, so_far, depth)
-    if isinstance(expr, ast.Subscript) and isinstance(expr.value, ast.Call):
-        returned = resolver.returns.get(id(expr.value))
-        if returned and isinstance(expr.slice, ast.Constant):
-            index = expr.slice.value
-            parts = [
-                (d.expr.elts[index], d.env)
-                for d in returned
-                if isinstance(d.expr, ast.Tuple)
-                and isinstance(index, int)
-                and index < len(d.expr.elts)
-            ]
-            if parts:
-                return [c for e, v in parts for c in _trace(e, v, resolver, so_far, depth + 1)][
-                    :_MAX_CHAINS
-                ]
-    return [replace(so_far, base=expr, base_env=env)]
 
+    def _returned_parts(self, expr: ast.Subscript) -> list[tuple[ast.expr, Env]]:
+        """Return the parts of the tuples that a followed helper returns: `helper(x)[0]`."""
+        index = expr.slice.value if isinstance(expr.slice, ast.Constant) else None
+        return [
+            (d.expr.elts[index], d.env)
+            for d in self.resolver.returns.get(id(expr.value), ())
+            if isinstance(d.expr, ast.Tuple) and isinstance(index, int) and index < len(d.expr.elts)
+        ]
 
-def _operation(
-    expr: ast.BinOp, env: Env, resolver: Resolver, so_far: Chain, depth: int
-) -> list[Chain]:
-    if isinstance(expr.op, (ast.Div, ast.FloorDiv)):
-        return _trace(
-            expr.left, env, resolver, _divided(so_far, expr.right, expr, env, resolver), depth + 1
-        )
-    if isinstance(expr.op, ast.Mult):
-        loss, factor = _loss_side(expr.left, expr.right)
-        inverse = _reciprocal(resolver.resolve(factor, env))
+    def _operation(self, expr: ast.BinOp, env: Env, chain: Chain, depth: int) -> list[Chain]:
+        if isinstance(expr.op, (ast.Div, ast.FloorDiv)):
+            chain = self._divided(chain, expr.right, expr, env)
+            return self.follow(expr.left, env, chain, depth + 1)
+        if isinstance(expr.op, ast.Mult):
+            loss, factor = _loss_side(expr.left, expr.right)
+            if number(factor) is None:
+                chain = self._multiplied(chain, factor, expr, env)
+            return self.follow(loss, env, chain, depth + 1)
+        if isinstance(expr.op, (ast.Add, ast.Sub)):
+            return self._each([(expr.left, env), (expr.right, env)], chain, depth)
+        return [replace(chain, base=expr, base_env=env)]
+
+    def _call(self, expr: ast.Call, env: Env, chain: Chain, depth: int) -> list[Chain]:
+        scaled = self._scaled(expr, env, chain)
+        if scaled is not None:
+            return self.follow(scaled[0], env, scaled[1], depth + 1)
+        returned = self.resolver.returns.get(id(expr))
+        if returned:
+            return self._each([(_loss_part(d.expr), d.env) for d in returned], chain, depth)
+        inner = _loss_inside(expr)
+        if inner is not None:
+            chain = replace(chain, reducers=chain.reducers | ({last_part(expr.func)} & _REDUCERS))
+            return self.follow(inner, env, chain, depth + 1)
+        is_sum = dotted(expr.func) == "sum" and len(expr.args) == 1
+        return [replace(chain, base=expr.args[0] if is_sum else expr, base_env=env)]
+
+    def _scaled(self, expr: ast.Call, env: Env, chain: Chain) -> tuple[ast.expr, Chain] | None:
+        """Return the loss and chain of `loss.div(k)`, `torch.div(loss, k)` or `loss.mul(f)`."""
+        if not isinstance(expr.func, ast.Attribute) or not expr.args:
+            return None
+        loss, by = expr.func.value, expr.args[0]
+        if expr.func.attr in {"div", "div_", "true_divide"}:
+            if dotted(loss) == "torch" and len(expr.args) == 2:
+                loss, by = expr.args
+            return loss, self._divided(chain, by, expr, env)
+        if expr.func.attr in {"mul", "mul_"}:
+            return loss, self._multiplied(chain, by, expr, env)
+        return None
+
+    def _divided(self, chain: Chain, by: ast.expr, node: ast.AST, env: Env) -> Chain:
+        resolved = strip_casts(self.resolver.resolve(by, env))
+        key = re.sub(r"@\d+", "", text(resolved))
+        return replace(chain, divisors=(*chain.divisors, Divisor(resolved, node, key, text(by))))
+
+    def _multiplied(self, chain: Chain, factor: ast.expr, node: ast.AST, env: Env) -> Chain:
+        inverse = _reciprocal(self.resolver.resolve(factor, env))
         if inverse is not None:
-            chain = _divided(so_far, inverse, expr, env, resolver)
-        elif number(factor) is None:
-            spelled = resolver.key(factor, env)
-            chain = replace(so_far, factors=(*so_far.factors, spelled))
-        else:
-            chain = so_far
-        return _trace(loss, env, resolver, chain, depth + 1)
-    if isinstance(expr.op, (ast.Add, ast.Sub)):
-        return [
-            *_trace(expr.left, env, resolver, so_far, depth + 1),
-            *_trace(expr.right, env, resolver, so_far, depth + 1),
-        ][:_MAX_CHAINS]
-    return [replace(so_far, base=expr, base_env=env)]
+            return self._divided(chain, inverse, node, env)
+        return replace(chain, factors=(*chain.factors, self.resolver.key(factor, env)))
 
 
-def _call(expr: ast.Call, env: Env, resolver: Resolver, so_far: Chain, depth: int) -> list[Chain]:
-    name = last_part(expr.func)
-    owner = expr.func.value if isinstance(expr.func, ast.Attribute) else None
-    if name in {"div", "div_", "true_divide"} and expr.args:
-        if owner is not None and dotted(owner) == "torch" and len(expr.args) == 2:
-            owner, by = expr.args[0], expr.args[1]
-        else:
-            by = expr.args[0]
-        if owner is not None:
-            chain = _divided(so_far, by, expr, env, resolver)
-            return _trace(owner, env, resolver, chain, depth + 1)
-    if name in {"mul", "mul_"} and expr.args and owner is not None:
-        inverse = _reciprocal(resolver.resolve(expr.args[0], env))
-        chain = (
-            _divided(so_far, inverse, expr, env, resolver)
-            if inverse is not None
-            else replace(so_far, factors=(*so_far.factors, resolver.key(expr.args[0], env)))
-        )
-        return _trace(owner, env, resolver, chain, depth + 1)
-    returned = resolver.returns.get(id(expr))
-    if returned:
-        return [
-            chain
-            for d in returned
-            for chain in _trace(_loss_part(d.expr), d.env, resolver, so_far, depth + 1)
-        ][:_MAX_CHAINS]
-    if name in {"scale", "scale_loss"} and expr.args:
-        return _trace(expr.args[0], env, resolver, so_far, depth + 1)
-    if name in {"mean", "sum"} and owner is not None and dotted(owner) == "torch" and expr.args:
-        chain = replace(so_far, reducers=so_far.reducers | {name})
-        return _trace(expr.args[0], env, resolver, chain, depth + 1)
-    if owner is not None and name in _THROUGH and dotted(owner) != "torch":
-        chain = replace(so_far, reducers=so_far.reducers | ({name} & _REDUCERS))
-        return _trace(owner, env, resolver, chain, depth + 1)
-    if (
-        name in {"clamp", "clip", "nan_to_num"}
-        and expr.args
-        and dotted(expr.func) == f"torch.{name}"
-    ):
-        return _trace(expr.args[0], env, resolver, so_far, depth + 1)
-    if name == "sum" and len(expr.args) == 1 and owner is None:
-        return [replace(so_far, base=expr.args[0], base_env=env)]
-    return [replace(so_far, base=expr, base_env=env)]
+def _loss_inside(call: ast.Call) -> ast.expr | None:
+    """Return the loss of a call that only moves, scales or reduces it: `loss.mean()`."""
+    name = last_part(call.func)
+    first = call.args[0] if call.args else None
+    if (name in {"scale", "scale_loss"} and first is not None) or dotted(call.func) in _OF_TORCH:
+        return first
+    if isinstance(call.func, ast.Attribute) and name in _THROUGH:
+        return call.func.value if dotted(call.func.value) != "torch" else None
+    return None
 
 
 def _loss_part(expr: ast.expr) -> ast.expr:
@@ -201,12 +218,6 @@ def _loss_side(left: ast.expr, right: ast.expr) -> tuple[ast.expr, ast.expr]:
 
 
 def _reciprocal(expr: ast.expr) -> ast.expr | None:
-    if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Div) and number(expr.left) == 1:
+    if is_binary(expr, ast.Div) and number(expr.left) == 1:
         return expr.right
     return None
-
-
-def _divided(chain: Chain, by: ast.expr, node: ast.AST, env: Env, resolver: Resolver) -> Chain:
-    resolved = strip_casts(resolver.resolve(by, env))
-    key = re.sub(r"@\d+", "", text(resolved))
-    return replace(chain, divisors=(*chain.divisors, Divisor(resolved, node, key, text(by))))

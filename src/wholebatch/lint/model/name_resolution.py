@@ -7,13 +7,15 @@ Names that change from one iteration to the next stay symbols (`i@3`). So a cond
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from .events import Def, Env, Loop, Symbol
-from .expressions import dotted, is_accumulation_name, last_part, number, place, text, walk
+from .expressions import children, dotted, is_accumulation_name, number, place, text, walk
 
 __all__ = ["Resolver", "strip_casts"]
 
 _PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round"}
+_OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
 _MAX_NODES = 80
 _MAX_DEPTH = 12
 
@@ -41,28 +43,8 @@ class Resolver:
         name = dotted(expr)
         if name is not None:
             return self._name(expr, name, env, depth)
-        if isinstance(expr, ast.BinOp):
-            return ast.BinOp(
-                self.resolve(expr.left, env, depth + 1),
-                expr.op,
-                self.resolve(expr.right, env, depth + 1),
-            )
-        if isinstance(expr, ast.UnaryOp):
-            return ast.UnaryOp(expr.op, self.resolve(expr.operand, env, depth + 1))
-        if isinstance(expr, ast.BoolOp):
-            return ast.BoolOp(expr.op, [self.resolve(v, env, depth + 1) for v in expr.values])
-        if isinstance(expr, ast.Compare):
-            return ast.Compare(
-                self.resolve(expr.left, env, depth + 1),
-                expr.ops,
-                [self.resolve(c, env, depth + 1) for c in expr.comparators],
-            )
-        if isinstance(expr, ast.IfExp):
-            return ast.IfExp(
-                self.resolve(expr.test, env, depth + 1),
-                self.resolve(expr.body, env, depth + 1),
-                self.resolve(expr.orelse, env, depth + 1),
-            )
+        if isinstance(expr, _OPERATIONS):
+            return self._operation(expr, env, depth)
         if isinstance(expr, ast.Call):
             return self._call(expr, env, depth)
         if isinstance(expr, ast.Subscript):
@@ -74,20 +56,26 @@ class Resolver:
             return ast.Attribute(self.resolve(expr.value, env, depth + 1), expr.attr, expr.ctx)
         return expr
 
+    def _operation(self, expr: ast.expr, env: Env, depth: int) -> ast.expr:
+        """Return the operation with its operands resolved."""
+        fields: dict[str, Any] = {}
+        for name, value in ast.iter_fields(expr):
+            if isinstance(value, ast.expr):
+                value = self.resolve(value, env, depth + 1)
+            elif isinstance(value, list) and name != "ops":
+                value = [self.resolve(item, env, depth + 1) for item in value]
+            fields[name] = value
+        return type(expr)(**fields)
+
     def _call(self, expr: ast.Call, env: Env, depth: int) -> ast.expr:
-        returned = self.returns.get(id(expr))
-        if returned is not None and len(returned) == 1 and is_simple(returned[0].expr):
-            return self.resolve(returned[0].expr, returned[0].env, depth + 1)
-        return ast.Call(
-            expr.func
-            if dotted(expr.func) in _PURE_CALLS
-            else self.resolve(expr.func, env, depth + 1),
-            [
-                a if isinstance(a, ast.Starred) else self.resolve(a, env, depth + 1)
-                for a in expr.args
-            ],
-            expr.keywords,
-        )
+        returned = self._pure_return(expr)
+        if returned is not None:
+            return self.resolve(returned.expr, returned.env, depth + 1)
+        is_pure = dotted(expr.func) in _PURE_CALLS
+        func = expr.func if is_pure else self.resolve(expr.func, env, depth + 1)
+        # `resolve` leaves a starred argument as it is.
+        args = [self.resolve(argument, env, depth + 1) for argument in expr.args]
+        return ast.Call(func, args, expr.keywords)
 
     def _name(self, expr: ast.expr, name: str, env: Env, depth: int) -> ast.expr:
         defs = env.get(name)
@@ -100,7 +88,7 @@ class Resolver:
         followed = [
             self.resolve(d.expr, d.env, depth + 1)
             for d in defs
-            if is_simple(d.expr) or self._is_pure_return(d.expr)
+            if is_simple(d.expr) or self._pure_return(d.expr) is not None
         ]
         if len(followed) == len(defs):
             spelled = {text(f) for f in followed}
@@ -111,9 +99,10 @@ class Resolver:
             return ast.Name(id=name, ctx=ast.Load())
         return ast.Name(id=self._opaque_key(name, defs, loops), ctx=ast.Load())
 
-    def _is_pure_return(self, expr: ast.expr) -> bool:
-        returned = self.returns.get(id(expr))
-        return returned is not None and len(returned) == 1 and is_simple(returned[0].expr)
+    def _pure_return(self, call: ast.expr) -> Def | None:
+        """Return the one simple value that a followed helper returns to this call, or None."""
+        returned = self.returns.get(id(call), ())
+        return returned[0] if len(returned) == 1 and is_simple(returned[0].expr) else None
 
     def _opaque_key(self, name: str, defs: tuple[Def, ...], loops: tuple[Loop, ...]) -> str:
         known = self._opaque.get(id(defs[-1]))
@@ -145,37 +134,26 @@ def _known_prefix(name: str, env: Env) -> bool:
     return any(name == known or name.startswith(known + ".") for known in env)
 
 
-def is_simple(expr: ast.expr) -> bool:
+def is_simple(expr: ast.AST) -> bool:
     """True if an expression can replace the name it was assigned to."""
-    if isinstance(expr, (ast.Constant, ast.Name)):
-        return True
-    if isinstance(expr, ast.Attribute):
-        return is_simple(expr.value)
-    if isinstance(expr, ast.BinOp):
-        return is_simple(expr.left) and is_simple(expr.right)
-    if isinstance(expr, ast.UnaryOp):
-        return is_simple(expr.operand)
-    if isinstance(expr, ast.BoolOp):
-        return all(is_simple(v) for v in expr.values)
-    if isinstance(expr, ast.IfExp):
-        return is_simple(expr.test) and is_simple(expr.body) and is_simple(expr.orelse)
-    if isinstance(expr, ast.Compare):
-        return is_simple(expr.left) and all(is_simple(c) for c in expr.comparators)
+    if isinstance(expr, ast.Call):
+        return _is_simple_call(expr)
     if isinstance(expr, ast.Subscript):
         return is_simple(expr.value) and isinstance(expr.slice, ast.Constant)
-    if isinstance(expr, ast.Call):
-        name = dotted(expr.func)
-        if name in _PURE_CALLS:
-            return all(is_simple(a) for a in expr.args) and not expr.keywords
-        # A settings dictionary counts as a name.
-        if isinstance(expr.func, ast.Attribute) and is_simple(expr.func.value):
-            if last_part(expr.func) == "get":
-                return all(isinstance(a, ast.Constant) for a in expr.args)
-            # So does a method that computes the number of steps, or a framework's flag.
-            return is_accumulation_name(last_part(expr.func)) and all(
-                is_simple(a) for a in expr.args
-            )
-    return False
+    known = (ast.Constant, ast.Name, ast.Attribute, *_OPERATIONS)
+    return isinstance(expr, known) and all(is_simple(part) for part in children(expr))
+
+
+def _is_simple_call(call: ast.Call) -> bool:
+    if dotted(call.func) in _PURE_CALLS:
+        return all(is_simple(a) for a in call.args) and not call.keywords
+    if not isinstance(call.func, ast.Attribute) or not is_simple(call.func.value):
+        return False
+    # A settings dictionary counts as a name.
+    if call.func.attr == "get":
+        return all(isinstance(a, ast.Constant) for a in call.args)
+    # So does a method that computes the number of steps, or a framework's flag.
+    return is_accumulation_name(call.func.attr) and all(is_simple(a) for a in call.args)
 
 
 def strip_casts(expr: ast.expr) -> ast.expr:

@@ -8,16 +8,31 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
-from .counters import first_value, is_reset, steps_by_one
-from .events import Guard, Loop, Symbol
-from .expressions import dotted, is_accumulation_name, last_part, number, text, walk
+from .events import Def, Env, Guard, Loop, Symbol
+from .expressions import (
+    dotted,
+    is_accumulation_name,
+    is_binary,
+    is_call,
+    is_not,
+    keyword,
+    last_part,
+    number,
+    positional,
+    text,
+    walk,
+)
 from .name_resolution import Resolver, strip_casts
 
-__all__ = ["Boundary", "boundary_of", "of_guard", "says_accumulating"]
+__all__ = ["Boundary", "iterated", "of_guard", "peel", "says_accumulating"]
 
 _LAST_NAME = re.compile(r"last|final|end\b|is_end|len\(|num_batches|total|epoch_steps|nb\b", re.I)
+# Calls that wrap an iterable without changing its items.
+_WRAPPERS = {"tqdm", "trange", "track", "notebook_tqdm", "TQDM", "Progbar", "progress_bar", "iter"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,306 +60,411 @@ class Boundary:
         return "" if self.every is None else text(self.every)
 
 
+@dataclass(frozen=True, eq=False)
+class _Position:
+    """A counter plus a constant; `spread` says that a loop-invariant term is added too."""
+
+    symbol: Symbol
+    offset: int = 0
+    spread: bool = False
+
+
 def of_guard(guard: Guard, loop: Loop, resolver: Resolver) -> Boundary | None:
     """Return the boundary that a guard represents, as seen from inside it."""
-    found = boundary_of(resolver.resolve(guard.expr, guard.env), loop, resolver)
-    if found is None:
+    found = _LoopConditions(loop, resolver).boundary(resolver.resolve(guard.expr, guard.env))
+    if found is None or (found.partial and not guard.positive):
         return None
     found = replace(found, expr=guard.expr)
-    if found.partial and not guard.positive:
+    return found if guard.positive else _negated(found)
+
+
+def _negated(found: Boundary | None) -> Boundary | None:
+    return None if found is None else replace(found, inverse=not found.inverse)
+
+
+class _LoopConditions:
+    """Reads the resolved conditions of one loop."""
+
+    def __init__(self, loop: Loop, resolver: Resolver) -> None:
+        self.loop = loop
+        self.resolver = resolver
+
+    def boundary(self, expr: ast.expr) -> Boundary | None:
+        """Return the boundary in a resolved condition, or None if it is another condition."""
+        if is_not(expr):
+            return _negated(self.boundary(expr.operand))
+        if isinstance(expr, ast.BoolOp):
+            return self._compound(expr)
+        if isinstance(expr, ast.IfExp):
+            return self._choice(expr)
+        if isinstance(expr, ast.Compare) and len(expr.ops) == 1:
+            return self._comparison(expr)
+        if is_binary(expr, ast.Mod):
+            return self._modulo(expr, 0.0, expr, inverse=True)
+        if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
+            return self.boundary(expr.args[0])
+        return _framework_boundary(expr)
+
+    def _varies(self, expr: ast.expr) -> bool:
+        return self.resolver.varies(expr, self.loop)
+
+    def _choice(self, expr: ast.IfExp) -> Boundary | None:
+        """Return the boundary of `True if i % k == 0 else False`, or the reverse."""
+        branches = (expr.body, expr.orelse)
+        values = [v.value if isinstance(v, ast.Constant) else None for v in branches]
+        if values not in ([True, False], [False, True]):
+            return None
+        inner = self.boundary(expr.test)
+        return inner if values[0] is True else _negated(inner)
+
+    def _compound(self, expr: ast.BoolOp) -> Boundary | None:
+        parts = [(value, self.boundary(value)) for value in expr.values]
+        known = [b for _, b in parts if b is not None]
+        others = [v for v, b in parts if b is None]
+        if not known:
+            return None
+        # The modulo is the boundary; "last of the loop" beside it handles the tail.
+        known.sort(key=lambda b: b.kind == "last")
+        main = known[0]
+        is_or = isinstance(expr.op, ast.Or)
+        # "boundary or last" and its negation "not boundary and not last" both handle the tail.
+        if is_or != main.inverse:
+            ends = any(b.kind == "last" for b in known[1:])
+            tail = ends or main.tail or any(self._is_tail(v) for v in others)
+            return replace(self._beside(main, others, self._is_tail), tail=tail, expr=expr)
+        if is_or:
+            return None
+        after_first = any(self._excludes_zero(v) for v in others)
+        found = self._beside(main, others, self._excludes_zero)
+        return replace(found, after_first=after_first, expr=expr)
+
+    def _beside(
+        self, main: Boundary, others: list[ast.expr], harmless: Callable[[ast.expr], bool]
+    ) -> Boundary:
+        """Return the boundary, marked impure or partial by the other conditions beside it."""
+        pure = all(harmless(v) or not self._varies(v) for v in others)
+        plain = [v for v in others if says_accumulating(v, main.key) is None]
+        return replace(main, pure=main.pure and pure, partial=any(not harmless(v) for v in plain))
+
+    def _is_tail(self, expr: ast.expr) -> bool:
+        """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
+        if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
+            sides = (expr.left, expr.comparators[0])
+            if any(self._position(side) is not None for side in sides):
+                return True
+        spelled = text(expr)
+        return bool(_LAST_NAME.search(spelled)) and (
+            self._varies(expr) or bool(re.search(r"last|final|end", spelled, re.I))
+        )
+
+    def _excludes_zero(self, expr: ast.expr) -> bool:
+        if isinstance(expr, ast.Name):
+            return any(s.kind in {"target", "carried"} for s in self.resolver.symbols_in(expr))
+        return (
+            isinstance(expr, ast.Compare)
+            and len(expr.ops) == 1
+            and isinstance(expr.ops[0], (ast.Gt, ast.NotEq))
+            and number(expr.comparators[0]) == 0
+            and isinstance(expr.left, ast.Name)
+        )
+
+    # -- comparisons -------------------------------------------------------------------------
+
+    def _comparison(self, expr: ast.Compare) -> Boundary | None:
+        left, op, right = expr.left, expr.ops[0], expr.comparators[0]
+        if is_binary(right, ast.Mod) and number(left) is not None:
+            left, right = right, left
+        if is_binary(left, ast.Mod):
+            if not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
+                return None
+            rest = number(right)
+            if rest is None and text(right) == f"{text(left.right)} - 1":
+                rest = -1.0  # `i % k == k - 1`
+            inverse = isinstance(op, (ast.NotEq, ast.Gt))
+            return None if rest is None else self._modulo(left, rest, expr, inverse=inverse)
+        if isinstance(op, (ast.Eq, ast.GtE, ast.Gt, ast.NotEq, ast.Lt)):
+            return self._last(expr) or self._counted(expr)
         return None
-    return found if guard.positive else replace(found, inverse=not found.inverse)
+
+    def _modulo(
+        self, mod: ast.BinOp, rest: float, whole: ast.expr, *, inverse: bool
+    ) -> Boundary | None:
+        position = self._position(mod.left)
+        every = strip_casts(mod.right)
+        size = number(every)
+        if position is None or (size is not None and size <= 1):
+            return None
+        if self._varies(every) and not is_accumulation_name(text(every)):
+            return None
+        symbol = position.symbol
+        start, spanning = self._first_value(symbol)
+        shift: int | None = None
+        if start is not None and (symbol.kind == "target" or self._steps_by_one(symbol)):
+            shift = int(rest) - start - position.offset + 1
+            if size is not None and shift % int(size) == 0:
+                shift = 0
+        spanning = spanning or position.spread
+        return Boundary("modulo", every, whole, shift, inverse, spanning=spanning)
+
+    def _last(self, expr: ast.Compare) -> Boundary | None:
+        """Return `i == n - 1` or `i + 1 == n` in a loop over range(n) or something of length n."""
+        op, sides = expr.ops[0], (expr.left, expr.comparators[0])
+        if isinstance(op, ast.Gt):
+            return None
+        inverse = isinstance(op, (ast.NotEq, ast.Lt))
+        for counter, bound in (sides, sides[::-1]):
+            position = self._position(counter)
+            if position is None or position.symbol.kind != "target" or self._varies(bound):
+                continue
+            size = self._range_size()
+            if size is not None and text(bound) in {f"{size} - 1", size}:
+                return Boundary("last", ast.parse(size, mode="eval").body, expr, 0, inverse)
+            if _LAST_NAME.search(text(bound)):
+                return Boundary("last", None, expr, 0, inverse)
+        return None
+
+    def _range_size(self) -> str | None:
+        iterable = self.loop.iterable
+        if not isinstance(iterable, ast.Call) or dotted(iterable.func) != "range":
+            return None
+        if len(iterable.args) != 1:
+            return None
+        return self.resolver.key(iterable.args[0], self.loop.entry)
+
+    def _counted(self, expr: ast.Compare) -> Boundary | None:
+        """Return `n == k` for a counter that is reset, or `now - last_update >= accum`."""
+        left, op = expr.left, expr.ops[0]
+        inverse = isinstance(op, (ast.NotEq, ast.Lt))
+        every = strip_casts(expr.comparators[0])
+        position = self._position(left)
+        if position is not None:
+            symbol = position.symbol
+            if symbol.kind != "carried" or self._varies(every) or not self._is_reset(symbol):
+                return None
+            start, spanning = self._first_value(symbol)
+            shift = None if start is None else 1 - start - position.offset + isinstance(op, ast.Gt)
+            return Boundary("reset", every, expr, shift, inverse, spanning=spanning)
+        if not is_binary(left, ast.Sub) or not self._varies(left):
+            return None
+        if not is_accumulation_name(text(every)):
+            return None
+        return Boundary("dynamic", every, expr, None, inverse, spanning=True)
+
+    # -- positions ---------------------------------------------------------------------------
+
+    def _position(self, expr: ast.expr) -> _Position | None:
+        """Return the counter and the constant of `i + c + epoch * n`, or None."""
+        if isinstance(expr, ast.Name):
+            symbol = self.resolver.symbols.get(expr.id)
+            if symbol is None or symbol.kind == "opaque" or symbol.loop is not self.loop:
+                return None
+            return _Position(symbol)
+        if isinstance(expr, ast.Call) and dotted(expr.func) == "len" and len(expr.args) == 1:
+            return self._list_length(expr.args[0])
+        if isinstance(expr, ast.Attribute) and self.loop.virtual:
+            return self._attribute(expr)
+        return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
+
+    def _sum(self, expr: ast.BinOp) -> _Position | None:
+        sign = -1 if isinstance(expr.op, ast.Sub) else 1
+        left = self._position(expr.left)
+        right = self._position(expr.right) if sign == 1 else None
+        if (left is None) == (right is None):
+            return None
+        found, other = (left, expr.right) if left is not None else (right, expr.left)
+        assert found is not None
+        is_constant = number(other) is not None
+        if not is_constant and self._varies(other):
+            return None
+        offset = found.offset + sign * _constant_part(other)
+        return _Position(found.symbol, offset, found.spread or not is_constant)
+
+    def _attribute(self, expr: ast.Attribute) -> _Position | None:
+        """Return the position of `engine.state.iteration`: a counter kept by other code."""
+        owner: ast.expr = expr
+        while isinstance(owner, ast.Attribute):
+            owner = owner.value
+        if not isinstance(owner, ast.Name):
+            return None
+        if owner.id.split(".")[0] == "self":
+            return _Position(Symbol(text(expr), (self.loop,), "carried", self.loop))
+        symbol = self.resolver.symbols.get(owner.id)
+        if symbol is not None and symbol.loop is self.loop and symbol.kind == "carried":
+            return _Position(replace(symbol, init=()))
+        return None
+
+    def _list_length(self, kept: ast.expr) -> _Position | None:
+        """Return the position of `len(losses)` after `losses.append(...)`: a list as a counter."""
+        name = dotted(kept)
+        for node in walk(self.loop.node):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "append"
+                and dotted(node.value) == name
+            ):
+                return _Position(Symbol(name or "", (self.loop,), "carried", self.loop), 0, True)
+        return None
+
+    # -- counters ----------------------------------------------------------------------------
+
+    def _first_value(self, symbol: Symbol) -> tuple[int | None, bool]:
+        """Return the first iteration's value (or None), and True if outer loops do not reset it."""
+        if symbol.kind == "target":
+            start = self._target_start(symbol)
+            # An index with another start continues from an earlier epoch or run.
+            return start, start is None and self._resumes()
+        start, spanning = self._carried_start(symbol.init)
+        # An attribute set in the constructor keeps counting from call to call.
+        kept = symbol.name.startswith("self.") and any(d.node is None for d in symbol.init)
+        return start, spanning or kept or self.loop.virtual
+
+    def _resumes(self) -> bool:
+        iterable = peel(self.loop.iterable, self.loop.entry)
+        return is_call(iterable, "enumerate") and (
+            len(iterable.args) > 1 or keyword(iterable, "start") is not None
+        )
+
+    def _target_start(self, symbol: Symbol) -> int | None:
+        if self.loop.virtual:
+            # Frameworks count batches from zero (Lightning's batch_idx).
+            return 0
+        iterable = peel(self.loop.iterable, self.loop.entry)
+        if is_call(iterable, "enumerate") and isinstance(self.loop.target, ast.Tuple):
+            if dotted(self.loop.target.elts[0]) != symbol.name:
+                return None
+            start = positional(iterable, 1) or keyword(iterable, "start")
+            return self._integer(start) if start is not None else 0
+        if is_call(iterable, "range", "trange"):
+            if len(iterable.args) == 1:
+                return 0
+            return self._integer(iterable.args[0]) if iterable.args else None
+        return None
+
+    def _integer(self, expr: ast.expr) -> int | None:
+        resolved = self.resolver.resolve(expr, self.loop.entry)
+        value = number(resolved)
+        if value is None and is_binary(resolved, ast.Add):
+            # `start=resumed + 1`: a fresh run resumes from zero.
+            value = number(resolved.right)
+        return None if value is None else int(value)
+
+    def _carried_start(self, init: tuple[Def, ...], depth: int = 0) -> tuple[int | None, bool]:
+        if len(init) != 1 or depth > 6:
+            return None, True
+        resolved = self.resolver.resolve(init[0].expr, init[0].env)
+        value = number(resolved)
+        if value is not None:
+            return int(value), False
+        if isinstance(resolved, ast.Name) and resolved.id in self.resolver.symbols:
+            outer = self.resolver.symbols[resolved.id]
+            if outer.kind == "carried":
+                return self._carried_start(outer.init, depth + 1)[0], True
+        return None, True
+
+    def _steps_by_one(self, symbol: Symbol) -> bool:
+        """True if every iteration adds one to a manual counter, or resets it to a literal."""
+        values = [
+            self.resolver.resolve(definition.expr, definition.env)
+            for definition in self.loop.exit.get(symbol.name, ())
+            if not isinstance(definition.expr, ast.Constant)
+        ]
+        return bool(values) and all(
+            is_binary(value, ast.Add)
+            and number(value.right) == 1
+            and isinstance(value.left, ast.Name)
+            and self.resolver.symbols.get(value.left.id) is symbol
+            for value in values
+        )
+
+    def _is_reset(self, symbol: Symbol) -> bool:
+        """True if the loop resets a counter to a literal on some path."""
+        return any(isinstance(d.expr, ast.Constant) for d in self.loop.exit.get(symbol.name, ()))
 
 
-def boundary_of(expr: ast.expr, loop: Loop, resolver: Resolver) -> Boundary | None:
-    """Return the boundary in a resolved condition, or None if it is another condition."""
-    if isinstance(expr, ast.UnaryOp) and isinstance(expr.op, ast.Not):
-        inner = boundary_of(expr.operand, loop, resolver)
-        return None if inner is None else replace(inner, inverse=not inner.inverse)
-    if isinstance(expr, ast.BoolOp):
-        return _compound(expr, loop, resolver)
-    if isinstance(expr, ast.IfExp):
-        return _choice(expr, loop, resolver)
-    if isinstance(expr, ast.Compare) and len(expr.ops) == 1:
-        return _comparison(expr.left, expr.ops[0], expr.comparators[0], expr, loop, resolver)
-    if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Mod):
-        return _modulo(expr, 0.0, None, expr, loop, resolver, inverse=True)
+def _framework_boundary(expr: ast.expr) -> Boundary | None:
     if isinstance(expr, ast.Attribute) and expr.attr == "sync_gradients":
         return Boundary("accelerate", None, expr)
     if last_part(getattr(expr, "func", expr)) == "is_gradient_accumulation_boundary":
         return Boundary("deepspeed", None, expr)
-    if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
-        return boundary_of(expr.args[0], loop, resolver)
     return None
-
-
-def _choice(expr: ast.IfExp, loop: Loop, resolver: Resolver) -> Boundary | None:
-    """Return the boundary of `True if i % k == 0 else False`, or the reverse."""
-    values = [v.value if isinstance(v, ast.Constant) else None for v in (expr.body, expr.orelse)]
-    if values not in ([True, False], [False, True]):
-        return None
-    inner = boundary_of(expr.test, loop, resolver)
-    if inner is None or values[0] is True:
-        return inner
-    return replace(inner, inverse=not inner.inverse)
-
-
-def _compound(expr: ast.BoolOp, loop: Loop, resolver: Resolver) -> Boundary | None:
-    parts = [(value, boundary_of(value, loop, resolver)) for value in expr.values]
-    known = [b for _, b in parts if b is not None]
-    others = [v for v, b in parts if b is None]
-    if not known:
-        return None
-    # The modulo is the boundary; "last of the loop" beside it handles the tail.
-    known.sort(key=lambda b: b.kind == "last")
-    main = known[0]
-    ends = any(b.kind == "last" for b in known[1:])
-    is_or = isinstance(expr.op, ast.Or)
-    # "boundary or last" and its negation "not boundary and not last" both handle the tail.
-    if is_or != main.inverse:
-        plain = [v for v in others if says_accumulating(v, main.key) is None]
-        partial = any(not _is_tail(v, loop, resolver) for v in plain)
-        tail = ends or any(_is_tail(v, loop, resolver) for v in others)
-        pure = all(not resolver.varies(v, loop) or _is_tail(v, loop, resolver) for v in others)
-        return replace(
-            main, tail=tail or main.tail, pure=main.pure and pure, partial=partial, expr=expr
-        )
-    if is_or:
-        return None
-    if main.inverse:
-        # `k > 1 and i % k != 0` is the inside of a window whenever there are windows.
-        others = [v for v in others if says_accumulating(v, main.key) is None]
-    after_first = any(_excludes_zero(v, resolver) for v in others)
-    pure = all(not resolver.varies(v, loop) or _excludes_zero(v, resolver) for v in others)
-    plain = [v for v in others if says_accumulating(v, main.key) is None]
-    partial = any(not _excludes_zero(v, resolver) for v in plain)
-    return replace(
-        main, after_first=after_first, pure=main.pure and pure, partial=partial, expr=expr
-    )
-
-
-def _is_tail(expr: ast.expr, loop: Loop, resolver: Resolver) -> bool:
-    """True for one particular iteration: `i == max_iters`, `last`, `step + 1 == len(loader)`."""
-    if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], ast.Eq):
-        sides = (expr.left, expr.comparators[0])
-        if any(_linear(side, loop, resolver) is not None for side in sides):
-            return True
-    return bool(_LAST_NAME.search(text(expr))) and (
-        resolver.varies(expr, loop) or bool(re.search(r"last|final|end", text(expr), re.I))
-    )
-
-
-def _excludes_zero(expr: ast.expr, resolver: Resolver) -> bool:
-    if isinstance(expr, ast.Name):
-        return any(s.kind in {"target", "carried"} for s in resolver.symbols_in(expr))
-    return (
-        isinstance(expr, ast.Compare)
-        and len(expr.ops) == 1
-        and isinstance(expr.ops[0], (ast.Gt, ast.NotEq))
-        and number(expr.comparators[0]) == 0
-        and isinstance(expr.left, ast.Name)
-    )
-
-
-def _comparison(
-    left: ast.expr,
-    op: ast.cmpop,
-    right: ast.expr,
-    whole: ast.expr,
-    loop: Loop,
-    resolver: Resolver,
-) -> Boundary | None:
-    if isinstance(right, ast.BinOp) and isinstance(right.op, ast.Mod) and number(left) is not None:
-        left, right = right, left
-    if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod):
-        inverse = isinstance(op, (ast.NotEq, ast.Gt))
-        if isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
-            return _modulo(left, number(right), right, whole, loop, resolver, inverse=inverse)
-        return None
-    if isinstance(op, (ast.Eq, ast.GtE, ast.Gt, ast.NotEq, ast.Lt)):
-        last = _last(left, op, right, whole, loop, resolver)
-        return last or _counted(left, op, right, whole, loop, resolver)
-    return None
-
-
-def _modulo(
-    mod: ast.BinOp,
-    rest: float | None,
-    rest_expr: ast.expr | None,
-    whole: ast.expr,
-    loop: Loop,
-    resolver: Resolver,
-    *,
-    inverse: bool,
-) -> Boundary | None:
-    position = _linear(mod.left, loop, resolver)
-    every = strip_casts(mod.right)
-    if position is None or (resolver.varies(every, loop) and not _accumulates(every)):
-        return None
-    symbol, offset, spread = position
-    size = number(every)
-    if size is not None and size <= 1:
-        return None
-    if rest is None:
-        # `i % k == k - 1`: the remainder is -1.
-        if rest_expr is None or text(rest_expr) != f"{text(mod.right)} - 1":
-            return None
-        rest = -1.0
-    start, spanning = first_value(symbol, loop, resolver)
-    shift: int | None = None
-    if start is not None and (symbol.kind == "target" or steps_by_one(symbol, loop, resolver)):
-        raw = int(rest) - start - offset + 1
-        shift = raw if size is None else (0 if raw % int(size) == 0 else raw)
-    return Boundary("modulo", every, whole, shift, inverse, spanning=spanning or spread)
-
-
-def _last(
-    left: ast.expr,
-    op: ast.cmpop,
-    right: ast.expr,
-    whole: ast.expr,
-    loop: Loop,
-    resolver: Resolver,
-) -> Boundary | None:
-    # `i == n - 1` or `i + 1 == n`, in a loop over range(n) or over something of length n.
-    if not isinstance(op, (ast.Eq, ast.NotEq, ast.GtE, ast.Lt)):
-        return None
-    for a, b in ((left, right), (right, left)):
-        position = _linear(a, loop, resolver)
-        if position is None or resolver.varies(b, loop) or position[0].kind != "target":
-            continue
-        bound = text(b)
-        size = _range_size(loop, resolver)
-        if size is not None and bound in {f"{size} - 1", size}:
-            every = ast.parse(size, mode="eval").body
-            return Boundary("last", every, whole, 0, isinstance(op, (ast.NotEq, ast.Lt)))
-        if "len(" in bound or _LAST_NAME.search(bound):
-            return Boundary("last", None, whole, 0, isinstance(op, (ast.NotEq, ast.Lt)))
-    return None
-
-
-def _range_size(loop: Loop, resolver: Resolver) -> str | None:
-    iterable = loop.iterable
-    if not isinstance(iterable, ast.Call) or dotted(iterable.func) != "range":
-        return None
-    return resolver.key(iterable.args[0], loop.entry) if len(iterable.args) == 1 else None
-
-
-def _counted(
-    left: ast.expr,
-    op: ast.cmpop,
-    right: ast.expr,
-    whole: ast.expr,
-    loop: Loop,
-    resolver: Resolver,
-) -> Boundary | None:
-    inverse = isinstance(op, (ast.NotEq, ast.Lt))
-    every = strip_casts(right)
-    position = _linear(left, loop, resolver)
-    if position is not None:
-        symbol, offset, _ = position
-        if symbol.kind != "carried" or resolver.varies(every, loop):
-            return None
-        if not is_reset(symbol, loop):
-            return None
-        start, spanning = first_value(symbol, loop, resolver)
-        shift = None if start is None else 1 - start - offset + isinstance(op, ast.Gt)
-        return Boundary("reset", every, whole, shift, inverse, spanning=spanning)
-    if not isinstance(left, ast.BinOp) or not isinstance(left.op, ast.Sub):
-        return None
-    if not _accumulates(every) or not resolver.varies(left, loop):
-        return None
-    return Boundary("dynamic", every, whole, None, inverse, spanning=True)
-
-
-def _accumulates(expr: ast.expr) -> bool:
-    return is_accumulation_name(text(expr))
-
-
-def _linear(expr: ast.expr, loop: Loop, resolver: Resolver) -> tuple[Symbol, int, bool] | None:
-    """Return (symbol, constant, True if a loop-invariant term is added) for `i + c + epoch * n`."""
-    if isinstance(expr, ast.Name):
-        symbol = resolver.symbols.get(expr.id)
-        if symbol is None or symbol.kind == "opaque" or symbol.loop is not loop:
-            return None
-        return symbol, 0, False
-    if isinstance(expr, ast.Call) and dotted(expr.func) == "len" and len(expr.args) == 1:
-        return _linear_length(expr.args[0], loop)
-    if isinstance(expr, ast.Attribute) and loop.virtual:
-        return _linear_attribute(expr, loop, resolver)
-    if not isinstance(expr, ast.BinOp) or not isinstance(expr.op, (ast.Add, ast.Sub)):
-        return None
-    left = _linear(expr.left, loop, resolver)
-    right = _linear(expr.right, loop, resolver) if isinstance(expr.op, ast.Add) else None
-    if (left is None) == (right is None):
-        return None
-    found, other = (left, expr.right) if left is not None else (right, expr.left)
-    assert found is not None
-    constant = number(other)
-    if constant is not None:
-        sign = -1 if isinstance(expr.op, ast.Sub) else 1
-        return found[0], found[1] + sign * int(constant), found[2]
-    if resolver.varies(other, loop):
-        return None
-    sign = -1 if isinstance(expr.op, ast.Sub) else 1
-    return found[0], found[1] + sign * _constant_part(other), True
 
 
 def _constant_part(expr: ast.expr) -> int:
     """Return the 1 of `1 + epoch * len(loader)`: the rest is a whole number of epochs."""
-    if isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Add):
+    if is_binary(expr, ast.Add):
         return _constant_part(expr.left) + _constant_part(expr.right)
     return int(number(expr) or 0)
 
 
-def _linear_attribute(
-    expr: ast.Attribute, loop: Loop, resolver: Resolver
-) -> tuple[Symbol, int, bool] | None:
-    # `engine.state.iteration` in a step function: a counter kept by other code.
-    root: ast.expr = expr
-    while isinstance(root, ast.Attribute):
-        root = root.value
-    if isinstance(root, ast.Name) and root.id.split(".")[0] == "self":
-        return Symbol(text(expr), (loop,), "carried", loop), 0, False
-    if isinstance(root, ast.Name) and root.id in resolver.symbols:
-        owner = resolver.symbols[root.id]
-        if owner.loop is loop and owner.kind == "carried":
-            return replace(owner, init=()), 0, False
-    return None
-
-
 def says_accumulating(expr: ast.expr, key: str) -> bool | None:
     """True if a condition means "accumulation is on" (`k > 1`), False if "off", else None."""
-    if isinstance(expr, ast.UnaryOp) and isinstance(expr.op, ast.Not):
+    if is_not(expr):
         inner = says_accumulating(expr.operand, key)
         return None if inner is None else not inner
-    if isinstance(expr, ast.Compare) and len(expr.ops) == 1:
-        op, limit = expr.ops[0], number(expr.comparators[0])
-        if not _names_count(expr.left, key) or limit not in {0.0, 1.0, 2.0}:
-            return None
-        if (isinstance(op, ast.Gt) and limit <= 1) or (isinstance(op, ast.GtE) and limit == 2):
-            return True
-        if isinstance(op, ast.NotEq):
-            return True
-        if isinstance(op, (ast.Eq, ast.LtE)) and limit <= 1:
-            return False
-        return False if isinstance(op, ast.Lt) else None
-    return True if _names_count(expr, key) and not isinstance(expr, ast.Compare) else None
+    if isinstance(expr, ast.Compare):
+        return _compares_count(expr, key)
+    return True if _names_count(expr, key) else None
+
+
+def _compares_count(expr: ast.Compare, key: str) -> bool | None:
+    op, limit = expr.ops[0], number(expr.comparators[0])
+    if len(expr.ops) != 1 or not _names_count(expr.left, key) or limit not in {0.0, 1.0, 2.0}:
+        return None
+    if (isinstance(op, ast.Gt) and limit <= 1) or (isinstance(op, ast.GtE) and limit == 2):
+        return True
+    if isinstance(op, ast.NotEq):
+        return True
+    if isinstance(op, ast.Lt) or (isinstance(op, (ast.Eq, ast.LtE)) and limit <= 1):
+        return False
+    return None
 
 
 def _names_count(expr: ast.expr, key: str) -> bool:
     spelled = text(strip_casts(expr))
     if spelled == key and key:
         return True
-    return (dotted(expr) is not None or isinstance(expr, ast.Subscript)) and is_accumulation_name(
-        spelled
+    is_name = dotted(expr) is not None or isinstance(expr, ast.Subscript)
+    return is_name and is_accumulation_name(spelled)
+
+
+def peel(iterable: ast.expr | None, env: Env) -> ast.expr | None:
+    """Return the iterable without progress bars and aliases: `enumerate(loader)` for `pbar`."""
+    for _ in range(8):
+        if iterable is None:
+            break
+        if _is_wrapper(iterable):
+            inner = positional(iterable, 0) or keyword(iterable, "iterable")
+            if inner is None or last_part(iterable.func) == "trange":
+                break
+            iterable = inner
+        else:
+            alias = _alias(iterable, env)
+            if alias is None:
+                break
+            iterable, env = alias.expr, alias.env
+    return iterable
+
+
+def iterated(loop: Loop) -> ast.expr | None:
+    """Return what a loop runs over, without progress bars, aliases and `enumerate`."""
+    iterable = peel(loop.iterable, loop.entry)
+    if is_call(iterable, "enumerate") and iterable.args:
+        return peel(iterable.args[0], loop.entry)
+    return iterable
+
+
+def _is_wrapper(expr: ast.expr) -> TypeGuard[ast.Call]:
+    return isinstance(expr, ast.Call) and (
+        last_part(expr.func) in _WRAPPERS or "tqdm" in (dotted(expr.func) or "")
     )
 
 
-def _linear_length(kept: ast.expr, loop: Loop) -> tuple[Symbol, int, bool] | None:
-    # `len(losses) % k` after `losses.append(...)`: a list used as a counter.
-    name = dotted(kept)
-    for node in walk(loop.node):
-        if isinstance(node, ast.Attribute) and node.attr == "append" and dotted(node.value) == name:
-            return Symbol(name or "", (loop,), "carried", loop), 0, True
-    return None
+def _alias(iterable: ast.expr, env: Env) -> Def | None:
+    """Return the definition of a name that stands for another name or a wrapped iterable."""
+    name = dotted(iterable)
+    made = [d for d in env.get(name or "", ()) if isinstance(d.expr, (ast.Call, ast.Name))]
+    if not made or dotted(made[-1].expr) == name:
+        return None
+    expr = made[-1].expr
+    known = _is_wrapper(expr) or is_call(expr, "enumerate", "range", "zip", "cycle")
+    return made[-1] if known or isinstance(expr, ast.Name) else None

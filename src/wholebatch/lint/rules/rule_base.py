@@ -1,17 +1,65 @@
-"""The rule: data and a check of the model. Its page is the docstring of its module."""
+"""The rule, what it reports, and the questions about a window that several rules ask."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..findings import Report
-from ..model import File
+from ..model import Event, File, Guard, LoopWindow
+from ..model.expressions import keyword, last_part, number, text
+from ..model.loop_windows import steps_after
 
-__all__ = ["Check", "Rule"]
+__all__ = [
+    "Edit",
+    "Report",
+    "Rule",
+    "exclusive",
+    "framework_accumulates",
+    "gradients_rescaled",
+    "is_optimizer_of",
+    "same_receiver",
+    "scaled_by_count",
+    "stepped",
+    "steps_every_micro_batch",
+]
 
-Check = Callable[[File], Iterator[Report]]
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit of a fix, at a node of the file.
+
+    `action` is "delete" (the statement), "before" or "after" (insert a statement beside it), or
+    "replace" (the expression). `kind` is the expression's class in libcst: nested expressions can
+    start at the same place.
+    """
+
+    action: str
+    line: int
+    column: int
+    code: str = ""
+    kind: str = ""
+
+    @staticmethod
+    def at(action: str, node: ast.AST, code: str = "") -> Edit:
+        """Return an edit at the place of a syntax-tree node."""
+        line = int(getattr(node, "lineno", 1))
+        column = int(getattr(node, "col_offset", 0))
+        return Edit(action, line, column, code, _KINDS.get(type(node), ""))
+
+
+_KINDS: dict[type[ast.AST], str] = {ast.Name: "Name", ast.BinOp: "BinaryOperation"}
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The output of a rule: the node, the message, and a fix if it is certain."""
+
+    node: ast.AST
+    message: str
+    fix: tuple[Edit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -21,7 +69,7 @@ class Rule:
     code: str
     name: str
     summary: str
-    check: Check
+    check: Callable[[File], Iterator[Report]]
     level: str = "warning"
     fixable: bool = False
 
@@ -37,3 +85,71 @@ class Rule:
         grade = "note" if self.level == "note" else "warning"
         fix = "`--fix` repairs the certain cases." if self.fixable else "No automatic fix."
         return f"# {self.code}: {self.name}\n\n*{grade} · {fix}*\n\n{body}\n"
+
+
+_ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
+
+
+def stepped(window: LoopWindow) -> list[Event]:
+    """Return the optimizer steps that close the window, at the boundary or after the inner loop."""
+    if window.shape == "nested":
+        return steps_after(window)
+    wanted = {"always"} if window.shape in {"plain", "accelerate"} else {"boundary"}
+    return [e for e in window.of("step") if window.when(e) in wanted | {"boundary"}]
+
+
+def steps_every_micro_batch(window: LoopWindow) -> bool:
+    """True if only the clearing waits for the boundary: every micro-batch is an update."""
+    steps = window.of("step")
+    return (
+        window.shape == "boundary"
+        and bool(steps)
+        and all(window.when(s) == "always" for s in steps)
+    )
+
+
+def same_receiver(first: Event, second: Event) -> bool:
+    """True if two calls are on the same object, judged by its spelling."""
+    return bool(first.receiver_text) and first.receiver_text == second.receiver_text
+
+
+def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
+    """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
+    if any(same_receiver(zero, step) for step in steps):
+        return True
+    names = {s.receiver_text for s in steps}
+    is_optimizer = bool(re.search(r"opt", zero.receiver_text, re.I))
+    return len(names) == 1 and not is_optimizer
+
+
+def exclusive(first: Event, second: Event) -> bool:
+    """True if two events are on opposite branches of one condition."""
+    mine = {(text(g.expr), g.positive) for g in first.path if isinstance(g, Guard)}
+    return any(isinstance(g, Guard) and (text(g.expr), not g.positive) in mine for g in second.path)
+
+
+def gradients_rescaled(file: File) -> bool:
+    """True if the file multiplies or divides gradients themselves."""
+    return bool(
+        re.search(
+            r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad)|\.grad(\.data)?\.(div_|mul_)"
+            r"|scale_grad|_foreach_(mul|div)_|grad\.(mul|div)_|multiply_grads|rescale_grad",
+            file.facts.source,
+        )
+    )
+
+
+def scaled_by_count(window: LoopWindow) -> bool:
+    """True if some path divides the loss by the number of micro-batches of a window."""
+    return any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
+
+
+def framework_accumulates(file: File) -> bool:
+    """True if a Lightning or transformers Trainer created here accumulates by itself."""
+    for call in file.facts.calls:
+        given = keyword(call, "accumulate_grad_batches")
+        if given is None and last_part(call.func) in _ARGUMENTS:
+            given = keyword(call, "gradient_accumulation_steps")
+        if given is not None and number(given) != 1 and text(given) != "None":
+            return True
+    return False

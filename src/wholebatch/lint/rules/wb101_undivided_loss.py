@@ -39,12 +39,18 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Window
-from ..model.expressions import is_accumulation_name, last_part, text, walk
+from ..model import Event, File, LoopWindow
+from ..model.expressions import (
+    divisor_of,
+    dotted,
+    is_accumulation_name,
+    is_binary,
+    last_part,
+    text,
+    walk,
+)
 from ..model.loss_origin import Chain
-from .rule_base import Rule
-from .window_questions import gradients_rescaled, root_name, scaled_by_count
+from .rule_base import Edit, Report, Rule, gradients_rescaled, scaled_by_count
 
 __all__ = ["RULE"]
 
@@ -66,16 +72,7 @@ def check(file: File) -> Iterator[Report]:
     if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
         return
     for window in file.accumulating:
-        if window.shape not in {"boundary", "nested"} or not window.backwards:
-            continue
-        if window.boundary is not None and window.boundary.kind in {"dynamic", "accelerate"}:
-            continue
-        # A window whose size changes during training normalises by something else.
-        if window.every is not None and window.resolver.varies(window.every, window.loop):
-            continue
-        if scaled_by_count(window) or not all(_plain(e, file) for e in window.backwards):
-            continue
-        if _divides_by_count(window):
+        if not _judged(window, file) or scaled_by_count(window) or _divides_by_count(window):
             continue
         if all(_undivided(chain, window) for _, chain in window.chains):
             event = window.backwards[0]
@@ -87,19 +84,29 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _divides_by_count(window: Window) -> bool:
+def _judged(window: LoopWindow, file: File) -> bool:
+    """True if the loop itself adds up the losses of a fixed number of micro-batches."""
+    if window.shape not in {"boundary", "nested"} or not window.backwards:
+        return False
+    if window.boundary is not None and window.boundary.kind in {"dynamic", "accelerate"}:
+        return False
+    # A window whose size changes during training normalises by something else.
+    if window.every is not None and window.resolver.varies(window.every, window.loop):
+        return False
+    return all(_plain(e, file) for e in window.backwards)
+
+
+def _divides_by_count(window: LoopWindow) -> bool:
     """True if something in the loop is divided by the count: it may scale the loss."""
     done = max(e.line for e in window.backwards)
-    return any(
-        isinstance(node, (ast.BinOp, ast.AugAssign))
-        and isinstance(node.op, ast.Div)
-        and is_accumulation_name(text(node.right if isinstance(node, ast.BinOp) else node.value))
-        # A loss that is divided after the last backward is only logged.
-        and not (
-            isinstance(node, ast.BinOp) and node.lineno > done and "loss" in text(node.left).lower()
-        )
-        for node in walk(window.loop.node)
-    )
+    for node in walk(window.loop.node):
+        by = divisor_of(node)
+        if by is None or not is_accumulation_name(text(by)):
+            continue
+        if isinstance(node, ast.BinOp) and node.lineno > done and "loss" in text(node.left).lower():
+            continue  # A loss that is divided after the last backward is only logged.
+        return True
+    return False
 
 
 def _plain(event: Event, file: File) -> bool:
@@ -108,7 +115,7 @@ def _plain(event: Event, file: File) -> bool:
     return event.detail in {"tensor", "native", "fabric", "lightning"}
 
 
-def _undivided(chain: Chain, window: Window) -> bool:
+def _undivided(chain: Chain, window: LoopWindow) -> bool:
     if any(not d.unrelated and not d.own_size for d in chain.divisors):
         return False
     if any(_SCALING_FACTOR.search(f) for f in chain.factors):
@@ -116,30 +123,24 @@ def _undivided(chain: Chain, window: Window) -> bool:
     is_mean = any(d.own_size for d in chain.divisors)
     if chain.base is None or ("sum" in chain.reducers and not is_mean):
         return False
-    base = chain.base
-    spelled = text(base)
-    while isinstance(base, (ast.Subscript, ast.Attribute)):
-        base = base.value
-    if isinstance(base, ast.Name) and base.id in chain.base_env:
-        made = [d.expr for d in chain.base_env[base.id]]
-        calls = [m for m in made if isinstance(m, ast.Call)]
-        if not calls:
-            return False
-        base = calls[0]
-        spelled += " " + text(base)
-    if not isinstance(base, ast.Call):
+    call = chain.base_call
+    if call is None:
         return False
-    if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(base, chain, window):
+    spelled = f"{text(chain.base)} {text(call)}"
+    if _SUMS.search(spelled) or is_accumulation_name(spelled) or _is_sum(call, chain, window):
         return False
-    # The number of steps may be passed inside the settings object and used out of sight.
-    if window.every is not None and not _MODELISH.search(last_part(base.func)):
-        root = root_name(window.every)
-        if root and any(text(a) == root for a in base.args):
-            return False
-    return bool(_MODELISH.search(text(base.func)))
+    return bool(_MODELISH.search(text(call.func))) and not _may_receive_count(call, window)
 
 
-def _is_sum(base: ast.Call, chain: Chain, window: Window) -> bool:
+def _may_receive_count(call: ast.Call, window: LoopWindow) -> bool:
+    """True if the number of steps is passed inside a settings object: `loss_of(batch, args)`."""
+    if window.every is None or _MODELISH.search(last_part(call.func)):
+        return False
+    settings = (dotted(window.every) or "").partition(".")[0]
+    return bool(settings) and any(text(a) == settings for a in call.args)
+
+
+def _is_sum(base: ast.Call, chain: Chain, window: LoopWindow) -> bool:
     for definition in chain.base_env.get(text(base.func), ()):
         if _SUMS.search(text(definition.expr)):
             return True
@@ -151,7 +152,7 @@ def _is_sum(base: ast.Call, chain: Chain, window: Window) -> bool:
     return False
 
 
-def _fix(window: Window, event: Event) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow, event: Event) -> tuple[Edit, ...]:
     # Certain only for one plain `loss.backward()` of a loss that is a mean by definition.
     if window.shape != "boundary" or len(window.backwards) != 1 or window.boundary is None:
         return ()
@@ -167,12 +168,12 @@ def _fix(window: Window, event: Event) -> tuple[Edit, ...]:
     return (Edit.at("replace", argument, f"({argument.id} / {count})"),)
 
 
-def _written_count(window: Window) -> str | None:
+def _written_count(window: LoopWindow) -> str | None:
     """Return the count as the condition spells it, so that the name is in scope."""
     if window.boundary is None:
         return None
     for node in walk(window.boundary.expr):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+        if is_binary(node, ast.Mod):
             return text(node.right)
     return None
 

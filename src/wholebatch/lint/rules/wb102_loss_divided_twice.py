@@ -34,11 +34,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import File, Window
-from ..model.expressions import is_accumulation_name, text, walk
+from ..model import File, LoopWindow
+from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor
-from .rule_base import Rule
+from .rule_base import Edit, Report, Rule
 
 __all__ = ["RULE"]
 
@@ -51,7 +50,7 @@ def check(file: File) -> Iterator[Report]:
     yield from _in_classes(file)
 
 
-def _framework(window: Window, file: File) -> str:
+def _framework(window: LoopWindow, file: File) -> str:
     if window.shape == "accelerate":
         return "Accelerate"
     details = {e.detail for e in window.backwards}
@@ -63,7 +62,7 @@ def _framework(window: Window, file: File) -> str:
     return ""
 
 
-def _by_hand(window: Window, framework: str) -> Iterator[Report]:
+def _by_hand(window: LoopWindow, framework: str) -> Iterator[Report]:
     seen: set[ast.AST] = set()
     for event, chain in window.chains:
         counts = [d for d in chain.divisors if window.counts(d)]
@@ -81,13 +80,12 @@ def _by_hand(window: Window, framework: str) -> Iterator[Report]:
             yield from _gradients_too(window, counts[0], seen)
 
 
-def _gradients_too(window: Window, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
+def _gradients_too(window: LoopWindow, divisor: Divisor, seen: set[ast.AST]) -> Iterator[Report]:
     for event in (*window.of("augment"), *window.after):
-        if event.kind != "augment" or event.receiver is None or event.argument is None:
+        divided_by = divisor_of(event.stmt)
+        if event.kind != "augment" or event.receiver is None or divided_by is None:
             continue
-        if not isinstance(event.stmt, ast.AugAssign) or not isinstance(event.stmt.op, ast.Div):
-            continue
-        by = window.resolver.key(event.argument, event.env)
+        by = window.resolver.key(divided_by, event.env)
         if ".grad" in text(event.receiver) and by == divisor.key and event.node not in seen:
             seen.add(event.node)
             yield Report(
@@ -111,11 +109,7 @@ def _in_classes(file: File) -> Iterator[Report]:
 
 def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
     for node in walk(method):
-        by: ast.expr | None = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            by = node.right
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-            by = node.value
+        by = divisor_of(node)
         if by is not None and (name in text(by) or is_accumulation_name(text(by))):
             yield Report(node, f"loss is divided by `{text(by)}`, and {framework} divides it again")
             return
@@ -123,10 +117,8 @@ def _divisions(method: ast.AST, framework: str, name: str) -> Iterator[Report]:
 
 def _fix(divisor: Divisor) -> tuple[Edit, ...]:
     node = divisor.node
-    if getattr(node, "augmented", False):
-        return ()
     # `accelerator.backward(loss / k)` or `loss = model(...).loss / k`: keep the left side.
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+    if getattr(node, "augmented", False) or not is_binary(node, ast.Div):
         return ()
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
         return ()

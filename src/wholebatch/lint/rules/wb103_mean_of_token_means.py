@@ -33,12 +33,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
+from ..model import File, LoopWindow
 from ..model.expressions import keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
-from .rule_base import Rule
-from .window_questions import framework_accumulates, gradients_rescaled
+from .rule_base import Report, Rule, framework_accumulates, gradients_rescaled
 
 __all__ = ["RULE"]
 
@@ -132,7 +130,7 @@ def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:
     return any(isinstance(m, ast.Call) and _is_language_model(m, file) for m in made)
 
 
-def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
+def _masked_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
     masks = [d for d in chain.divisors if _MASK_COUNT.search(d.key)]
     others = [d for d in chain.divisors if d not in masks and not window.counts(d)]
     if any(_EXACT.search(d.key) or not d.unrelated for d in others):
@@ -141,25 +139,11 @@ def _masked_mean(chain: Chain, window: Window, file: File) -> ast.AST | None:
         return None
     if masks:
         return masks[0].node
-    base = chain.base
-    if base is None:
+    call = chain.base_call
+    if call is None:
         return None
-    call = _call(base, chain)
-    if call is not None and (_ignores(call, chain, file) or _selects(call, chain)):
-        return base
-    if call is not None and _is_language_model(call, file):
-        return base
-    return None
-
-
-def _call(base: ast.expr, chain: Chain) -> ast.Call | None:
-    inner: ast.expr = base
-    while isinstance(inner, (ast.Subscript, ast.Attribute)):
-        inner = inner.value
-    if isinstance(inner, ast.Name):
-        made = [d.expr for d in chain.base_env.get(inner.id, ()) if isinstance(d.expr, ast.Call)]
-        return made[0] if made else None
-    return inner if isinstance(inner, ast.Call) else None
+    is_masked = _ignores(call, chain, file) or _selects(call, chain)
+    return chain.base if is_masked or _is_language_model(call, file) else None
 
 
 def _ignores(call: ast.Call, chain: Chain, file: File) -> bool:

@@ -34,11 +34,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Guard, Window
+from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Rule
-from .window_questions import is_optimizer_of, same_receiver, stepped
+from .rule_base import Edit, Report, Rule, is_optimizer_of, same_receiver, stepped
 
 __all__ = ["RULE"]
 
@@ -61,7 +59,7 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _every_micro_batch(zero: Event, window: Window, steps: list[Event]) -> bool:
+def _every_micro_batch(zero: Event, window: LoopWindow, steps: list[Event]) -> bool:
     """True if it runs on every micro-batch: unconditionally, or under conditions of its step."""
     if window.when(zero) == "always":
         return True
@@ -71,11 +69,13 @@ def _every_micro_batch(zero: Event, window: Window, steps: list[Event]) -> bool:
     return any(same_receiver(zero, s) and mine <= _conditions(s, window) for s in steps)
 
 
-def _conditions(event: Event, window: Window) -> set[tuple[str, bool]]:
-    return {(text(g.expr), g.positive) for g in event.inside(window.loop) if isinstance(g, Guard)}
+def _conditions(event: Event, window: LoopWindow) -> set[tuple[str, bool]]:
+    return {(text(g.expr), g.positive) for g in event.guards(window.loop)}
 
 
-def _fix(window: Window, zero: Event, zeros: list[Event], steps: list[Event]) -> tuple[Edit, ...]:
+def _fix(
+    window: LoopWindow, zero: Event, zeros: list[Event], steps: list[Event]
+) -> tuple[Edit, ...]:
     if window.shape != "boundary" or len(steps) != 1 or not isinstance(zero.stmt, ast.Expr):
         return ()
     if zero.loops != steps[0].loops or zero.stmt.value is not zero.node:

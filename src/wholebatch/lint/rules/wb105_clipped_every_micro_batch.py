@@ -35,12 +35,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.events import Context
 from ..model.expressions import text
-from .rule_base import Rule
-from .window_questions import stepped
+from .rule_base import Edit, Report, Rule, stepped
 
 __all__ = ["RULE"]
 
@@ -67,7 +65,7 @@ def _in_accumulate(clip: Event) -> bool:
     return any(isinstance(c, Context) and ".accumulate(" in text(c.expr) for c in clip.path)
 
 
-def _fix(window: Window, clip: Event) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:
     steps = stepped(window)
     if window.shape != "boundary" or len(steps) != 1 or not isinstance(clip.stmt, ast.Expr):
         return ()

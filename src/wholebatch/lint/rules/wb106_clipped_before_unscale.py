@@ -35,12 +35,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import dotted, last_part, text
-from .rule_base import Rule
-from .window_questions import exclusive
+from .rule_base import Edit, Report, Rule, exclusive
 
 __all__ = ["RULE"]
 
@@ -92,7 +90,7 @@ def _scale_call(expr: ast.expr, env: Env, depth: int = 0) -> str | None:
 
 
 def _fix(
-    window: Window, clip: Event, source: Event, events: list[Event], unscales: list[Event]
+    window: LoopWindow, clip: Event, source: Event, events: list[Event], unscales: list[Event]
 ) -> tuple[Edit, ...]:
     steps = [e for e in events if e.kind == "step" and e.detail == "scaler"]
     if len(steps) != 1 or unscales or steps[0].receiver is None:

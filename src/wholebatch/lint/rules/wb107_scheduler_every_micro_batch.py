@@ -36,10 +36,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
 from ..model import Event, File
 from ..model.expressions import text
-from .rule_base import Rule
+from .rule_base import Report, Rule
 
 __all__ = ["RULE"]
 

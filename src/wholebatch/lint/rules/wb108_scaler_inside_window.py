@@ -35,10 +35,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Rule
+from .rule_base import Edit, Report, Rule
 
 __all__ = ["RULE"]
 
@@ -65,12 +64,12 @@ def check(file: File) -> Iterator[Report]:
                 )
 
 
-def _clears_at_boundary(window: Window) -> bool:
+def _clears_at_boundary(window: LoopWindow) -> bool:
     zeros = window.of("zero")
     return bool(zeros) and all(window.when(z) == "boundary" for z in zeros)
 
 
-def _fix(window: Window, update: Event) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow, update: Event) -> tuple[Edit, ...]:
     steps = [e for e in window.of("step") if e.detail == "scaler"]
     others = window.of("scaler_update")
     if len(steps) != 1 or window.when(steps[0]) != "boundary" or len(others) != 1:

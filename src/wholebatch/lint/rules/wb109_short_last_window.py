@@ -37,10 +37,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
-from .rule_base import Rule
-from .window_questions import steps_every_micro_batch
+from ..model import File, LoopWindow
+from ..model.window_boundary import Boundary
+from .rule_base import Report, Rule, steps_every_micro_batch
 
 __all__ = ["RULE"]
 
@@ -49,25 +48,16 @@ def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     for window in file.accumulating:
         boundary = window.boundary
-        if window.shape != "boundary" or boundary is None or not boundary.pure:
-            continue
-        if boundary.kind not in {"modulo", "reset"} or not window.finite:
-            continue
-        if boundary.spanning and not _cleared_before(window):
-            continue
-        if steps_every_micro_batch(window):
+        if boundary is None or not _ends_short(window, boundary):
             continue
         handled = boundary.tail or _flushed(window)
-        if not handled and _is_multiple(window):
-            continue
-        if handled:
-            if _nominal(window):
-                yield Report(
-                    boundary.expr,
-                    f"the short last window is divided by the nominal `{window.every_name}`, not "
-                    "by the micro-batches that it has",
-                )
-        else:
+        if handled and _nominal(window):
+            yield Report(
+                boundary.expr,
+                f"the short last window is divided by the nominal `{window.every_name}`, not "
+                "by the micro-batches that it has",
+            )
+        elif not handled and not _is_multiple(window):
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
@@ -76,18 +66,27 @@ def check(file: File) -> Iterator[Report]:
             )
 
 
-def _is_multiple(window: Window) -> bool:
+def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
+    """True if only the count ends windows, and the loader can end before the count is full."""
+    if window.shape != "boundary" or not boundary.pure or boundary.kind not in {"modulo", "reset"}:
+        return False
+    if not window.finite or steps_every_micro_batch(window):
+        return False
+    return not boundary.spanning or _cleared_before(window)
+
+
+def _is_multiple(window: LoopWindow) -> bool:
     """True if the file itself makes the loader's length a multiple of the window."""
     name = re.escape(window.every_name.rpartition(".")[2])
     pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
     return bool(re.search(pattern, window.facts.source))
 
 
-def _flushed(window: Window) -> bool:
+def _flushed(window: LoopWindow) -> bool:
     return any(e.kind == "step" and e.loops == window.loop.parents for e in window.after)
 
 
-def _nominal(window: Window) -> bool:
+def _nominal(window: LoopWindow) -> bool:
     return any(
         d.key == window.every_name and not window.resolver.varies(d.expr, window.loop)
         for _, chain in window.chains
@@ -95,12 +94,8 @@ def _nominal(window: Window) -> bool:
     )
 
 
-def _cleared_before(window: Window) -> bool:
-    start = min((e.order for e in window.events), default=0)
-    parents = window.loop.parents
-    if not parents:
-        return False
-    return any(e.kind == "zero" and e.order < start and e.loops == parents for e in window.before)
+def _cleared_before(window: LoopWindow) -> bool:
+    return bool(window.loop.parents) and any(e.kind == "zero" for e in window.before)
 
 
 RULE = Rule(

@@ -32,11 +32,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import File, Window
-from ..model.expressions import number, text
-from .rule_base import Rule
-from .window_questions import stepped
+from ..model import File, LoopWindow
+from ..model.expressions import is_binary, number, text
+from .rule_base import Edit, Report, Rule, stepped
 
 __all__ = ["RULE"]
 
@@ -61,7 +59,7 @@ def check(file: File) -> Iterator[Report]:
         )
 
 
-def first_window(window: Window) -> str:
+def first_window(window: LoopWindow) -> str:
     """Return the error in the first window's size: "" if none, "one", "+ 1", "- 1" and so on."""
     boundary = window.boundary
     assert boundary is not None
@@ -80,16 +78,16 @@ def first_window(window: Window) -> str:
     return f"{'+' if shift > 0 else '-'} {abs(shift)}"
 
 
-def _fix(window: Window) -> tuple[Edit, ...]:
+def _fix(window: LoopWindow) -> tuple[Edit, ...]:
     boundary = window.boundary
     if boundary is None or boundary.tail or boundary.after_first:
         return ()
     # `i % k == 0` with an enumerate from 0: write `(i + 1)` instead of `i`.
     expr = boundary.expr
-    if not isinstance(expr, ast.Compare) or not isinstance(expr.left, ast.BinOp):
+    if not isinstance(expr, ast.Compare):
         return ()
     left = expr.left
-    if not isinstance(left.op, ast.Mod) or not isinstance(left.left, ast.Name):
+    if not is_binary(left, ast.Mod) or not isinstance(left.left, ast.Name):
         return ()
     if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):
         return ()

@@ -38,12 +38,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.events import Context
 from ..model.expressions import dotted, is_accumulation_name, text, walk
-from .rule_base import Rule
-from .window_questions import steps_every_micro_batch
+from .rule_base import Report, Rule, steps_every_micro_batch
 
 __all__ = ["RULE", "holds_sync"]
 
@@ -76,8 +74,6 @@ def check(file: File) -> Iterator[Report]:
 
 def _wrapped(file: File) -> bool:
     """True if a model is wrapped here, and not only where nothing is accumulated (as with apex)."""
-    if not file.facts.wraps_ddp:
-        return False
     otherwise = {
         id(call)
         for node in walk(file.tree)
@@ -96,11 +92,11 @@ def _declines_accumulation(test: ast.expr) -> bool:
     )
 
 
-def _local_backward(window: Window) -> bool:
+def _local_backward(window: LoopWindow) -> bool:
     return all(e.detail in {"tensor", "native", "wrapper", "lightning"} for e in window.backwards)
 
 
-def _late_flag(window: Window) -> Event | None:
+def _late_flag(window: LoopWindow) -> Event | None:
     for flag in window.of("ddp_flag"):
         name = (flag.receiver_text or "").rpartition(".")[0]
         before = [f for f in window.of("forward") if f.order < flag.order]
@@ -116,9 +112,9 @@ def _late_flag(window: Window) -> Event | None:
     return None
 
 
-def _late_context(window: Window) -> Event | None:
+def _late_context(window: LoopWindow) -> Event | None:
     for backward in window.backwards:
-        held = [c for c in backward.inside(window.loop) if isinstance(c, Context) and holds_sync(c)]
+        held = [c for c in backward.contexts(window.loop) if holds_sync(c)]
         if not held:
             continue
         owner = held[-1]

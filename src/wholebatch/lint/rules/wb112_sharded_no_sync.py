@@ -28,11 +28,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..findings import Report
 from ..model import File
-from ..model.events import Context
 from ..model.expressions import text
-from .rule_base import Rule
+from .rule_base import Report, Rule
 from .wb111_ddp_sync_every_micro_batch import holds_sync
 
 __all__ = ["RULE"]
@@ -44,10 +42,10 @@ def check(file: File) -> Iterator[Report]:
         return
     for window in file.accumulating:
         held: list[ast.AST] = [
-            item.node
+            context.node
             for backward in window.backwards
-            for item in backward.inside(window.loop)
-            if isinstance(item, Context) and holds_sync(item)
+            for context in backward.contexts(window.loop)
+            if holds_sync(context)
         ]
         held += [
             e.node

@@ -35,11 +35,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
 from ..model import File
 from ..model.expressions import dotted, last_part
-from .rule_base import Rule
-from .window_questions import framework_accumulates
+from .rule_base import Report, Rule, framework_accumulates
 
 __all__ = ["RULE"]
 
@@ -81,27 +79,31 @@ def _batchnorm(call: ast.Call, file: File) -> str:
     name = last_part(call.func)
     if name in {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm2d"}:
         return f"`{name}`"
-    full = dotted(call.func) or ""
+    model = _known_model(call, name, dotted(call.func) or "", file)
+    return f"`{model}` has BatchNorm, which" if model else ""
+
+
+def _known_model(call: ast.Call, name: str, full: str, file: File) -> str:
+    """Return the name of the model that a call builds if it is known to have BatchNorm, or ""."""
     if _KNOWN_MODEL.match(name):
-        from_zoo = "models." in full or any(
-            i in {f"torchvision.models.{name}", f"torchvision.models.segmentation.{name}"}
-            for i in file.facts.imports
-        )
-        return f"`{name}` has BatchNorm, which" if from_zoo else ""
-    if name == "create_model" and "timm" in full and call.args:
-        first = call.args[0]
-        known = first.value if isinstance(first, ast.Constant) else None
-        if isinstance(known, str) and _KNOWN_MODEL.match(known):
-            return f"`{known}` has BatchNorm, which"
-    if full.endswith("hub.load") and len(call.args) > 1:
-        known = getattr(call.args[1], "value", None)
-        if isinstance(known, str) and _KNOWN_MODEL.match(known):
-            return f"`{known}` has BatchNorm, which"
+        imported = {f"torchvision.models.{name}", f"torchvision.models.segmentation.{name}"}
+        return name if "models." in full or imported & file.facts.imports else ""
+    asked = ""
+    if name == "create_model" and "timm" in full:
+        asked = _literal(call, 0)
+    elif full.endswith("hub.load"):
+        asked = _literal(call, 1)
+    if _KNOWN_MODEL.match(asked):
+        return asked
     if full in {"EfficientNet.from_pretrained", "EfficientNet.from_name"}:
-        return "`EfficientNet` has BatchNorm, which"
-    if full.startswith(("smp.", "segmentation_models_pytorch.")) and name in _SEGMENTERS:
-        return f"`{name}` has BatchNorm, which"
-    return ""
+        return "EfficientNet"
+    of_segmentation = full.startswith(("smp.", "segmentation_models_pytorch."))
+    return name if of_segmentation and name in _SEGMENTERS else ""
+
+
+def _literal(call: ast.Call, index: int) -> str:
+    value = getattr(call.args[index], "value", None) if len(call.args) > index else None
+    return value if isinstance(value, str) else ""
 
 
 RULE = Rule(

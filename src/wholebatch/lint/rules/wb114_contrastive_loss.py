@@ -30,11 +30,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.expressions import keyword, last_part, text, walk
-from .rule_base import Rule
-from .window_questions import framework_accumulates
+from .rule_base import Report, Rule, framework_accumulates
 
 __all__ = ["RULE"]
 
@@ -81,13 +79,13 @@ def _in_training_steps(file: File) -> Iterator[Report]:
                     break
 
 
-def _calls(window: Window) -> Iterator[tuple[Event, ast.Call]]:
+def _calls(window: LoopWindow) -> Iterator[tuple[Event, ast.Call]]:
     for event in window.events:
         if event.kind in {"call", "forward"} and isinstance(event.node, ast.Call):
             yield event, event.node
 
 
-def _named(window: Window) -> ast.AST | None:
+def _named(window: LoopWindow) -> ast.AST | None:
     for event, call in _calls(window):
         name = last_part(call.func)
         if _COUPLED_NAME.search(name):
@@ -103,7 +101,7 @@ def _named(window: Window) -> ast.AST | None:
     return None
 
 
-def _is_coupled_class(name: str, window: Window) -> bool:
+def _is_coupled_class(name: str, window: LoopWindow) -> bool:
     """True if a loss class of this file compares all samples of its batch with each other."""
     for owner in window.facts.classes:
         if owner.node.name == name and "Loss" in name:
@@ -117,7 +115,7 @@ def _true(expr: ast.expr | None) -> bool:
     return isinstance(expr, ast.Constant) and expr.value is True
 
 
-def _by_arange(window: Window) -> ast.AST | None:
+def _by_arange(window: LoopWindow) -> ast.AST | None:
     """Return a `cross_entropy(a @ b.T, arange(n))`, whose labels are the diagonal."""
     for event, call in _calls(window):
         if not re.search(r"cross_entropy|CrossEntropy|criterion|loss|ce$", text(call.func), re.I):

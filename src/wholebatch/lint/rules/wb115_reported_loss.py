@@ -38,12 +38,19 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import Event, File, Window
+from ..model import Event, File, LoopWindow
 from ..model.events import Env
-from ..model.expressions import dotted, is_accumulation_name, last_part, text, walk
+from ..model.expressions import (
+    dotted,
+    is_accumulation_name,
+    is_binary,
+    is_call,
+    last_part,
+    text,
+    walk,
+)
 from ..model.loss_origin import Chain, trace
-from .rule_base import Rule
+from .rule_base import Report, Rule
 
 __all__ = ["RULE"]
 
@@ -76,7 +83,7 @@ def check(file: File) -> Iterator[Report]:
                 yield report
 
 
-def _bases(window: Window) -> set[int]:
+def _bases(window: LoopWindow) -> set[int]:
     return {
         id(chain.base)
         for event in window.of("backward")
@@ -85,8 +92,35 @@ def _bases(window: Window) -> set[int]:
     }
 
 
-def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
-    said: set[str] = set()
+def _loss_chains(
+    expr: ast.expr | None, env: Env, window: LoopWindow, bases: set[int]
+) -> list[Chain]:
+    """Return the derivations of a value if all of them start at a loss of the window, else []."""
+    chains = trace(expr, env, window.resolver)
+    return chains if all(id(c.base) in bases for c in chains) else []
+
+
+def _logged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
+    reported: set[str] = set()
+    for event, call in _log_calls(window):
+        for value, env in _values(call, event.env):
+            chains = _loss_chains(value, env, window, bases)
+            if any(_is_divided(c, window) for c in chains):
+                words = (
+                    f"reported loss was divided by `{window.every_name}`: it is that many times "
+                    "too small"
+                )
+            elif chains and _is_last(event, window):
+                words = _LAST
+            else:
+                continue
+            if words not in reported:
+                reported.add(words)
+                yield Report(_where(event, value, env, window, file), words)
+                break
+
+
+def _log_calls(window: LoopWindow) -> Iterator[tuple[Event, ast.Call]]:
     events = list(window.events)
     if window.shape == "nested":
         events += [e for e in window.after if e.loops == window.loop.parents]
@@ -94,28 +128,11 @@ def _logged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
         if event.kind != "call" or not isinstance(event.node, ast.Call) or not _is_sink(event.node):
             continue
         # An inner loop (an evaluation, say) has losses of its own.
-        if event.loops[-1:] not in {(window.loop,), window.loop.parents[-1:]}:
-            continue
-        for value, env in _values(event.node, event.env):
-            chains = trace(value, env, window.resolver)
-            if not chains or not all(id(c.base) in bases for c in chains):
-                continue
-            divided = any(_is_divided(c, window) for c in chains)
-            if divided and "divided" not in said:
-                said.add("divided")
-                yield Report(
-                    _where(event, value, env, window, file),
-                    f"reported loss was divided by `{window.every_name}`: it is that many times "
-                    "too small",
-                )
-                break
-            if not divided and "last" not in said and _is_last(event, window):
-                said.add("last")
-                yield Report(_where(event, value, env, window, file), _LAST)
-                break
+        if event.loops[-1:] in {(window.loop,), window.loop.parents[-1:]}:
+            yield event, event.node
 
 
-def _where(event: Event, value: ast.expr, env: Env, window: Window, file: File) -> ast.AST:
+def _where(event: Event, value: ast.expr, env: Env, window: LoopWindow, file: File) -> ast.AST:
     """Return the call, or the statement that computed its value if a helper makes the call."""
     function = _function_of(window, file)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -147,48 +164,50 @@ def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
         expr, where, depth = todo.pop(0)
         if depth > 5:
             continue
-        inner: list[ast.expr] = []
-        if isinstance(expr, ast.JoinedStr):
-            inner = [v.value for v in expr.values if isinstance(v, ast.FormattedValue)]
-        elif isinstance(expr, ast.Dict):
-            inner = list(expr.values)
-        elif isinstance(expr, (ast.Tuple, ast.List)):
-            inner = list(expr.elts)
-        elif isinstance(expr, ast.Starred):
-            inner = [expr.value]
-        elif isinstance(expr, ast.BinOp) and isinstance(expr.op, ast.Mod):
-            inner = [expr.right]
-        elif isinstance(expr, ast.Call) and last_part(expr.func) in {"format", "dict"}:
-            inner = [*expr.args, *(k.value for k in expr.keywords)]
-        elif isinstance(expr, ast.Call) and last_part(expr.func) in {"float", "round", "str"}:
-            inner = expr.args[:1]
-        elif isinstance(expr, ast.Name) and len(where.get(expr.id, ())) == 1:
-            made = where[expr.id][0]
-            if isinstance(made.expr, (ast.Dict, ast.JoinedStr)) or (
-                isinstance(made.expr, ast.Call) and last_part(made.expr.func) == "dict"
-            ):
-                todo.append((made.expr, made.env, depth + 1))
-                continue
-        if inner:
-            todo += [(i, where, depth + 1) for i in inner]
-        else:
+        made = where.get(expr.id, ()) if isinstance(expr, ast.Name) else ()
+        if len(made) == 1 and _holds_values(made[0].expr):
+            todo.append((made[0].expr, made[0].env, depth + 1))
+            continue
+        inner = _values_inside(expr)
+        todo += [(i, where, depth + 1) for i in inner]
+        if not inner:
             yield expr, where
 
 
-def _is_divided(chain: Chain, window: Window) -> bool:
+def _holds_values(expr: ast.expr) -> bool:
+    return isinstance(expr, (ast.Dict, ast.JoinedStr)) or is_call(expr, "dict")
+
+
+def _values_inside(expr: ast.expr) -> list[ast.expr]:
+    if isinstance(expr, ast.JoinedStr):
+        return [v.value for v in expr.values if isinstance(v, ast.FormattedValue)]
+    if isinstance(expr, ast.Dict):
+        return expr.values
+    if isinstance(expr, (ast.Tuple, ast.List)):
+        return expr.elts
+    if isinstance(expr, ast.Starred):
+        return [expr.value]
+    if is_binary(expr, ast.Mod):
+        return [expr.right]
+    if is_call(expr, "format", "dict"):
+        return [*expr.args, *(k.value for k in expr.keywords)]
+    return expr.args[:1] if is_call(expr, "float", "round", "str") else []
+
+
+def _is_divided(chain: Chain, window: LoopWindow) -> bool:
     """True if it is divided by K and not multiplied by it again."""
     if any(window.is_count(f) for f in chain.factors):
         return False
     return any(window.counts(d) for d in chain.divisors)
 
 
-def _is_last(event: Event, window: Window) -> bool:
+def _is_last(event: Event, window: LoopWindow) -> bool:
     if window.shape == "nested":
         return window.loop not in event.path
     return window.when(event) == "boundary"
 
 
-def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
+def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
     """Yield `running_loss += loss.item()` once per window: a mean over one micro-batch of each."""
     if window.shape != "boundary":
         return
@@ -200,8 +219,7 @@ def _kept_at_boundary(window: Window, bases: set[int]) -> Iterator[Report]:
             continue  # An evaluation has losses of its own.
         if any(window.when(e) != "boundary" for e in window.of("augment") if _same(e, name)):
             continue  # The other micro-batches are added on another branch.
-        chains = trace(event.argument, event.env, window.resolver)
-        if chains and all(id(c.base) in bases for c in chains):
+        if _loss_chains(event.argument, event.env, window, bases):
             yield Report(event.node, _LAST)
             return
 
@@ -210,33 +228,18 @@ def _same(event: Event, name: str) -> bool:
     return event.receiver is not None and dotted(event.receiver) == name
 
 
-def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
+def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
     """Yield sums of a divided loss that are shown as `total / (number of micro-batches)`."""
     if window.shape == "nested":
         return
-    counters = _micro_counters(window)
     for event in window.of("augment"):
         name = dotted(event.receiver) if event.receiver is not None else None
         if name is None or event.argument is None or window.when(event) != "always":
             continue
-        chains = trace(event.argument, event.env, window.resolver)
-        if not chains or not all(id(c.base) in bases for c in chains):
-            continue
+        chains = _loss_chains(event.argument, event.env, window, bases)
         if not any(_is_divided(c, window) for c in chains):
             continue
-        function = _function_of(window, file)
-        restored = {
-            id(node.left)
-            for node in walk(function)
-            if isinstance(node, ast.BinOp)
-            and isinstance(node.op, ast.Mult)
-            and window.is_count(text(node.right))
-        }
-        means = [
-            node
-            for node in walk(function)
-            if _divides_by_micro_batches(node, name, counters) and id(node) not in restored
-        ]
+        means = _means_over_micro_batches(name, window, file)
         if means:
             yield Report(
                 min(means, key=lambda node: int(getattr(node, "lineno", 0))),
@@ -246,8 +249,23 @@ def _averaged(window: Window, bases: set[int], file: File) -> Iterator[Report]:
             return
 
 
+def _means_over_micro_batches(name: str, window: LoopWindow, file: File) -> list[ast.AST]:
+    counters = _micro_counters(window)
+    nodes = list(walk(_function_of(window, file)))
+    restored = {
+        id(node.left)
+        for node in nodes
+        if is_binary(node, ast.Mult) and window.is_count(text(node.right))
+    }
+    return [
+        node
+        for node in nodes
+        if _divides_by_micro_batches(node, name, counters) and id(node) not in restored
+    ]
+
+
 def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> bool:
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+    if not is_binary(node, ast.Div):
         return False
     left, right = text(node.left), text(node.right)
     # Only the name itself: `(total - before) / steps` uses another count.
@@ -258,7 +276,7 @@ def _divides_by_micro_batches(node: ast.AST, name: str, counters: set[str]) -> b
     return right in counters or any(right == f"{c} + 1" for c in counters)
 
 
-def _micro_counters(window: Window) -> set[str]:
+def _micro_counters(window: LoopWindow) -> set[str]:
     names: set[str] = set()
     target = window.loop.target
     counted = "enumerate" in text(window.loop.iterable or ast.Constant(value=""))
@@ -272,11 +290,8 @@ def _micro_counters(window: Window) -> set[str]:
     return names
 
 
-def _function_of(window: Window, file: File) -> ast.AST:
-    line = window.loop.node.lineno
-    around = [
-        f for f in file.facts.every_function if f.lineno <= line <= (f.end_lineno or f.lineno)
-    ]
+def _function_of(window: LoopWindow, file: File) -> ast.AST:
+    around = file.facts.functions_around(window.loop.node.lineno)
     return max(around, key=lambda f: f.lineno, default=file.tree)
 
 

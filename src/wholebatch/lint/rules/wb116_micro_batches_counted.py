@@ -36,12 +36,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
-from ..model.counters import peel
+from ..model import File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import (
     is_accumulation_name,
+    is_call,
     keyword,
     last_part,
     number,
@@ -49,7 +48,8 @@ from ..model.expressions import (
     text,
     walk,
 )
-from .rule_base import Rule
+from ..model.window_boundary import peel
+from .rule_base import Report, Rule
 
 __all__ = ["RULE"]
 
@@ -63,6 +63,10 @@ _LIMIT = re.compile(
     r"|num_updates|train_steps|total_updates|max_train_steps",
     re.I,
 )
+_LENGTH_OPTIONS = (
+    "num_training_steps", "t_total", "total_steps", "T_max", "total_iters", "num_steps",
+    "steps_per_epoch",
+)  # fmt: skip
 _POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LENGTH = re.compile(
     r"\blen\([\w.\[\]'\"]*(loader|dataloader|dl|batches|iterator|dataset)\w*\)", re.I
@@ -76,7 +80,7 @@ def check(file: File) -> Iterator[Report]:
         yield from _counters(window)
 
 
-def _schedules(window: Window) -> Iterator[Report]:
+def _schedules(window: LoopWindow) -> Iterator[Report]:
     if window.shape not in {"boundary", "nested"}:
         return
     events = window.of("sched")
@@ -101,19 +105,10 @@ def _schedules(window: Window) -> Iterator[Report]:
 
 
 def _length(call: ast.Call) -> ast.expr | None:
-    for name in (
-        "num_training_steps",
-        "t_total",
-        "total_steps",
-        "T_max",
-        "total_iters",
-        "num_steps",
-    ):
+    for name in _LENGTH_OPTIONS:
         given = keyword(call, name)
         if given is not None:
             return given
-    if keyword(call, "steps_per_epoch") is not None:
-        return keyword(call, "steps_per_epoch")
     if re.match(r"get_\w*schedule", last_part(call.func)):
         return positional(call, 2)
     at = _POSITIONS.get(last_part(call.func))
@@ -122,7 +117,7 @@ def _length(call: ast.Call) -> ast.expr | None:
     return None if at is None else positional(call, at)
 
 
-def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
+def _counts_micro_batches(expr: ast.expr, env: Env, window: LoopWindow) -> bool:
     """True if the length counts batches of a loader and is nowhere divided by the window."""
     spelled = _spellings(expr, env)
     if any(is_accumulation_name(s) or _has_count(s, window) for s in spelled):
@@ -133,15 +128,15 @@ def _counts_micro_batches(expr: ast.expr, env: Env, window: Window) -> bool:
     return any(_LENGTH.search(s) and "//" not in s for s in spelled)
 
 
-def _times(window: Window) -> set[str]:
+def _times(window: LoopWindow) -> set[str]:
     """Return the loop's number of iterations as text, if it is written: `range(total)`."""
     iterable = peel(window.loop.iterable, window.loop.entry)
-    if not isinstance(iterable, ast.Call) or last_part(iterable.func) not in {"range", "trange"}:
+    if not is_call(iterable, "range", "trange"):
         return set()
     return {text(a) for a in iterable.args[-1:] if number(a) is None}
 
 
-def _has_count(spelled: str, window: Window) -> bool:
+def _has_count(spelled: str, window: LoopWindow) -> bool:
     name = window.every_name
     if not window.every_key:
         return False
@@ -163,7 +158,7 @@ def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
     return found
 
 
-def _counters(window: Window) -> Iterator[Report]:
+def _counters(window: LoopWindow) -> Iterator[Report]:
     for event in window.of("augment"):
         if not isinstance(event.stmt, ast.AugAssign) or window.when(event) != "always":
             continue
@@ -179,14 +174,14 @@ def _counters(window: Window) -> Iterator[Report]:
         )
 
 
-def _is_the_clock(name: str, window: Window) -> bool:
+def _is_the_clock(name: str, window: LoopWindow) -> bool:
     """True if the boundary uses this counter, so that it counts micro-batches on purpose."""
     return window.boundary is not None and bool(
         re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", text(window.boundary.expr))
     )
 
 
-def _is_compared(name: str, window: Window) -> bool:
+def _is_compared(name: str, window: LoopWindow) -> bool:
     outer = window.loop.parents[0].node if window.loop.parents else window.loop.node
     for node in walk(outer):
         if not isinstance(node, ast.Compare) or len(node.comparators) != 1:

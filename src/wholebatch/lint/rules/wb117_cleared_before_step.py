@@ -34,12 +34,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Edit, Report
-from ..model import Event, File, Guard, Window
+from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from ..model.window_boundary import Boundary, of_guard
-from .rule_base import Rule
-from .window_questions import exclusive, is_optimizer_of, stepped
+from .rule_base import Edit, Report, Rule, exclusive, is_optimizer_of, stepped
 
 __all__ = ["RULE"]
 
@@ -47,7 +44,7 @@ __all__ = ["RULE"]
 def check(file: File) -> Iterator[Report]:
     """Yield clearing calls between a backward and its step."""
     for window in file.windows:
-        if window.shape in {"deepspeed"} or (window.loop.virtual and window.shape == "plain"):
+        if window.shape == "deepspeed" or (window.loop.virtual and window.shape == "plain"):
             continue
         steps = stepped(window)
         for zero in _zeros(window):
@@ -66,33 +63,35 @@ def check(file: File) -> Iterator[Report]:
                 )
 
 
-def _zeros(window: Window) -> list[Event]:
+def _zeros(window: LoopWindow) -> list[Event]:
     if window.shape == "nested":
         return [e for e in window.after if e.kind == "zero" and e.loops == window.loop.parents]
     return window.of("zero")
 
 
-def _cleared_before(zero: Event, steps: list[Event], window: Window) -> Event | None:
+def _cleared_before(zero: Event, steps: list[Event], window: LoopWindow) -> Event | None:
     if not is_optimizer_of(zero, steps):
         return None
     for step in steps:
-        if _holds_others(zero, step):
+        if _holds_others(zero, step) or step.order < zero.order or exclusive(zero, step):
             continue
-        if step.order < zero.order or exclusive(zero, step) or step.loops != zero.loops:
+        if step.loops != zero.loops or window.when(zero) != window.when(step):
             continue
-        if window.when(zero) != window.when(step):
-            continue
-        between = [b for b in window.of("backward") if zero.order < b.order < step.order]
-        before = [
-            b
-            for b in window.backwards
-            if b.order < zero.order and not exclusive(b, zero) and not exclusive(b, step)
-        ]
-        # An earlier step of the same optimizer has used the gradients cleared here.
-        used = [s for s in steps if s.order < zero.order and not exclusive(s, zero)]
-        if before and not between and not used:
+        if _would_use(step, zero, steps, window):
             return step
     return None
+
+
+def _would_use(step: Event, zero: Event, steps: list[Event], window: LoopWindow) -> bool:
+    """True if a step is the first one that could use the gradients that are cleared."""
+    made = any(
+        b.order < zero.order and not exclusive(b, zero) and not exclusive(b, step)
+        for b in window.backwards
+    )
+    made_again = any(zero.order < b.order < step.order for b in window.of("backward"))
+    # An earlier step of the same optimizer has used the gradients cleared here.
+    used = any(s.order < zero.order and not exclusive(s, zero) for s in steps)
+    return made and not made_again and not used
 
 
 def _holds_others(zero: Event, step: Event) -> bool:
@@ -106,7 +105,7 @@ def _holds_others(zero: Event, step: Event) -> bool:
     )
 
 
-def _before_last_backward(zero: Event, steps: list[Event], window: Window) -> bool:
+def _before_last_backward(zero: Event, steps: list[Event], window: LoopWindow) -> bool:
     if window.shape != "boundary" or window.when(zero) != "boundary" or window.boundary is None:
         return False
     if not is_optimizer_of(zero, steps) or not steps:
@@ -114,20 +113,11 @@ def _before_last_backward(zero: Event, steps: list[Event], window: Window) -> bo
     backward = window.backwards[0]
     if not zero.order < backward.order < steps[0].order or window.boundary.shift is None:
         return False
-    mine = _boundary(zero, window)
+    mine = next((b for b in window.boundaries(zero) if window.is_ours(b)), None)
     if mine is None or mine.shift != window.boundary.shift:
         return False
     # A second clear after the step does not make this one right.
     return not mine.after_first and window.boundary.kind == "modulo"
-
-
-def _boundary(event: Event, window: Window) -> Boundary | None:
-    for item in event.inside(window.loop):
-        if isinstance(item, Guard):
-            found = of_guard(item, window.loop, window.resolver)
-            if found is not None and window.is_ours(found):
-                return found
-    return None
 
 
 def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:

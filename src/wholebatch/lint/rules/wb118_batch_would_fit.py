@@ -30,11 +30,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..findings import Report
-from ..model import File, Window
-from ..model.expressions import keyword, last_part, number, positional, walk
-from ..model.name_resolution import Resolver
-from .rule_base import Rule
+from ..model import File
+from ..model.expressions import keyword, number, positional, walk
+from .rule_base import Report, Rule
 
 __all__ = ["RULE"]
 
@@ -52,7 +50,7 @@ def check(file: File) -> Iterator[Report]:
     if not windows or _LARGE_PARTS.search(file.facts.source):
         return
     parameters = _parameters(file)
-    batch = _batch_size(file, windows[0])
+    batch = _batch_size(file)
     for window in windows:
         steps = number(window.every) if window.every is not None else None
         if parameters is None or batch is None or steps is None:
@@ -78,21 +76,15 @@ def _parameters(file: File) -> float | None:
     return total if layers else None
 
 
-def _batch_size(file: File, window: Window) -> float | None:
-    sizes: set[float | None] = set()
-    for call in file.facts.calls:
-        if last_part(call.func) == "DataLoader":
-            given = keyword(call, "batch_size") or positional(call, 1)
-            sizes.add(_value(given, file, window.resolver))
+def _batch_size(file: File) -> float | None:
+    given = [keyword(c, "batch_size") or positional(c, 1) for c in file.facts.made("DataLoader")]
+    sizes = {_value(size, file) for size in given}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _value(expr: ast.expr | None, file: File, resolver: Resolver) -> float | None:
-    if expr is None:
-        return None
-    direct = number(expr)
-    if direct is not None or not isinstance(expr, ast.Name):
-        return direct
+def _value(expr: ast.expr | None, file: File) -> float | None:
+    if not isinstance(expr, ast.Name):
+        return number(expr)
     values = {
         number(node.value)
         for node in walk(file.tree)

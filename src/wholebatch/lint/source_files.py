@@ -1,18 +1,29 @@
-"""Scripts and notebooks as one text, with the origin of each line."""
+"""Scripts and notebooks: finding them, and reading each as one text that knows its cells."""
 
 from __future__ import annotations
 
 import ast
 import io
 import json
+import os
 import re
 import textwrap
 import tokenize
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Problem", "Source", "notebook_source", "read_source"]
+from .lint_settings import Settings
+
+__all__ = ["Source", "collect", "notebook_source", "read_source"]
+
+_SUFFIXES = (".py", ".ipynb")
+_SKIPPED = {
+    ".git", ".hg", ".svn", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".tox",
+    ".pytest_cache", "node_modules", ".ipynb_checkpoints", "site-packages", ".eggs", "build",
+    "dist",
+}  # fmt: skip
 
 _MAGIC = re.compile(r"^(\s*)([%!?]|\w[\w, ]*=\s*[!%]).*$")
 _PICTURES = 25
@@ -44,6 +55,25 @@ class Source:
             return None, line
         cell, inside = self.cells[min(max(line, 1), len(self.cells)) - 1]
         return cell, inside
+
+
+def collect(paths: Iterable[str], settings: Settings) -> list[str]:
+    """Return every script and notebook under the paths, sorted; named files are always read."""
+    found: dict[str, None] = {}
+    for given in paths:
+        path = Path(given)
+        if path.is_file():
+            found[str(path)] = None
+            continue
+        if not path.exists():
+            raise FileNotFoundError(given)
+        for folder, folders, names in os.walk(path):
+            folders[:] = sorted(f for f in folders if f not in _SKIPPED)
+            for name in sorted(names):
+                file = os.path.join(folder, name)
+                if name.endswith(_SUFFIXES) and not settings.excludes(file):
+                    found[file] = None
+    return list(found)
 
 
 def read_source(path: str, *, max_bytes: int) -> Source:

@@ -1,0 +1,173 @@
+"""The check of files: source in, findings out, without those that a `# noqa` silences."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from .lint_settings import Settings
+from .model import File, read
+from .rules import RULES, Rule
+from .rules.rule_base import Edit
+from .source_files import Source, read_source
+
+__all__ = ["Finding", "check_source", "lint_files"]
+
+_SYNTAX = "WB001"
+_UNREAD = "WB002"
+
+# A file without a backward, a step function or a Trainer subclass cannot accumulate.
+_TRAINS = re.compile(r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b")
+_UPDATES = re.compile(
+    r"\.\s*step\s*\(|optimizer_step|update_grad|def (training_step|compute_loss)\b|loss_scaler"
+)
+_NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
+# Starting workers takes about as long as checking this many files.
+_ALONE = 64
+_CHUNK = 32
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One finding. `cell` is the notebook's cell, counted from 1, or None in a script."""
+
+    path: str
+    line: int
+    column: int
+    code: str
+    message: str
+    level: str = "warning"
+    name: str = ""
+    cell: int | None = None
+    end_line: int | None = None
+    fix: tuple[Edit, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Return `file:line:col`, or `notebook:cell N:line:col`."""
+        cell = f"cell {self.cell}:" if self.cell is not None else ""
+        return f"{self.path}:{cell}{self.line}:{self.column}"
+
+
+def lint_files(
+    files: Sequence[str], settings: Settings, *, jobs: int | None = None
+) -> list[Finding]:
+    """Return the findings of all files, in the order of the files."""
+    workers = min(jobs or _cores(), max(1, len(files) // _CHUNK))
+    if workers <= 1 or (jobs is None and len(files) < _ALONE):
+        return _check_chunk(files, settings)
+    context = multiprocessing.get_context(_start_method())
+    chunks = [files[i : i + _CHUNK] for i in range(0, len(files), _CHUNK)]
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        results = pool.map(_check_chunk, chunks, [settings] * len(chunks))
+        return [finding for chunk in results for finding in chunk]
+
+
+def _start_method() -> str:
+    """Return the start method of workers: fork is fastest, but unsafe with threads or torch."""
+    if sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules:
+        return "fork"
+    return "spawn" if os.name == "nt" else "forkserver"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0)) or 1
+    return os.cpu_count() or 1
+
+
+def _check_chunk(files: Sequence[str], settings: Settings) -> list[Finding]:
+    return [finding for file in files for finding in _check_file(file, settings)]
+
+
+def _check_file(path: str, settings: Settings) -> list[Finding]:
+    """Check a file; report an internal error as a finding and go on."""
+    try:
+        return check_source(read_source(path, max_bytes=settings.max_file_bytes), settings)
+    except Exception as error:
+        words = f"could not be checked ({type(error).__name__}: {error}); please report this file"
+        return [Finding(path, 1, 1, _UNREAD, words, "error")]
+
+
+def check_source(source: Source, settings: Settings) -> list[Finding]:
+    """Return the findings of one file in line order; problems with the file are findings too."""
+    found = []
+    for problem in source.problems:
+        code = _SYNTAX if problem.message.startswith("syntax error") else _UNREAD
+        place = (source.path, problem.line, problem.column)
+        found.append(Finding(*place, code, problem.message, "error", cell=problem.cell))
+    # A cheap test that avoids parsing most files.
+    if _TRAINS.search(source.text) and _UPDATES.search(source.text):
+        found += _parse_and_check(source, settings)
+    found = [f for f in found if settings.wants_in(f.code, source.path)]
+    return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
+
+
+def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
+    try:
+        file = read(source.text)
+    except SyntaxError as error:
+        words = f"syntax error: {error.msg}"
+        return [Finding(source.path, error.lineno or 1, error.offset or 1, _SYNTAX, words, "error")]
+    except (ValueError, RecursionError, MemoryError) as error:
+        return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
+    lines = source.text.split("\n")
+    return [
+        finding
+        for rule in RULES
+        if settings.wants_in(rule.code, source.path)
+        for finding in _check_rule(rule, file, source, lines)
+    ]
+
+
+def _check_rule(rule: Rule, file: File, source: Source, lines: list[str]) -> list[Finding]:
+    """Return the first finding of a rule at each place."""
+    found: dict[tuple[int, int], Finding] = {}
+    for report in rule.check(file):
+        line, column, end = _position(report.node)
+        if _is_silenced(lines, line, end, rule.code):
+            continue
+        cell, inside = source.place(line)
+        finding = Finding(
+            source.path,
+            inside,
+            column,
+            rule.code,
+            report.message,
+            rule.level,
+            rule.name,
+            cell,
+            end_line=end - line + inside,
+            fix=report.fix,
+        )
+        found.setdefault((line, column), finding)
+    return list(found.values())
+
+
+def _position(node: ast.AST) -> tuple[int, int, int]:
+    line = int(getattr(node, "lineno", 1))
+    column = int(getattr(node, "col_offset", 0)) + 1
+    end = int(getattr(node, "end_lineno", line) or line)
+    # Report the first line of a compound statement, not its whole body.
+    if isinstance(node, (ast.For, ast.While, ast.With, ast.AsyncWith, ast.If)):
+        end = line
+    return line, column, end
+
+
+def _is_silenced(lines: list[str], first: int, last: int, code: str) -> bool:
+    """True if `# noqa` or `# noqa: WB101, WB103` on one of the lines (from 1) names the code."""
+    for line in lines[first - 1 : last]:
+        match = _NOQA.search(line)
+        if match is None:
+            continue
+        codes = match.group("codes")
+        if codes is None or code in re.split(r"[,\s]+", codes.upper()):
+            return True
+    return False

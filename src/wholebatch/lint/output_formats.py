@@ -1,0 +1,111 @@
+"""Output formats of findings: text, JSON, SARIF and GitHub annotations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from .check_files import Finding
+from .rules import RULES
+
+__all__ = ["FORMATS"]
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """Return one line per finding; `[*]` marks those that `--fix` repairs."""
+    return "\n".join(
+        f"{f.place} {f.code} {'[*] ' if f.fix else ''}"
+        f"{'note: ' if f.level == 'note' else ''}{f.message}"
+        for f in findings
+    )
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return JSON with stable keys: these of a finding, and `fixable`."""
+    keys = ("code", "name", "level", "message", "path", "cell", "line", "column", "end_line")
+    rows = [{key: getattr(f, key) for key in keys} | {"fixable": bool(f.fix)} for f in findings]
+    return json.dumps(rows, indent=2)
+
+
+_COMMANDS = {"note": "notice", "warning": "warning", "error": "error"}
+
+
+def as_github(findings: Sequence[Finding]) -> str:
+    """Return one workflow command per finding."""
+    return "\n".join(
+        f"::{_COMMANDS[f.level]} title=wholebatch {f.code},file={_property(f.path)},"
+        f"line={f.line},col={f.column}::{_data(f.code + _cell(f) + ' ' + f.message)}"
+        for f in findings
+    )
+
+
+def _cell(finding: Finding) -> str:
+    return f" (cell {finding.cell})" if finding.cell is not None else ""
+
+
+def _data(value: str) -> str:
+    return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(value: str) -> str:
+    return _data(value).replace(":", "%3A").replace(",", "%2C")
+
+
+def as_sarif(findings: Sequence[Finding]) -> str:
+    """Return one SARIF run with all rules and the findings as results."""
+    indices = {rule.code: index for index, rule in enumerate(RULES)}
+    log = {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "wholebatch lint",
+                        "rules": [
+                            {
+                                "id": rule.code,
+                                "name": rule.name,
+                                "shortDescription": {"text": rule.summary},
+                                "fullDescription": {"text": rule.summary},
+                                "help": {"text": rule.page, "markdown": rule.page},
+                                "defaultConfiguration": {"level": rule.level},
+                            }
+                            for rule in RULES
+                        ],
+                    }
+                },
+                "results": [_result(f, indices) for f in findings],
+            }
+        ],
+    }
+    return json.dumps(log, indent=2)
+
+
+def _result(finding: Finding, indices: dict[str, int]) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "ruleId": finding.code,
+        "level": finding.level,
+        "message": {"text": finding.message + _cell(finding)},
+        "locations": [
+            {
+                "physicalLocation": {
+                    "artifactLocation": {"uri": PurePath(finding.path).as_posix()},
+                    "region": {"startLine": finding.line, "startColumn": finding.column},
+                }
+            }
+        ],
+    }
+    if finding.code in indices:
+        result["ruleIndex"] = indices[finding.code]
+    return result
+
+
+FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {
+    "text": as_text,
+    "json": as_json,
+    "sarif": as_sarif,
+    "github": as_github,
+}
