@@ -12,7 +12,7 @@ import wholebatch as wb
 from tests.support import sgd, summed
 from wholebatch.distributed import choose
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.host_window import Hosted
+from wholebatch.integrations.host_window import HostLedger, host_ledger
 
 
 def test_parameters_of_zero_3_outside_their_engine_are_refused() -> None:
@@ -43,7 +43,7 @@ def test_one_process_may_say_that_it_trains_by_itself() -> None:
 class TwoRanks:
     """As the first of two processes would count."""
 
-    size, rank = 2, 0
+    ranks, rank = 2, 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return [2 * value for value in values]
@@ -57,17 +57,12 @@ class TwoRanks:
 
 @pytest.mark.parametrize("owns_forward", [True, False])
 def test_a_host_that_was_given_a_plain_model_on_several_ranks(
-    caplog: pytest.LogCaptureFixture, owns_forward: bool
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, owns_forward: bool
 ) -> None:
     """A trainer wraps the model itself and gives us the one inside: nothing to warn of."""
     model = nn.Linear(3, 1)
-    Hosted(
-        [model],
-        [sgd(model)],
-        device=torch.device("cpu"),
-        ranks=TwoRanks(),
-        owns_forward=owns_forward,
-    )
+    monkeypatch.setattr(host_ledger, "_group_on", lambda _: TwoRanks())
+    HostLedger([model], [sgd(model)], device=torch.device("cpu"), owns_forward=owns_forward)
     warned = "a plain model in a job of 2 ranks: nothing reduces its gradients" in caplog.text
     assert warned is not owns_forward
     assert ("Pass the model that accelerator.prepare()" in caplog.text) is not owns_forward
