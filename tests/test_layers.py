@@ -46,7 +46,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.lookahead_loader",
             "core.model_and_optimizer",
             "core.options",
-            "core.units",
             "offload",
         }
     ),
@@ -62,15 +61,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset(
         {
-            "core.json_files",
             "core.loss",
             "core.optimizer_step",
             "core.optional_packages",
+            "core.plain_files",
             "core.safe_loading",
             "memory.budget",
         }
     ),
-    frozenset({"core.plain_files", "core.readable_sizes", "core.sliced_cross_entropy", "errors"}),
+    frozenset({"core.readable_sizes", "core.sliced_cross_entropy", "errors"}),
 )
 # Allowed between two units of one layer beside those of one package: (importer, imported).
 SIDEWAYS: frozenset[tuple[str, str]] = frozenset(

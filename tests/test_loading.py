@@ -18,8 +18,7 @@ import torch
 
 import wholebatch
 from wholebatch.cli.checkpoints import Checkpoints, put_together, take_apart
-from wholebatch.core.json_files import read_json
-from wholebatch.core.plain_files import open_file
+from wholebatch.core.plain_files import open_file, read_json
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.errors import StateError
 

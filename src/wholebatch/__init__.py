@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch import errors as errors
-    from wholebatch.core.accumulator import Accumulator, over
+    from wholebatch.core.accumulator import Accumulator, by_epoch, over
+    from wholebatch.core.lookahead_loader import unpadded
     from wholebatch.core.loss import Loss, causal_lm, cross_entropy, mean_loss
     from wholebatch.core.options import BatchNorm, Close, Memory, samples
-    from wholebatch.core.splitting import split, tokens, unpadded
+    from wholebatch.core.splitting import split, tokens
     from wholebatch.core.whole_batch import WholeBatch
     from wholebatch.core.window import Step
-    from wholebatch.core.window_size import by_epoch
     from wholebatch.coupled import Coupled, clip_loss, info_nce, siglip_loss, supcon_loss
     from wholebatch.coupled.audit import audit
     from wholebatch.distributed.pipeline import Pipeline
@@ -81,7 +81,7 @@ _HOMES = {
     "Step": "core.window",
     "WholeBatch": "core.whole_batch",
     "audit": "coupled.audit",
-    "by_epoch": "core.window_size",
+    "by_epoch": "core.accumulator",
     "causal_lm": "core.loss",
     "clip_loss": "coupled",
     "cross_entropy": "core.loss",
@@ -94,7 +94,7 @@ _HOMES = {
     "split": "core.splitting",
     "supcon_loss": "coupled",
     "tokens": "core.splitting",
-    "unpadded": "core.splitting",
+    "unpadded": "core.lookahead_loader",
     "verify": "verification",
 }
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.cli.helpers import EXACT, assert_same_bits, metrics_of, newest_checkpoint
 from wholebatch.cli import main
-from wholebatch.cli.peak_memory import PeakMemory
 from wholebatch.cli.run_settings import Given, resolve
+from wholebatch.cli.training_run import PeakMemory
 from wholebatch.errors import OptionError
 
 WIDE = EXACT.replace("nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)", "Net()").replace(

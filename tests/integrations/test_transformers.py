@@ -33,8 +33,7 @@ from transformers import (
 )
 
 from wholebatch.integrations.transformers import ExactTrainerMixin, exact
-from wholebatch.integrations.transformers.exact_trainer import EpochEnd, zero_loss
-from wholebatch.integrations.transformers.label_units import measured_shift
+from wholebatch.integrations.transformers.exact_trainer import EpochEnd, measured_shift, zero_loss
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,8 +20,8 @@ from wholebatch.core.precision import LossScale
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.errors import OptionError
 from wholebatch.memory import MemoryMeter
+from wholebatch.memory.micro_batch_fitting import Sizing
 from wholebatch.memory.out_of_memory import Recovered, Recovery, within
-from wholebatch.memory.size_in_force import Sizing
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from tests.support import EXACT, Whole, distance
 from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.core.options import grouped
 from wholebatch.coupled.batchnorm.lock_step_graph import Recorder
-from wholebatch.coupled.random_streams import Begins
+from wholebatch.coupled.batchnorm.turn_taking_threads import Begins
 
 R = TypeVar("R")
 

@@ -7,9 +7,9 @@ import torch
 
 from wholebatch.errors import OptionError
 from wholebatch.tune.bottleneck import Fixed, accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
+from wholebatch.tune.machine_speed import RanksModel, parse_bandwidth
 from wholebatch.tune.settings import PARTS, RunMode, Setting, Trial
-from wholebatch.tune.time_split import Busy, Clock, Stamps, _covered, additions, split_of
+from wholebatch.tune.window_timing import Busy, Clock, Stamps, _covered, additions, split_of
 
 WAY = RunMode("full", False, "eager", "auto")
 

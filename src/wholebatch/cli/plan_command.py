@@ -28,8 +28,7 @@ from wholebatch.cli.command_options import (
     whole_number,
 )
 from wholebatch.cli.run_settings import check
-from wholebatch.core.json_files import read_json
-from wholebatch.core.plain_files import reason
+from wholebatch.core.plain_files import read_json, reason
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 
 if TYPE_CHECKING:

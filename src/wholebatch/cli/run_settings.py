@@ -24,8 +24,7 @@ from wholebatch.cli.command_options import (
     recipe_argument,
     whole_number,
 )
-from wholebatch.core.json_files import read_json
-from wholebatch.core.plain_files import reason
+from wholebatch.core.plain_files import read_json, reason
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount
 

@@ -7,7 +7,8 @@ seeds. Its outputs are the totals and units, which stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -19,11 +20,76 @@ from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
-from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = ["JointStep", "Prepared", "Results", "Runnable"]
+__all__ = ["JointStep", "Prepared", "Results", "Runnable", "compiled_by_inductor"]
+
+
+def compiled_by_inductor(
+    graph: Any, arguments: list[Any], more: Mapping[str, Any], *, whole_rows: int
+) -> Callable[..., Any]:
+    """Compile `graph` for arguments like these; `more` are options of Inductor.
+
+    A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
+    """
+    import torch._inductor  # Slow to import: paid only when compiling.
+    from torch._inductor import config
+
+    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
+    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
+    # micro-batches of 8) by 2 ms of 132.
+    options = {"triton.mix_order_reduction": False, **more}
+    known = {name: value for name, value in options.items() if _has(config, name)}
+    with torch.no_grad(), config.patch(known), _whole_rows(whole_rows):
+        compiled: Callable[..., Any] = torch._inductor.compile(graph, arguments)
+        return compiled
+
+
+@contextmanager
+def _whole_rows(longest: int) -> Iterator[None]:
+    """Raise Inductor's limit for persistent reductions from 1024 to `longest` within this context.
+
+    Longer rows are read two or three times.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+    from torch.compiler import config
+
+    name = "should_use_persistent_reduction"
+    by_itself = getattr(InductorChoices, name, None)
+    # A version of Inductor without these names.
+    if by_itself is None or not hasattr(config, "cache_key_tag"):
+        yield
+        return
+
+    def decide(features: Any, cooperative_reduction: bool) -> bool:
+        if by_itself(features, cooperative_reduction):
+            return True
+        if features.get_reduction_hint() != ReductionHint.INNER:
+            return False
+        return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
+
+    tag = config.cache_key_tag
+    setattr(InductorChoices, name, staticmethod(decide))
+    # Inductor's cache key does not include this choice.
+    config.cache_key_tag = f"{tag}wholebatch: rows of {longest}"
+    try:
+        yield
+    finally:
+        setattr(InductorChoices, name, staticmethod(by_itself))
+        config.cache_key_tag = tag
+
+
+def _has(config: Any, name: str) -> bool:
+    """True if this version of Inductor has the option."""
+    for part in name.split("."):
+        if not hasattr(config, part):
+            return False
+        config = getattr(config, part)
+    return True
+
 
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
 Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]

@@ -23,8 +23,7 @@ from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.loss import Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import batch_size_of, to_device
-from wholebatch.core.units import SINGLE
-from wholebatch.core.window import Window
+from wholebatch.core.window import SINGLE, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import SplitGuard

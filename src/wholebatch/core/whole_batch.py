@@ -25,8 +25,7 @@ from wholebatch.core.runner import (
     modules_of,
 )
 from wholebatch.core.splitting import Tokens
-from wholebatch.core.units import UnitsCount, UnitsFunction
-from wholebatch.core.window import Step, Turn, make_window
+from wholebatch.core.window import Step, Turn, UnitsCount, UnitsFunction, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
 from wholebatch.memory.budget import Budget

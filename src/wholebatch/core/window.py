@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.close import (
     ClipNorm,
     Closed,
@@ -42,7 +41,6 @@ from wholebatch.core.gradient_store import DeviceStore, Store, refuse_stray
 from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
 from wholebatch.core.options import Close, Memory
-from wholebatch.core.units import SINGLE
 from wholebatch.distributed import Sync
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.errors import (
@@ -54,7 +52,131 @@ from wholebatch.errors import (
 )
 from wholebatch.offload import choose as choose_store
 
-__all__ = ["Step", "Turn", "Window", "make_window"]
+__all__ = [
+    "SINGLE",
+    "Backward",
+    "Step",
+    "Turn",
+    "UnitsCount",
+    "UnitsFunction",
+    "Window",
+    "backward_into",
+    "count_units",
+    "is_reentrant",
+    "make_window",
+]
+
+
+_engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+_run_backward: Any = getattr(_engine, "run_backward", None)
+"""What `torch.autograd.backward` calls when it has looked at its arguments. Ours are always of one
+kind, and the look takes a tenth of a short backward."""
+_transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward that adds into chosen parameters only."""
+
+    run: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+    overlaps: bool = True
+    """True if each gradient is complete when it is added (not so with reentrant checkpoints)."""
+
+
+def backward_into(
+    parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
+) -> Backward:
+    """Return a backward for graphs like those of `totals` that adds into `parameters` alone."""
+    if not is_reentrant(totals):
+        leaves = tuple(parameters)
+
+        def isolated(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+            plain = _run_backward is not None and not _transforms()
+            if plain and all(type(total) is Tensor for total in totals):
+                _run_backward(tuple(totals), tuple(seeds), False, False, leaves, True, True)
+            else:
+                torch.autograd.backward(totals, seeds, inputs=parameters)
+
+        return Backward(isolated)
+
+    own = {id(parameter) for parameter in parameters}
+    others = [p for model in models for p in model.parameters() if id(p) not in own]
+
+    def restoring(totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        held = [parameter.grad for parameter in others]
+        for parameter in others:
+            parameter.grad = None
+        try:
+            torch.autograd.backward(totals, seeds)
+        finally:
+            for parameter, gradient in zip(others, held, strict=True):
+                parameter.grad = gradient
+
+    return Backward(restoring, overlaps=False)
+
+
+def is_reentrant(totals: Iterable[Tensor]) -> bool:
+    """Return True if the graph has a node of torch.utils.checkpoint(use_reentrant=True)."""
+    stack: list[Any] = [total.grad_fn for total in totals]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        stack.extend(successor for successor, _ in node.next_functions)
+    return False
+
+
+SINGLE = "loss"
+"""The name under which a loss without named terms is kept."""
+
+UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
+
+
+class UnitsCount:
+    """Count all units of a window, by term, over the ranks too, before its first backward."""
+
+    def __init__(self, units: UnitsFunction, sync: Sync) -> None:
+        self._units = units
+        self._sync = sync
+        self._names = [SINGLE]
+
+    def learn(self, like: Any) -> None:
+        """Take the names of the terms from a batch that is not counted."""
+        self._names = sorted(count_units(self._units, [like]))
+
+    def __call__(self, micros: Sequence[Any]) -> dict[str, float]:
+        counted = count_units(self._units, micros) or dict.fromkeys(self._names, 0.0)
+        self._names = sorted(counted)
+        sums = self._sync.sum([counted[name] for name in self._names])
+        return dict(zip(self._names, sums, strict=True))
+
+
+def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]:
+    """Return the units of all micro-batches, by term; a number counts the unnamed term."""
+    counts: dict[str, list[Units]] = {}
+    for micro in micros:
+        counted = units(micro)
+        by_name = counted if isinstance(counted, Mapping) else {SINGLE: counted}
+        if counts and by_name.keys() != counts.keys():
+            raise LossError(
+                f"units= counted the terms {sorted(by_name)} in one micro-batch and "
+                f"{sorted(counts)} in another: return all terms for each, 0 where none"
+            )
+        for name, count in by_name.items():
+            counts.setdefault(name, []).append(check_units(count))
+    return {name: _sum(read_scalars(values)) for name, values in counts.items()}
+
+
+def _sum(counts: Sequence[float]) -> float:
+    """Return the sum; counts that were on a device could not be checked before."""
+    for count in counts:
+        if not 0 <= count < math.inf:
+            raise LossError(f"units= counted {count:g}: must be finite and not negative")
+    return math.fsum(counts)
 
 
 class Turn:

@@ -22,11 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from wholebatch.core.backward import backward_into, is_reentrant
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Term, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT
 from wholebatch.core.splitting.samples import Layout, flatten
+from wholebatch.core.window import backward_into, is_reentrant
 from wholebatch.coupled.batchnorm.whole_batch_norm import FixedNorms
 from wholebatch.coupled.contrastive.losses import OfTheBatch
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics

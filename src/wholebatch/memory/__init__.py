@@ -14,10 +14,10 @@ from wholebatch.memory.choose_micro_batch import (
 )
 from wholebatch.memory.make_it_fit import Fit, Rung, fit, ladder
 from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
+from wholebatch.memory.micro_batch_fitting import Sizing
 from wholebatch.memory.out_of_memory import Recovered, Recovery, within
 from wholebatch.memory.plan import Plan, make_plan
 from wholebatch.memory.predict import Prediction, predict_peak
-from wholebatch.memory.size_in_force import Sizing
 from wholebatch.memory.trial_step import (
     Correction,
     calibrate,

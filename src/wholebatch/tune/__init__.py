@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wholebatch.tune.bottleneck import Bottleneck
-    from wholebatch.tune.ranks_model import RanksModel, parse_bandwidth
+    from wholebatch.tune.machine_speed import RanksModel, parse_bandwidth
     from wholebatch.tune.search import Limits, SearchObserver
     from wholebatch.tune.settings import PARTS, RunMode, Setting, Trial
     from wholebatch.tune.tuning import Tuned, tune

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.json_files import finite, write_json
+from wholebatch.core.plain_files import finite, write_json
 from wholebatch.core.splitting import to_device
 from wholebatch.errors import OptionError
 from wholebatch.tune.training_loops import LOOPS, Job, TrainingLoop

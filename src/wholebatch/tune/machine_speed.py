@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +13,20 @@ from torch import nn
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import choose as choose_precision
 from wholebatch.core.splitting import batch_size_of, to_device
-from wholebatch.errors import WholebatchError
+from wholebatch.errors import OptionError, WholebatchError
+from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.tune.settings import Trial
-from wholebatch.tune.time_split import Clock
-from wholebatch.tune.window_timing import Workload
+from wholebatch.tune.window_timing import Clock, Workload
 
-__all__ = ["copy_bandwidth", "reduce_bandwidth", "share_of_arithmetic"]
+__all__ = [
+    "RanksModel",
+    "copy_bandwidth",
+    "parse_bandwidth",
+    "reduce_bandwidth",
+    "share_of_arithmetic",
+]
+
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,3 +117,80 @@ def reduce_bandwidth(device: torch.device, numbers: int) -> float | None:
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return 2 * (ranks - 1) / ranks * sums.nbytes / float(slowest)
+
+
+_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "kbit": 125.0, "Mbit": 125e3, "Gbit": 125e6}
+_BANDWIDTH = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?(?:B|bit))(?:/s)?\s*")
+
+
+def parse_bandwidth(text: str) -> float:
+    """Parse the bandwidth of a link into bytes per second.
+
+    >>> parse_bandwidth("25GB/s"), parse_bandwidth("100 Gbit/s")
+    (25000000000.0, 12500000000.0)
+    """
+    match = _BANDWIDTH.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise OptionError(
+            f'bandwidth {text!r}: must be a rate of one rank\'s link such as "25GB/s" or '
+            '"100Gbit/s"'
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@dataclass(frozen=True)
+class RanksModel:
+    """The seconds of a window over ranks, from one rank's window and the bandwidth of a link."""
+
+    window: float
+    last_backward: float
+    units: float
+    bytes_reduced: int
+    bandwidth: float
+    measured: bool
+    latency: float = 20e-6
+
+    def reduction(self, ranks: int) -> float:
+        """Return the seconds of the reduction alone."""
+        if ranks == 1:
+            return 0.0
+        return (
+            2 * (ranks - 1) / ranks * self.bytes_reduced / self.bandwidth
+            + 2 * (ranks - 1) * self.latency
+        )
+
+    def point(self, ranks: int) -> dict[str, float]:
+        """Return the window on this many ranks, without any overlap and with full overlap."""
+        reduction = self.reduction(ranks)
+        slowest = self.window + reduction
+        fastest = self.window + max(0.0, reduction - self.last_backward)
+        return {
+            "ranks": ranks,
+            "seconds": slowest,
+            "seconds_overlapped": fastest,
+            "units_per_second": ranks * self.units / slowest,
+            "units_per_second_overlapped": ranks * self.units / fastest,
+            "communication_share": reduction / slowest,
+        }
+
+    def steps_until(self, share: float, ranks: int, *, micro_step: float) -> int:
+        """Return the micro-batches per window that keep the reduction at or below this share."""
+        needed = self.reduction(ranks) * (1 - share) / share
+        return max(1, -int(-(needed / micro_step) // 1)) if micro_step else 1
+
+    def to_dict(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Return the model at these numbers of ranks, marked as a model."""
+        how = "measured here" if self.measured else "as given"
+        return {
+            "is_model": True,
+            "said": (
+                f"A model: {bytes_said(self.bytes_reduced)} of gradients reduced once per window "
+                f"by a ring over links of {self.bandwidth / 1e9:.3g} GB/s ({how}); every rank "
+                "makes the tuned window. No such cluster was measured."
+            ),
+            "bytes_reduced": self.bytes_reduced,
+            "bandwidth": self.bandwidth,
+            "bandwidth_measured": self.measured,
+            "latency": self.latency,
+            "points": [self.point(n) for n in sorted({1, *ranks})],
+        }

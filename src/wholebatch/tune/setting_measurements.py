@@ -23,13 +23,16 @@ from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.memory.budget import bytes_said, free_memory
 from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
-from wholebatch.tune.time_split import Clock, Stamps, additions, split_of
 from wholebatch.tune.window_timing import (
+    Clock,
     PeakMeter,
+    Stamps,
     Turns,
     Workload,
+    additions,
     free_device,
     settle,
+    split_of,
     usual,
     wait_for,
 )

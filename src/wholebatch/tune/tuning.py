@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.json_files import finite, write_json
 from wholebatch.core.options import Memory, flattened
+from wholebatch.core.plain_files import finite, write_json
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, WindowError
 from wholebatch.memory.budget import Budget, bytes_said, parse_memory, sharing_processes
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
-from wholebatch.tune.machine_speed import copy_bandwidth, reduce_bandwidth, share_of_arithmetic
-from wholebatch.tune.ranks_model import RanksModel
+from wholebatch.tune.machine_speed import (
+    RanksModel,
+    copy_bandwidth,
+    reduce_bandwidth,
+    share_of_arithmetic,
+)
 from wholebatch.tune.search import Limits, Search, SearchObserver
 from wholebatch.tune.setting_measurements import OverRanks, memory_of, rate_of
 from wholebatch.tune.settings import Predicted, RunMode, Trial, modes_of, sizes_of

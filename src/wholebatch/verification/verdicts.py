@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wholebatch.core.json_files import finite
+from wholebatch.core.plain_files import finite
 from wholebatch.verification.mistakes import MISTAKES, RIGHT, Mistake, MistakeFit
 from wholebatch.verification.run_comparison import Comparison, listed, percent
 

@@ -4,35 +4,113 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.options import BatchNorm, Samples, flattened
 from wholebatch.core.splitting import Tokens
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
-from wholebatch.verification.adam_accumulation_error import adam_accumulation_error
 from wholebatch.verification.diagnose import Evidence, diagnose, moved_buffers
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, uneven
-from wholebatch.verification.observed_window import WindowRun
+from wholebatch.verification.observed_window import StartingState, WindowRun
 from wholebatch.verification.random_numbers import SILENCES, Draws, dropouts
 from wholebatch.verification.run_comparison import (
     Comparison,
     Vectors,
+    compare,
     compare_gradients,
     compare_updates,
     distance,
     listed,
+    norm_of,
     percent,
 )
 from wholebatch.verification.undivided_batch import Numbers, ranks
 from wholebatch.verification.verdicts import Cause, Verdict
 
-__all__ = ["verify"]
+__all__ = ["AdamAccumulationError", "adam_accumulation_error", "verify"]
+
+
+_BEFORE = 3
+"""Updates of the undivided batch before the one that is compared: the first of all, from moments
+that are zero, has nothing to round."""
+
+
+@dataclass(frozen=True)
+class AdamAccumulationError:
+    """One update of both; `cause` says in a sentence what was measured."""
+
+    first_moment: Comparison
+    update: Comparison
+    losses: tuple[float | None, float | None]
+    cause: Cause
+
+
+def adam_accumulation_error(runs: ModelRuns, batch: DividedBatch) -> AdamAccumulationError:
+    """Compare the undivided batch and its Adam accumulation in moments and update."""
+    with _after_some_updates(runs, batch):
+        whole = runs.whole(batch.whole)
+        right_first, right_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
+        ours = runs.accumulated(batch)
+        our_first, our_second = (_moments(runs, name) for name in ("exp_avg", "exp_avg_sq"))
+    first = _compared("first moment", runs, our_first, right_first)
+    update = _compared("update", runs, ours.update, whole.update)
+    second = distance(our_second, right_second, runs.devices)
+    exact = "exact" if first.same else f"{percent(first.distance)} off"
+    cause = Cause(
+        "approximation, as asked for",
+        (),
+        'gradients="moments" keeps the old moments in half their bits while a window is open: in '
+        f"update {_BEFORE + 1} of this batch the second moment is {percent(second)} off, the first "
+        f"moment is {exact}, and the update is {percent(update.distance)} off",
+        'For the update of the undivided batch use gradients="device", "host", "swap" or "release"',
+    )
+    return AdamAccumulationError(first, update, (whole.loss, ours.loss), cause)
+
+
+@contextmanager
+def _after_some_updates(runs: ModelRuns, batch: DividedBatch) -> Iterator[None]:
+    """Let every run within it begin a few updates of the undivided batch later."""
+    start = runs.start
+    try:
+        for _ in range(_BEFORE):
+            runs.whole(batch.whole)
+            runs.start = StartingState(runs.model, runs.optimizer)
+            runs.start.random = start.random
+        yield
+    finally:
+        runs.start = start
+
+
+def _moments(runs: ModelRuns, name: str) -> list[Tensor]:
+    return [
+        runs.optimizer.state[p][name].detach().cpu().clone()
+        if name in runs.optimizer.state.get(p, {})
+        else torch.zeros(p.shape, dtype=p.dtype)
+        for p in runs.parameters
+    ]
+
+
+def _compared(what: str, runs: ModelRuns, ours: Vectors, right: Vectors) -> Comparison:
+    return compare(
+        what,
+        runs.names,
+        ours,
+        right,
+        also_right=(),
+        # A moment or an update is a sum of many roundings.
+        resolution=[8 * runs.unit * norm_of(one) for one in right],
+        unit=runs.unit,
+        devices=runs.devices,
+        judged_by_line=False,
+    )
+
 
 AS_FAR_AS_FLOAT64_ALLOWS = 1.25
 """Beyond so many times the undivided batch's own distance from float64 a note says so."""

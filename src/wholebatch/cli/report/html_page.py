@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from wholebatch.core.json_files import finite
+from wholebatch.core.plain_files import finite
 from wholebatch.errors import MissingExtraError, OptionError
 
 __all__ = [

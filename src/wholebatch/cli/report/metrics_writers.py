@@ -18,8 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from wholebatch.core.json_files import finite, read_json
-from wholebatch.core.plain_files import reason
+from wholebatch.core.plain_files import finite, read_json, reason
 from wholebatch.core.window import Step
 from wholebatch.errors import MissingExtraError, OptionError, StateError
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wholebatch.core.json_files import read_json
-from wholebatch.core.plain_files import open_file, reason
+from wholebatch.core.plain_files import open_file, read_json, reason
 from wholebatch.errors import StateError
 
 __all__ = ["Sources", "TrainingRun", "kind_of", "read_sources"]

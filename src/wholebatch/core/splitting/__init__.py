@@ -8,16 +8,13 @@ from wholebatch.core.splitting.micro_batches import (
     tokens,
 )
 from wholebatch.core.splitting.samples import batch_size_of, to_device
-from wholebatch.core.splitting.unpadded_loader import Unpadded, unpadded
 
 __all__ = [
     "Tokens",
-    "Unpadded",
     "batch_size_of",
     "drop_samples",
     "split",
     "split_numbered",
     "to_device",
     "tokens",
-    "unpadded",
 ]

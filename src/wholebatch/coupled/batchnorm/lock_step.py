@@ -43,7 +43,13 @@ from wholebatch.coupled.batchnorm.recomputed_blocks import (
     RecomputedBlocks,
     blocks_of,
 )
-from wholebatch.coupled.batchnorm.turn_taking_threads import TurnTakingThreads
+from wholebatch.coupled.batchnorm.turn_taking_threads import (
+    Begins,
+    Call,
+    RecordedStreams,
+    Streams,
+    TurnTakingThreads,
+)
 from wholebatch.coupled.batchnorm.whole_batch_norm import WholeBatchNorms
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -51,7 +57,6 @@ from wholebatch.coupled.normalisation_layers import (
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.random_streams import Begins, Call, RecordedStreams, Streams
 from wholebatch.errors import OptionError
 
 __all__ = ["Hold", "LockStep"]

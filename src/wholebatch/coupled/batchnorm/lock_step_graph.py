@@ -26,13 +26,11 @@ from wholebatch.compile.execute_mode import CannotTrace, Notes, first_line
 from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
 from wholebatch.compile.trace import Form
-from wholebatch.core.backward import Backward, backward_into
 from wholebatch.core.forward_state import ForwardState
 from wholebatch.core.loss import Loss, Terms
-from wholebatch.core.units import SINGLE
-from wholebatch.core.window import Window
+from wholebatch.core.window import SINGLE, Backward, Window, backward_into
 from wholebatch.coupled.batchnorm.lock_step import LockStep
-from wholebatch.coupled.random_streams import RecordedStreams, draw
+from wholebatch.coupled.batchnorm.turn_taking_threads import RecordedStreams, draw
 from wholebatch.distributed.sync_strategy import Single
 
 __all__ = ["MOST_MICRO_BATCHES", "Recorder"]

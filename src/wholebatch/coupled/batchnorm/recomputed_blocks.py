@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.core.splitting.samples import flatten
 from wholebatch.coupled.batchnorm.moments import recomputing
+from wholebatch.coupled.batchnorm.turn_taking_threads import Begins, Call
 from wholebatch.coupled.normalisation_layers import ReplacedForwards, batchnorms
-from wholebatch.coupled.random_streams import Begins, Call
 
 __all__ = ["BlockInputChanged", "RecomputedBlocks", "blocks_of"]
 

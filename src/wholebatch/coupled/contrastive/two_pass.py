@@ -25,8 +25,7 @@ from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.loss import Loss, Term, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import to_device
-from wholebatch.core.units import SINGLE
-from wholebatch.core.window import Window
+from wholebatch.core.window import SINGLE, Window
 from wholebatch.coupled.batchnorm.activation_offload import storage_key
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.policies import Policy

@@ -1,14 +1,15 @@
 """A window in a loop that is somebody else's: the ledger of the adapters over torch."""
 
-from wholebatch.integrations.host_window.first_look import FirstLook, replaced_attributes
 from wholebatch.integrations.host_window.host_gradients import GradientsIn
 from wholebatch.integrations.host_window.host_ledger import (
     AdapterOptions,
+    FirstLook,
     HostLedger,
     HostLoss,
     LoopWindows,
     Settled,
     refuse_shared_batches,
+    replaced_attributes,
 )
 
 __all__ = [

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -23,7 +24,14 @@ from wholebatch.core.forward_state import capture_random, restore_random
 from wholebatch.core.loss import Loss, Units, check_units, mean_loss
 from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.splitting import batch_size_of, split
-from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
+from wholebatch.errors import (
+    EmptyWindowError,
+    LossError,
+    NonFiniteError,
+    OptionError,
+    StateError,
+    UnsupportedError,
+)
 from wholebatch.integrations.host_window import (
     AdapterOptions,
     FirstLook,
@@ -33,21 +41,118 @@ from wholebatch.integrations.host_window import (
     refuse_shared_batches,
     replaced_attributes,
 )
-from wholebatch.integrations.transformers.label_units import (
-    count_labels,
-    counted_by_trainer,
-    known_shift,
-    measured_shift,
-)
 from wholebatch.memory.budget import Budget, parse_memory
 from wholebatch.memory.trial_step import choose_on_device
 
-__all__ = ["ExactTrainerMixin", "exact"]
-
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
-else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
-    _Trainer = object
+
+__all__ = [
+    "ExactTrainerMixin",
+    "count_labels",
+    "counted_by_trainer",
+    "exact",
+    "known_shift",
+    "measured_shift",
+]
+
+
+_HELP = "pass exact(Trainer, units=a function of the batch's inputs) that counts it"
+_LIBRARIES = ("transformers.", "trl.")
+# What rounding leaves of the right count's residual is far below this.
+_AGREES = 1e-4
+
+
+def count_labels(inputs: Mapping[str, Any], shifts: Callable[[], bool]) -> int | Tensor:
+    """Return how many labels of these inputs count; `shifts()`: the first of a sample does not."""
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if not isinstance(labels, Tensor):
+        raise LossError(
+            "nothing says what the loss is a mean over: the batch has no tensor of 'labels'; "
+            f"{_HELP}"
+        )
+    if labels.is_floating_point():  # a regression, or several labels at once
+        return labels.numel()
+    if "shift_labels" not in inputs and labels.dim() > 1 and shifts():
+        labels = labels[..., 1:]
+    return (labels != -100).sum()
+
+
+def known_shift(trainer: Any) -> bool | None:
+    """Return True if the loss compares place t with label t + 1, None if that is not known.
+
+    It is known of the losses of Transformers and TRL themselves.
+    """
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    home: str = getattr(trainer.compute_loss, "__module__", "") or ""
+    if trainer.compute_loss_func is not None or not home.startswith(_LIBRARIES):
+        return None
+    kind = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "")
+    if home.startswith("trl."):
+        return True
+    return None if kind is None else kind is ForCausalLMLoss
+
+
+def measured_shift(mean_of: Callable[[dict[str, Any]], Tensor], inputs: Mapping[str, Any]) -> bool:
+    """Return True if the loss leaves out the first label, as evaluated on these inputs.
+
+    Labels are kept at places 0 and 1 of all samples, at 2 and 3 of every other one, and at both.
+    If the first never counts, the first set has 1 label per sample, else 2; the second has 2 per
+    sample that it is in. A mean of the samples' own means fits neither.
+    """
+    labels: Tensor = inputs["labels"]
+    if labels.dim() != 2 or labels.shape[-1] < 4:
+        raise LossError(
+            f"the loss is not one that Transformers knows, and labels of shape "
+            f"{tuple(labels.shape)} do not let us find out what it is a mean over: {_HELP}"
+        )
+    rows, places = labels.shape[0], torch.arange(labels.shape[-1], device=labels.device)
+    even = torch.arange(rows, device=labels.device)[:, None] % 2 == 0
+    first_set, second_set = places < 2, even & (places > 1) & (places < 4)
+    valid = labels.where(labels != -100, 0)
+
+    def mean_at(kept: Tensor) -> float:
+        return float(mean_of({**inputs, "labels": valid.where(kept, -100)}))
+
+    first, second, both = map(mean_at, (first_set, second_set, first_set | second_set))
+    if not all(map(math.isfinite, (first, second, both))):
+        raise NonFiniteError(
+            f"the loss is {both:g} on this batch, so it cannot be found out what it is a mean "
+            f"over: mend the batch or the model (its first update was not made yet), or {_HELP}"
+        )
+    in_second = 2 * ((rows + 1) // 2)
+    residual = {}
+    for shifted, in_first in ((True, rows), (False, 2 * rows)):
+        total = (in_first + in_second) * both
+        residual[shifted] = abs(total - in_first * first - in_second * second) / abs(total)
+    best = min(residual, key=residual.__getitem__)
+    if not (residual[best] <= _AGREES and residual[not best] >= 10 * residual[best]):
+        raise LossError(
+            "the loss is not the mean over the labels that are not -100, shifted or not, so "
+            f"nothing says what its units are: {_HELP}"
+        )
+    return best
+
+
+def counted_by_trainer(trainer: Any, batches: Iterable[Mapping[str, Any]]) -> Tensor | None:
+    """Return what the Trainer itself would divide a window's loss by, on this rank, if at all."""
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+        return None
+    counts = []
+    for inputs in batches:
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not isinstance(labels, Tensor):
+            return None
+        if "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        counts.append(labels.ne(-100).sum())
+    return torch.stack(counts).sum().double() if counts else None
+
 
 _log = logging.getLogger("wholebatch")
 
