@@ -46,6 +46,8 @@ from wholebatch.memory.trial_step import choose_on_device
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
+else:  # A mixin stands before the Trainer, or one of its descendants, in the bases.
+    _Trainer = object
 
 __all__ = [
     "ExactTrainerMixin",
