@@ -15,8 +15,7 @@ import wholebatch as wb
 from tests.distributed.launch import ROOT, torchrun
 from tests.execute.nets import mode_of, traced
 from tests.support import measured, mlp, samples
-from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation
-from wholebatch.core.noise_scale.critical_batch import Sums, fieller, student
+from wholebatch.core.noise_scale import Estimator, NoiseScale, Observation, Sums, fieller, student
 from wholebatch.errors import OptionError, UnsupportedError
 
 PARAMETERS = 40

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wholebatch.core import precision as precisions
 from wholebatch.core.loss import Loss, as_loss
-from wholebatch.core.noise_scale.sampled_windows import Incoming
+from wholebatch.core.noise_scale import Incoming
 from wholebatch.coupled.batchnorm.lock_step import Hold, LockStep
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.errors import OptionError
