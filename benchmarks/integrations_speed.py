@@ -102,7 +102,7 @@ def counted(batch: Any) -> Tensor:
 def accelerate(ours: bool) -> list[float]:
     from accelerate import Accelerator
 
-    from wholebatch.integrations.accelerate import AccelerateWindows
+    from wholebatch.integrations.accelerate import ExactWindows
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
     model = Model()
@@ -110,7 +110,7 @@ def accelerate(ours: bool) -> list[float]:
     model, optimizer, loader = accelerator.prepare(
         model, clock.optimizer, DataLoader(samples(), batch_size=MICRO)
     )
-    windows = AccelerateWindows(accelerator, model, optimizer) if ours else None
+    windows = ExactWindows(accelerator, model, optimizer) if ours else None
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
@@ -154,7 +154,7 @@ def fabric(ours: bool) -> list[float]:
 def lightning(ours: bool) -> list[float]:
     from lightning.pytorch import LightningModule, Trainer
 
-    from wholebatch.integrations.lightning import LightningWindows
+    from wholebatch.integrations.lightning import ExactWindows
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -177,7 +177,7 @@ def lightning(ours: bool) -> list[float]:
         devices=1,
         accumulate_grad_batches=STEPS,
         gradient_clip_val=1.0,
-        callbacks=[LightningWindows(units=counted)] if ours else None,
+        callbacks=[ExactWindows(units=counted)] if ours else None,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -128,7 +128,7 @@ def accelerated(**options: Any) -> Tensor:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import AccelerateWindows
+    from wholebatch.integrations.accelerate import ExactWindows
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -138,7 +138,7 @@ def accelerated(**options: Any) -> Tensor:
     model, optimizer, loader = accelerator.prepare(
         inner, optimizer, DataLoader(samples(), batch_size=MICRO)
     )
-    windows = AccelerateWindows(accelerator, model, optimizer)
+    windows = ExactWindows(accelerator, model, optimizer)
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
@@ -182,7 +182,7 @@ def test_lightning_fp16_and_bf16() -> None:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    from wholebatch.integrations.lightning import LightningWindows
+    from wholebatch.integrations.lightning import ExactWindows
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -210,7 +210,7 @@ def test_lightning_fp16_and_bf16() -> None:
                 plugins=[plugin],
                 accumulate_grad_batches=STEPS,
                 gradient_clip_val=0.5,
-                callbacks=[LightningWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+                callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
                 logger=False,
                 enable_checkpointing=False,
                 enable_progress_bar=False,

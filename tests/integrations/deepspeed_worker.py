@@ -60,7 +60,7 @@ def updates(stage: int, *, anew: bool) -> list[Tensor]:
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DeepSpeedPlugin
 
-    from wholebatch.integrations.accelerate import AccelerateWindows, accumulator
+    from wholebatch.integrations.accelerate import ExactWindows, accumulator
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -88,7 +88,7 @@ def updates(stage: int, *, anew: bool) -> list[Tensor]:
             units = (batch[1] != -100).sum()
             acc.backward(mean_of(model, batch) * units, units=units)
     else:
-        windows = AccelerateWindows(accelerator, model, optimizer)
+        windows = ExactWindows(accelerator, model, optimizer)
         for batch in loader:
             with accelerator.accumulate(model):
                 windows.backward(mean=mean_of(model, batch), units=(batch[1] != -100).sum())

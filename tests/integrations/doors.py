@@ -27,14 +27,14 @@ def in_accelerate(
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from wholebatch.integrations.accelerate import AccelerateWindows
+    from wholebatch.integrations.accelerate import ExactWindows
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     given = DataLoader(micros, batch_size=None)  # type: ignore[arg-type]
     prepared, stepped, loader = accelerator.prepare(model, optimizer, given)
-    windows = AccelerateWindows(accelerator, prepared, stepped, **options)
+    windows = ExactWindows(accelerator, prepared, stepped, **options)
     for batch in loader:
         with accelerator.accumulate(prepared):
             windows.backward(mean=loss(prepared, batch), units=len(batch["y"]))
@@ -81,7 +81,7 @@ def in_lightning(
     """Lightning's Trainer."""
     from lightning.pytorch import LightningModule, Trainer
 
-    from wholebatch.integrations.lightning import LightningWindows
+    from wholebatch.integrations.lightning import ExactWindows
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -106,7 +106,7 @@ def in_lightning(
         accelerator="cpu",
         devices=1,
         accumulate_grad_batches=steps,
-        callbacks=[LightningWindows(units=lambda batch: len(batch["y"]), **options)],
+        callbacks=[ExactWindows(units=lambda batch: len(batch["y"]), **options)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -24,7 +24,7 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
-from wholebatch.integrations.accelerate import AccelerateWindows, accumulator  # noqa: E402
+from wholebatch.integrations.accelerate import ExactWindows, accumulator  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SCRIPT = "accelerate_loop.py"
@@ -103,7 +103,7 @@ def reference(clip_norm: float | None) -> Whole:
 
 def test_windows_with_a_scheduler_and_clipping() -> None:
     accelerator, model, optimizer, loader, scheduler = prepared(mlp())
-    windows = AccelerateWindows(accelerator, model, optimizer)
+    windows = ExactWindows(accelerator, model, optimizer)
     settled = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -135,7 +135,7 @@ def test_bf16_as_accelerate_sets_it_up() -> None:
     accelerator, model, optimizer, loader, _ = prepared(
         mlp(dtype=torch.float32), mixed_precision="bf16"
     )
-    windows = AccelerateWindows(accelerator, model, optimizer)
+    windows = ExactWindows(accelerator, model, optimizer)
     for batch in loader:
         with accelerator.accumulate(model):
             logits = model(batch["x"].float())
@@ -155,7 +155,7 @@ def test_a_scaler_is_accelerates() -> None:
     accelerator, model, optimizer, loader, _ = prepared(mlp())
     accelerator.scaler = optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer.__setstate__(optimizer.__getstate__())
-    windows = AccelerateWindows(accelerator, model, optimizer)
+    windows = ExactWindows(accelerator, model, optimizer)
     whole = Whole(mlp(), clip_norm=0.05)
     for batch in pieces(samples(sum(SIZES)), [9, 9, 4]):
         whole.step(batch)
@@ -173,7 +173,7 @@ def test_a_scaler_is_accelerates() -> None:
 
 def test_units_may_be_tensors_and_a_micro_batch_may_have_none() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=2)
-    windows = AccelerateWindows(accelerator, model, optimizer)
+    windows = ExactWindows(accelerator, model, optimizer)
     data = samples(6)
     for units, batch in zip([4, 0], pieces(data, [4, 2]), strict=True):
         with accelerator.accumulate(model):
@@ -187,10 +187,10 @@ def test_units_may_be_tensors_and_a_micro_batch_may_have_none() -> None:
 
 def test_a_window_without_units_is_refused_or_steps_by_nothing() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=1)
-    windows = AccelerateWindows(accelerator, model, optimizer)
+    windows = ExactWindows(accelerator, model, optimizer)
     with accelerator.accumulate(model), pytest.raises(EmptyWindowError, match="zero_units='skip'"):
         windows.backward(mean=mean(model, samples(2)), units=0)
-    lenient = AccelerateWindows(accelerator, model, optimizer, zero_units="skip")
+    lenient = ExactWindows(accelerator, model, optimizer, zero_units="skip")
     optimizer.zero_grad()
     with accelerator.accumulate(model):
         assert lenient.backward(mean=mean(model, samples(2)), units=0) is None
@@ -200,7 +200,7 @@ def test_a_window_without_units_is_refused_or_steps_by_nothing() -> None:
 
 def test_an_incomplete_window_makes_no_step() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp(), steps=2)
-    windows = AccelerateWindows(accelerator, model, optimizer)
+    windows = ExactWindows(accelerator, model, optimizer)
     with accelerator.accumulate(model):
         windows.backward(mean=mean(model, samples(2)), units=2)
     with accelerator.accumulate(model):  # skips its backward
@@ -211,7 +211,7 @@ def test_an_incomplete_window_makes_no_step() -> None:
     whole = Whole(mlp())
     whole.step(samples(2))
     whole.assert_same(model)
-    again = AccelerateWindows(accelerator, model, optimizer)
+    again = ExactWindows(accelerator, model, optimizer)
     again.load_state_dict(windows.state_dict())
     assert again.updates == 1
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
 
     def run(first: int, last: int, *, load: bool = False) -> Any:
         accelerator, model, optimizer, loader, scheduler = prepared(mlp())
-        windows = AccelerateWindows(accelerator, model, optimizer)
+        windows = ExactWindows(accelerator, model, optimizer)
         accelerator.register_for_checkpointing(windows)
         if load:
             accelerator.load_state(str(tmp_path))
@@ -248,13 +248,13 @@ def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
 def test_what_is_refused() -> None:
     accelerator, model, optimizer, _, _ = prepared(mlp())
     with pytest.raises(OptionError, match=r"must be what accelerator\.prepare returned"):
-        AccelerateWindows(accelerator, model, optimizer.optimizer)
+        ExactWindows(accelerator, model, optimizer.optimizer)
     with pytest.raises(OptionError, match=r"must be an accelerate\.Accelerator"):
-        AccelerateWindows(object(), model, optimizer)  # type: ignore[arg-type]
+        ExactWindows(object(), model, optimizer)  # type: ignore[arg-type]
     scaled = wb.Close(scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(OptionError, match="which has its own"):
         accumulator(accelerator, model, optimizer, close=scaled)
     with pytest.raises(UnsupportedError, match="BatchNorm in '0'"):
-        AccelerateWindows(accelerator, nn.Sequential(nn.BatchNorm1d(5)), optimizer)
+        ExactWindows(accelerator, nn.Sequential(nn.BatchNorm1d(5)), optimizer)
     with pytest.raises(OptionError, match="lock-step"):
-        AccelerateWindows(accelerator, model, optimizer, batchnorm="exact")
+        ExactWindows(accelerator, model, optimizer, batchnorm="exact")

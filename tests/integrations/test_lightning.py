@@ -21,7 +21,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from wholebatch.integrations.lightning import FabricWindows, LightningWindows
+from wholebatch.integrations.lightning import ExactWindows, FabricWindows
 
 pytestmark = [
     pytest.mark.slow,
@@ -130,7 +130,7 @@ def whole_of(*windows: int, **options: Any) -> Whole:
 
 
 def test_units_from_what_training_step_returns() -> None:
-    module, windows = Module(returns_units=True), LightningWindows()
+    module, windows = Module(returns_units=True), ExactWindows()
     fit(module, [windows])
     whole_of(9, 9, 4).assert_same(module.model)
     assert windows.last is not None
@@ -142,7 +142,7 @@ def test_units_from_what_training_step_returns() -> None:
 def test_a_schedule_of_the_window_size() -> None:
     module = Module()
     schedule = GradientAccumulationScheduler(scheduling={0: 3, 1: 2})
-    windows = LightningWindows(units=lambda batch: len(batch["y"]))
+    windows = ExactWindows(units=lambda batch: len(batch["y"]))
     fit(module, [schedule, windows], accumulate_grad_batches=1, max_epochs=2)
     whole = whole_of(9, 9, 4)
     for batch in pieces(samples(sum(SIZES)), [8, 4, 6, 4]):
@@ -195,8 +195,8 @@ def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
     file = tmp_path / "window.ckpt"
     clip: dict[str, Any] = {"gradient_clip_val": 0.05}
 
-    def windows() -> LightningWindows:
-        return LightningWindows(units=lambda batch: len(batch["y"]))
+    def windows() -> ExactWindows:
+        return ExactWindows(units=lambda batch: len(batch["y"]))
 
     fit(OfABatch(), [windows(), Leave(5, file)], loader=Resumable(), **clip)
     module, resumed = OfABatch(), windows()
@@ -207,7 +207,7 @@ def test_a_checkpoint_keeps_an_open_window(tmp_path: Path) -> None:
 
 def test_clipping_by_value() -> None:
     module = Module()
-    windows = LightningWindows(units=lambda batch: len(batch["y"]))
+    windows = ExactWindows(units=lambda batch: len(batch["y"]))
     fit(module, [windows], gradient_clip_val=0.01, gradient_clip_algorithm="value")
     whole_of(9, 9, 4, clip_value=0.01).assert_same(module.model)
 
@@ -223,7 +223,7 @@ def test_loss_scaling_of_the_precision_plugin() -> None:
 
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     module = Module()
-    windows = LightningWindows(units=lambda batch: len(batch["y"]))
+    windows = ExactWindows(units=lambda batch: len(batch["y"]))
     plugin = Scaled("16-mixed", "cpu", scaler)
     fit(module, [windows], plugins=[plugin], gradient_clip_val=0.05)
     # The scale is divided out by its reciprocal in float32, a power of two.
@@ -234,13 +234,13 @@ def test_loss_scaling_of_the_precision_plugin() -> None:
 
 def test_what_the_callback_refuses() -> None:
     with pytest.raises(OptionError, match="must be a function of the batch"):
-        LightningWindows(units=4)  # type: ignore[arg-type]
+        ExactWindows(units=4)  # type: ignore[arg-type]
     with pytest.raises(LossError, match="nothing says what the loss is a mean over"):
-        fit(Module(), [LightningWindows()])
+        fit(Module(), [ExactWindows()])
     by_hand = Module()
     by_hand.automatic_optimization = False
     with pytest.raises(UnsupportedError, match=r"wb\.Accumulator in training_step"):
-        fit(by_hand, [LightningWindows()], accumulate_grad_batches=1)
+        fit(by_hand, [ExactWindows()], accumulate_grad_batches=1)
 
     class OfAnIterator(Module):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
@@ -250,10 +250,10 @@ def test_what_the_callback_refuses() -> None:
         pytest.warns(UserWarning, match="dataloader_iter"),
         pytest.raises(UnsupportedError, match=r"take \(batch, batch_idx\)"),
     ):
-        fit(OfAnIterator(), [LightningWindows(units=len)])
+        fit(OfAnIterator(), [ExactWindows(units=len)])
     norm = Module(model=nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double())
     with pytest.raises(UnsupportedError, match=r"BatchNorm in 'model\.0'"):
-        fit(norm, [LightningWindows()])
+        fit(norm, [ExactWindows()])
 
 
 def test_what_fabric_windows_refuse() -> None:

@@ -24,7 +24,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from transformers import Trainer, TrainerCallback
 
-from wholebatch.integrations.accelerate import AccelerateWindows, accumulator
+from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.host_window import HostLoss
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
@@ -52,7 +52,7 @@ class Loop:
             GradientState._reset_state()
             self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
             self.model, self.optimizer = self.accelerator.prepare(self.inner, sgd(self.inner))
-            self.windows = AccelerateWindows(self.accelerator, self.model, self.optimizer)
+            self.windows = ExactWindows(self.accelerator, self.model, self.optimizer)
         self.library, self.steps, self.place = library, steps, 0
 
     def backward(self, total: Any = None, **given: Any) -> Any:
@@ -241,7 +241,7 @@ def test_a_validation_step_may_call_training_step() -> None:
     from lightning.pytorch import Trainer as LightningTrainer
     from torch.utils.data import DataLoader
 
-    from wholebatch.integrations.lightning import LightningWindows as Callback
+    from wholebatch.integrations.lightning import ExactWindows as Callback
 
     class Module(LightningModule):
         def __init__(self) -> None:

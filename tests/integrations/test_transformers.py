@@ -32,7 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from wholebatch.integrations.transformers import ExactTrainerMixin, exact
+from wholebatch.integrations.transformers import ExactWindows, exact
 from wholebatch.integrations.transformers.exact_trainer import EpochEnd, measured_shift, zero_loss
 
 pytestmark = [
@@ -200,7 +200,7 @@ class Doubled(Trainer):
         return (2 * outputs["loss"], outputs) if return_outputs else 2 * outputs["loss"]
 
 
-class DoubledAbove(ExactTrainerMixin, Trainer):
+class DoubledAbove(ExactWindows, Trainer):
     """One that stands above the mixin."""
 
     compute_loss = Doubled.compute_loss

@@ -19,9 +19,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import wholebatch as wb
 from tests.mistakes.task import Batch, Mean, Moment, Sum, Task, pieces, quotient
 from wholebatch.core.options import grouped
-from wholebatch.integrations.accelerate import AccelerateWindows
+from wholebatch.integrations.accelerate import ExactWindows as AccelerateWindows
 from wholebatch.integrations.accelerate import accumulator as accelerate_accumulator
-from wholebatch.integrations.lightning import FabricWindows, LightningWindows
+from wholebatch.integrations.lightning import ExactWindows as LightningWindows
+from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
 
 Sizes = Sequence[int]

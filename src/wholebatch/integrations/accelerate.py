@@ -1,10 +1,10 @@
 """Exact windows in a loop of Accelerate's.
 
-`AccelerateWindows` keeps the loop as it is and takes the place of `accelerator.backward`:
+`ExactWindows` keeps the loop as it is and takes the place of `accelerator.backward`:
 
 ```python
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-windows = AccelerateWindows(accelerator, model, optimizer)
+windows = ExactWindows(accelerator, model, optimizer)
 for batch in loader:
     with accelerator.accumulate(model):
         loss = F.cross_entropy(model(batch["x"]), batch["y"])     # the mean, as before
@@ -55,7 +55,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
-__all__ = ["AccelerateWindows", "accumulator"]
+__all__ = ["ExactWindows", "accumulator"]
 
 _SUPPORTED = (
     DistributedType.NO,
@@ -68,7 +68,7 @@ _SUPPORTED = (
 _REPLICATED = _SUPPORTED[:3]  # every process holds whole gradients
 
 
-class AccelerateWindows(LoopWindows):
+class ExactWindows(LoopWindows):
     """Windows in Accelerate's loop, each of whose updates is that of the undivided global batch.
 
     `backward(mean=loss, units=...)` stands for `accelerator.backward(loss)`, where the loss is the
@@ -103,7 +103,7 @@ class AccelerateWindows(LoopWindows):
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             if len(self._models) > 1:
                 raise UnsupportedError(
-                    "several DeepSpeed engines in one AccelerateWindows: give each one of its own"
+                    "several DeepSpeed engines in one ExactWindows: give each one of its own"
                 )
             self._engine = DeepSpeed(self._models[0])
             self._stepped = self._engine.optimizer(optimizers[0])

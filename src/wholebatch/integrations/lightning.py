@@ -4,7 +4,7 @@
 trainer = Trainer(
     accumulate_grad_batches=4,
     gradient_clip_val=1.0,
-    callbacks=[LightningWindows(units=lambda batch: (batch["labels"] != -100).sum())],
+    callbacks=[ExactWindows(units=lambda batch: (batch["labels"] != -100).sum())],
 )
 ```
 
@@ -41,7 +41,7 @@ require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in L
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 
-__all__ = ["FabricWindows", "LightningWindows"]
+__all__ = ["ExactWindows", "FabricWindows"]
 
 
 _REPLICATED = ("SingleDeviceStrategy", "DDPStrategy")  # every process holds whole gradients
@@ -142,7 +142,7 @@ class FabricWindows(LoopWindows):
         return self._window.settle(averaged_by=self._window.group.ranks) if last else None
 
 
-class LightningWindows(Callback):
+class ExactWindows(Callback):
     """A callback for updates of automatic optimisation that are those of the undivided batch.
 
     `training_step` goes on returning its mean loss: the mean is what Lightning calls the loss (a
@@ -192,7 +192,7 @@ class LightningWindows(Callback):
             owns_forward=True,
         )
         self._look = FirstLook(
-            pl_module, self._window, host=self, off="LightningWindows(..., audit=False)"
+            pl_module, self._window, host=self, off="ExactWindows(..., audit=False)"
         )
         saved, self._saved = self._saved or {}, None
         self._window.updates = saved.get("updates", 0)
@@ -248,7 +248,7 @@ class LightningWindows(Callback):
             units: Units = output["units"]
             return units
         raise LossError(
-            "nothing says what the loss is a mean over: pass LightningWindows(units=a function of "
+            "nothing says what the loss is a mean over: pass ExactWindows(units=a function of "
             'the batch), or return {"loss": ..., "units": ...} from training_step'
         )
 

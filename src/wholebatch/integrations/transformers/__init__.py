@@ -9,6 +9,6 @@ from wholebatch.core.optional_packages import require
 
 require("transformers", at_least="5.17", extra="transformers", purpose="wholebatch in Transformers")
 
-from wholebatch.integrations.transformers.exact_trainer import ExactTrainerMixin, exact  # noqa: E402
+from wholebatch.integrations.transformers.exact_trainer import ExactWindows, exact  # noqa: E402
 
-__all__ = ["ExactTrainerMixin", "exact"]
+__all__ = ["ExactWindows", "exact"]

@@ -50,7 +50,7 @@ else:  # A mixin stands before the Trainer, or one of its descendants, in the ba
     _Trainer = object
 
 __all__ = [
-    "ExactTrainerMixin",
+    "ExactWindows",
     "count_labels",
     "counted_by_trainer",
     "exact",
@@ -182,11 +182,11 @@ class EpochEnd(int):
     __hash__ = int.__hash__
 
 
-class ExactTrainerMixin(_Trainer):
+class ExactWindows(_Trainer):
     """The mixin that `exact` puts before a trainer; for a class that is written out:
 
     ```python
-    class MyTrainer(ExactTrainerMixin, Trainer):
+    class MyTrainer(ExactWindows, Trainer):
         units_of = staticmethod(lambda inputs: inputs["weights"].sum())
     ```
     """
@@ -539,7 +539,7 @@ def exact(
         "nonfinite": nonfinite,
         "audit": audit,
     }
-    return type(f"Exact{trainer.__name__}", (ExactTrainerMixin, trainer), options)
+    return type(f"Exact{trainer.__name__}", (ExactWindows, trainer), options)
 
 
 def zero_loss(model: nn.Module) -> Tensor:
