@@ -131,7 +131,7 @@ def accelerate_without_steps(task: Task, sizes: Sizes, windows: int = 1) -> None
     accelerator = Accelerator(cpu=True)
     loader = DataLoader(pieces(task.batch, sizes), batch_size=None)
     model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(task.model), loader)
-    acc = accelerate_accumulator(accelerator, model, optimizer, **task.options)
+    acc = accelerate_accumulator(accelerator, model, optimizer, **grouped(task.options))
     for _ in range(windows):
         for micro in acc.over(loader):
             give(acc.backward, task.given(model, micro))
