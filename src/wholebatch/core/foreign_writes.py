@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class Watch:
         self._gradient: Tensor | None = None
         self._norm: Tensor | None = None
         self._versions = (0, 0)
-        self._rates: list[float] = []
+        self._rates: list[tuple[dict[str, Any], float]] = []  # groups, and what theirs were
 
     def remember(self, inputs: Sequence[nn.Parameter]) -> None:
         """Remember the parameter and its gradient after a backward of the window."""
@@ -63,29 +63,27 @@ class Watch:
 
     def note_rates(self) -> None:
         """Note the learning rates, unless they were noted in this window."""
-        self._rates = self._rates or self._learning_rates()
+        if not self._rates:
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            self._rates = [
+                (group, group["lr"]) for group in groups if type(group.get("lr")) is float
+            ]
 
     def warn_of_rates(self) -> None:
         """Warn, once, of a learning rate that is another than those noted."""
-        if self._warned or not self._rates:
+        if self._warned:
             return
-        now = self._learning_rates()
-        if now != self._rates:
-            self._warned = True
-            before, after = next(
-                pair for pair in zip(self._rates, now, strict=False) if pair[0] != pair[1]
-            )
-            _log.warning(
-                "the learning rate changed in the middle of a window (%g → %g), and only its value "
-                "at the update counts: step the scheduler once per update, not once per "
-                "micro-batch",
-                before,
-                after,
-            )
-
-    def _learning_rates(self) -> list[float]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [group["lr"] for group in groups if isinstance(group.get("lr"), float)]
+        for group, before in self._rates:
+            if group["lr"] != before:
+                self._warned = True
+                _log.warning(
+                    "the learning rate changed in the middle of a window (%g → %g), and only its "
+                    "value at the update counts: step the scheduler once per update, not once per "
+                    "micro-batch",
+                    before,
+                    group["lr"],
+                )
+                return
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
         """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
