@@ -17,8 +17,8 @@ from wholebatch.cli.plan_command import plan
 from wholebatch.cli.recipes_command import recipes
 from wholebatch.cli.report_command import report
 from wholebatch.cli.scale_command import scale
+from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.cli.train_command import train
-from wholebatch.cli.train_loop import STOPPED
 from wholebatch.cli.tune_command import tune
 from wholebatch.cli.verify_command import verify
 from wholebatch.errors import WholebatchError

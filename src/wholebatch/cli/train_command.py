@@ -172,7 +172,8 @@ def _begin(session: Session, folder: RunFolder, found: Found | None, terminal: T
 def _run(session: Session, folder: RunFolder, found: Found | None, terminal: Terminal) -> int:
     from wholebatch.cli.report.terminal_output import path_from_here, short_duration
     from wholebatch.cli.run_folder import resume_command
-    from wholebatch.cli.train_loop import STOPPED, run_loop
+    from wholebatch.cli.stop_signal import STOPPED
+    from wholebatch.cli.train_loop import run_loop
 
     world = session.world
     mid_window = world.ranks == 1 and bool(found and found.state["train"]["window"] is not None)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 from wholebatch.cli.checkpoints import Checkpoints
@@ -20,56 +16,14 @@ from wholebatch.cli.report.metrics_writers import Events, MetricsFile, Sink, Wan
 from wholebatch.cli.report.terminal_output import Terminal
 from wholebatch.cli.run_checkpoint import save_run
 from wholebatch.cli.run_folder import RunFolder
+from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import Session
 from wholebatch.core.noise_scale import NoiseScale
 from wholebatch.core.plain_files import read_json
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import StateError, WindowError
 
-__all__ = ["STOPPED", "Outcome", "StopRequest", "run_loop"]
-
-
-STOPPED = 130
-"""The exit status of a run that was asked to stop (the shell's own for Ctrl-C)."""
-
-
-class StopRequest:
-    """While entered, a signal only sets `requested`; a second one ends the process at once.
-
-    Ending at once loses nothing: checkpoints are whole or not there.
-    """
-
-    def __init__(self, *, after: str = "micro-batch", told: bool = True) -> None:
-        self.requested = False
-        self._after = after
-        self._told = told
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with suppress(ValueError):  # not in the main thread: signals are not ours to take
-                self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            # The terminal's cursor is hidden behind a bar; no other clean-up may be waited for.
-            if sys.stdout.isatty():
-                os.write(1, b"\x1b[?25h\n")
-            os.write(2, b"aborted\n")
-            os._exit(STOPPED)
-        self.requested = True
-        if self._told and sys.stderr.isatty():
-            os.write(2, f"\nstopping after this {self._after} (again: at once)\n".encode())
+__all__ = ["Outcome", "run_loop"]
 
 
 _MOST_SKIPPED_IN_A_ROW = 50

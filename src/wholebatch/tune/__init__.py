@@ -41,13 +41,13 @@ _HOMES = {
     "PARTS": "settings",
     "Bottleneck": "bottleneck",
     "Limits": "search",
-    "RanksModel": "ranks_model",
+    "RanksModel": "machine_speed",
     "RunMode": "settings",
     "SearchObserver": "search",
     "Setting": "settings",
     "Trial": "settings",
     "Tuned": "tuning",
-    "parse_bandwidth": "ranks_model",
+    "parse_bandwidth": "machine_speed",
     "tune": "tuning",
 }
 

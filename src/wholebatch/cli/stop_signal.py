@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM: the first asks, the second insists."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["STOPPED", "StopRequest"]
+
+STOPPED = 130
+"""The exit status of a run that was asked to stop (the shell's own for Ctrl-C)."""
+
+
+class StopRequest:
+    """While entered, a signal only sets `requested`; a second one ends the process at once.
+
+    Ending at once loses nothing: checkpoints are whole or not there.
+    """
+
+    def __init__(self, *, after: str = "micro-batch", told: bool = True) -> None:
+        self.requested = False
+        self._after = after
+        self._told = told
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(ValueError):  # not in the main thread: signals are not ours to take
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            # The terminal's cursor is hidden behind a bar; no other clean-up may be waited for.
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h\n")
+            os.write(2, b"aborted\n")
+            os._exit(STOPPED)
+        self.requested = True
+        if self._told and sys.stderr.isatty():
+            os.write(2, f"\nstopping after this {self._after} (again: at once)\n".encode())
