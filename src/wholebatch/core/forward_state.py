@@ -82,7 +82,7 @@ class ForwardState:
                 is_buffer = name in module._buffers
                 kept = _kept(value, _DEEP, whole=is_buffer, results=results)
                 self.items[id(module), name] = Item(module, name, is_buffer, kept)
-        self._random = capture_random(every=every, to_save=False)
+        self.random = capture_random(every=every, to_save=False)
 
     @torch.no_grad()
     def restore(self, *, only: Collection[Key] | None = None) -> None:
@@ -96,12 +96,12 @@ class ForwardState:
             if only is None or key in only:
                 _put_back(item)
         if only is None:
-            restore_random(self._random)
+            restore_random(self.random)
 
     def draws_same(self, other: ForwardState, *, host: bool) -> bool:
         """True if torch's generators are at the same place; with `host`, Python's and NumPy's."""
-        names = [name for name in self._random if (name in ("python", "numpy")) == host]
-        return all(same_random(self._random[n], other._random.get(n)) for n in names)
+        names = [name for name in self.random if (name in ("python", "numpy")) == host]
+        return all(same_random(self.random[n], other.random.get(n)) for n in names)
 
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""

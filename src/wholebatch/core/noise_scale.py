@@ -1,4 +1,29 @@
-"""The gradient noise scale, measured on micro-batches that are computed anyway."""
+"""The gradient noise scale, measured on micro-batches that are computed anyway.
+
+The gradient of one unit is G + noise, and the noise has covariance Σ. The sum A of the gradients of
+N units has, on average,
+
+    |A|² = N² |G|² + N tr Σ
+
+So norms at different N give both, without bias and without a second gradient buffer. There are two
+kinds of measurement, each with the mean u tr Σ + q |G|². Eager code shows every micro-batch's own
+gradient before it is added: e is its |A|², u its units, and q = u². A graph adds by itself and
+shows only the growing sum: e is the growth of |A|² with the micro-batch, u its units, and q the
+growth of N². In both cases, weighted least squares over the micro-batches and the whole window, Σ
+(e − u tr Σ − q |G|²)² / q → min, gives
+
+    tr Σ = (Σ u e / q − |A|²/N) / (Σ u²/q − 1)        |G|² = |A|²/N² − tr Σ / N
+
+with |A|² and N of the whole window. For own gradients this is the variance of the micro-batches
+around their mean, which does not depend on G. For growths it is noisier if the batch is far above
+the critical one. The sums of all ranks are added. The weights depend on the units alone, so both
+estimates are unbiased for any sizes of micro-batches. (With two micro-batches of one size, this is
+McCandlish et al.'s pair of a small and a big batch.)
+
+The noise scale tr Σ / |G|² is the batch at which an update has as much noise as signal (McCandlish
+et al. 2018, arXiv:1812.06162). Training with that batch takes twice the minimal number of updates
+and twice the minimal amount of data.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "LossFunction",
     "Runner",
     "TwoPassRunner",
+    "WindowRun",
     "check_functions",
     "choose_runner",
     "find_nonfinite",
@@ -51,6 +53,22 @@ __all__ = [
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
 BeforeMicro: TypeAlias = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class WindowRun:
+    """How the micro-batches of one window are to be run."""
+
+    first: int = 0
+    """The micro-batches before this one are in the window already."""
+    reduces: bool = True
+    """The last backward reduces the gradients over the ranks; otherwise the close does."""
+    before_micro: BeforeMicro = lambda index: None
+    after_micro: AfterMicro = lambda done, of: None
+    numbers: Sequence[Sequence[int]] = ()
+    """The places of each micro-batch's samples in this rank's batch."""
+    stand_in: Any = None
+    """A micro-batch that is not counted, for a rank that has none."""
 
 
 class Runner:
@@ -178,35 +196,24 @@ class Runner:
         if self.policy is not None:
             self.policy.discard_window()
 
-    def run(
-        self,
-        micros: Sequence[Any],
-        *,
-        first: int = 0,
-        reduces: bool = True,
-        before_micro: BeforeMicro = lambda index: None,
-        after_micro: AfterMicro = lambda done, of: None,
-        numbers: Sequence[Sequence[int]] = (),
-        stand_in: Any = None,
-    ) -> None:
-        """Run `micros[first:]`; the last backward reduces the gradients, unless the close does.
+    def run(self, micros: Sequence[Any], how: WindowRun) -> None:
+        """Run the micro-batches.
 
-        `numbers` are the places of each micro-batch's samples in this rank's batch. Where all ranks
-        must run equally many forwards, one with fewer micro-batches runs its last one again (or
-        `stand_in`, if it has none), with weight zero and its buffers put back.
+        Where all ranks must run equally many forwards, one with fewer micro-batches runs its last
+        one again (or `how.stand_in`), with weight zero and its buffers put back.
         """
-        window, drawn = self._window, self._prepare(micros, numbers)
+        window, drawn = self._window, self._prepare(micros, how.numbers)
         micro_step = self._eager_step if self._is_plain else self.micro_step
         places = self.agreed_places(len(micros))
-        for index in range(first, places):
-            window.closing = reduces and index == places - 1
-            before_micro(index)
+        for index in range(how.first, places):
+            window.closing = how.reduces and index == places - 1
+            how.before_micro(index)
             if index < len(micros):
                 micro_step(micros[index])
                 window.micro_batch_done()
-                after_micro(index + 1, len(micros))
+                how.after_micro(index + 1, len(micros))
             else:
-                self._run_weightless(micros[-1] if micros else stand_in)
+                self._run_weightless(micros[-1] if micros else how.stand_in)
         if drawn is not None:
             torch.set_rng_state(drawn)
 
@@ -366,34 +373,16 @@ class LockStepRunner(Runner):
             return 'batchnorm="exact" needs every rank at every BatchNorm'
         return super().needs_every_rank()
 
-    def run(
-        self,
-        micros: Sequence[Any],
-        *,
-        first: int = 0,
-        reduces: bool = True,
-        before_micro: BeforeMicro = lambda index: None,
-        after_micro: AfterMicro = lambda done, of: None,
-        numbers: Sequence[Sequence[int]] = (),
-        stand_in: Any = None,
-    ) -> None:
+    def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run all micro-batches together where they must meet, else one after the other."""
         if not self.in_lock_step(micros):
-            super().run(
-                micros,
-                first=first,
-                reduces=reduces,
-                before_micro=before_micro,
-                after_micro=after_micro,
-                numbers=numbers,
-                stand_in=stand_in,
-            )
+            super().run(micros, how)
             return
         self._refuse_sharded()
-        drawn = self._prepare(micros, numbers)
-        if first < len(micros):
+        drawn = self._prepare(micros, how.numbers)
+        if how.first < len(micros):
             self._run_together(micros)
-            after_micro(len(micros), len(micros))
+            how.after_micro(len(micros), len(micros))
         if drawn is not None:
             torch.set_rng_state(drawn)
 
@@ -440,29 +429,19 @@ class TwoPassRunner(LockStepRunner):
     def needs_every_rank(self) -> str | None:
         return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
 
-    def run(
-        self,
-        micros: Sequence[Any],
-        *,
-        first: int = 0,
-        reduces: bool = True,
-        before_micro: BeforeMicro = lambda index: None,
-        after_micro: AfterMicro = lambda done, of: None,
-        numbers: Sequence[Sequence[int]] = (),
-        stand_in: Any = None,
-    ) -> None:
+    def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run both passes over all micro-batches."""
         together = self.in_lock_step(micros)
         if together:
             self._refuse_sharded()
-        drawn = self._prepare(micros, numbers)
+        drawn = self._prepare(micros, how.numbers)
         self._whole.run(
             micros,
-            reduces=reduces,
+            reduces=how.reduces,
             sampling=self._sampling,
             lock_step=self._lock_step if together else None,
-            before_micro=before_micro,
-            after_micro=after_micro,
+            before_micro=how.before_micro,
+            after_micro=how.after_micro,
         )
         if drawn is not None:
             torch.set_rng_state(drawn)

@@ -12,13 +12,13 @@ from wholebatch.compile import Execute
 from wholebatch.core import precision as precisions
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm, read_scalars
-from wholebatch.core.forward_state import capture_random
 from wholebatch.core.model_and_optimizer import Scheduler
 from wholebatch.core.noise_scale import NoiseScale, Probe, check_noise
 from wholebatch.core.options import BatchNorm, Close, Memory, Samples
 from wholebatch.core.runner import (
     AfterMicro,
     LossFunction,
+    WindowRun,
     check_functions,
     choose_runner,
     find_nonfinite,
@@ -236,7 +236,6 @@ class WholeBatch:
         window = self._window
         first = self._resume_at(micros) if window.is_open else 0
         known = None if self._count is None or window.is_open else self._count(micros)
-        start = capture_random(every=False)
         try:
             with self._precision.window():
                 for attempt in self._attempts(micros, first):
@@ -244,7 +243,7 @@ class WholeBatch:
                         self._begin(known, attempt.micros, first)
                         self._run(attempt, first, after_micro)
             replays = not first and not self._runner.in_lock_step(attempt.micros)
-            return self._close(attempt.micros, start if replays else None, steps)
+            return self._close(attempt.micros, attempt.random if replays else None, steps)
         finally:
             if self._probe is not None:
                 self._probe.end()
@@ -297,14 +296,9 @@ class WholeBatch:
 
         # A rank that must begin again would leave the others in a reduction.
         alone = self._fitting.recovers or (probe is not None and probe.active)
-        self._runner.run(
-            micros,
-            first=first,
-            reduces=self._window.sync.ranks == 1 or not alone,
-            before_micro=before,
-            after_micro=after,
-            numbers=self._fitting.numbers_of(micros) if self._runner.numbers_samples else (),
-        )
+        numbers = self._fitting.numbers_of(micros) if self._runner.numbers_samples else ()
+        reduces = self._window.sync.ranks == 1 or not alone
+        self._runner.run(micros, WindowRun(first, reduces, before, after, numbers))
 
     # --------------------------------------------------------------- the loop
 
@@ -407,7 +401,7 @@ class WholeBatch:
         window.begin(0, known=known)
         try:
             with self._precision.window():
-                self._runner.run((), stand_in=stand_in)
+                self._runner.run((), WindowRun(stand_in=stand_in))
             return window.close()
         finally:
             window.sync.restore()

@@ -69,8 +69,8 @@ __all__ = [
 
 _engine = getattr(torch.autograd.Variable, "_execution_engine", None)
 _run_backward: Any = getattr(_engine, "run_backward", None)
-"""What `torch.autograd.backward` calls when it has looked at its arguments. Ours are always of one
-kind, and the look takes a tenth of a short backward."""
+"""The engine's own function. `torch.autograd.backward` checks its arguments first, which takes a
+tenth of a short backward; the arguments here are always of one kind."""
 _transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -86,7 +86,12 @@ class Backward:
 def backward_into(
     parameters: Sequence[Tensor], models: Iterable[nn.Module], totals: Iterable[Tensor]
 ) -> Backward:
-    """Return a backward for graphs like those of `totals` that adds into `parameters` alone."""
+    """Return a backward for graphs like those of `totals` that adds into `parameters` alone.
+
+    A GAN's generator loss flows through the judge, whose parameters must not be added to.
+    Autograd's `inputs=` does that, except with reentrant activation checkpointing, which refuses
+    it. There a plain backward runs, and the other parameters get back what they held.
+    """
     if not is_reentrant(totals):
         leaves = tuple(parameters)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.core.forward_state import ForwardState
+from wholebatch.core.forward_state import ForwardState, capture_random
 from wholebatch.core.precision import LossScale
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.core.splitting.samples import Static
@@ -57,6 +57,8 @@ class Attempt:
         inside: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.micros = micros
+        self.random = capture_random(every=False) if before is None else before.random
+        """The random generators before it."""
         self.place = 0
         """The micro-batch that runs now, from 0."""
         self.failure: str | None = None

@@ -1,4 +1,10 @@
-"""The measured speed of this machine: matrix products, copies, all-reduces."""
+"""The measured speed of this machine: matrix products, copies, all-reduces.
+
+`RanksModel` is a model of the time on more ranks. Every rank runs the tuned window on its own data.
+Gradients are reduced once per window by a ring all-reduce, which sends `2 (n − 1) / n` of their
+bytes over each rank's link, in `2 (n − 1)` messages. The reduction overlaps with the last
+micro-batch's backward, or not at all: the truth lies between.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ Each party runs ordinary code in its own thread until it reaches a meeting. Ther
 wakes the next party and sleeps. The last party to arrive merges the values in the order of the
 parties, and the next round begins. So the order is fixed, there are no races, and a party can pause
 in the middle of a forward or a backward pass.
+
+Lock-step interleaves the micro-batches. If they shared one generator, dropout in a checkpointed
+block would be recomputed with the numbers of another micro-batch. `Streams` gives each micro-batch
+its own state, derived from the caller's generator, and sets it for each of its turns.
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ The Trainer has all batches of a window in hand before its first forward, so the
 window on all ranks are counted there, and each loss (a mean over its own units) is weighted by its
 share of them. That needs nothing of the model: whether it accepts `num_items_in_batch` or not,
 whether the loss is its own, a `compute_loss_func` or an overridden `compute_loss`.
+
+A causal language model's loss compares the logits of place t with the label of place t + 1, so the
+first label of a sample never counts. Transformers says which of its losses do that. A loss that it
+does not know is measured once, before the first step: the mean over two sets of places must be the
+mean of their means, weighted by how many labels each has; only the right count makes it so.
 """
 
 from __future__ import annotations
