@@ -527,6 +527,7 @@ class _Cutter:
         self._parts = parts
         self._nodes = nodes
         self._home = {node: part for part in parts for node in nodes[part.start : part.end]}
+        self._place = {node: place for place, node in enumerate(nodes)}
         self._written = {_base(one) for node in nodes for one in _writes(node)}
         self._stored: dict[fx.Node, bool] = {}
 
@@ -574,11 +575,9 @@ class _Cutter:
             if self._home.get(one, part) is not part
         )
         read = {node for node in foreign if not self._may_repeat(node)}
-        for node in foreign:
-            if node in read or node in again:
-                continue
+        for node in sorted(foreign.keys() - read, key=self._place.__getitem__):
             chain: set[fx.Node] = set()
-            sources = self._sources(node, chain)
+            sources = self._sources(node, read, chain)
             new = [one for one in sources if one in self._home and one not in read]
             if sum(_size(one.meta["val"]) for one in new) <= _size(node.meta["val"]):
                 again |= chain
@@ -600,14 +599,20 @@ class _Cutter:
             self._stored[node] = any(map(_is_external, _readers(node)))
         return self._stored[node]
 
-    def _sources(self, node: fx.Node, chain: set[fx.Node]) -> dict[fx.Node, None]:
-        """Return what must be read to compute this node again; add its operations to the chain."""
+    def _sources(
+        self, node: fx.Node, read: set[fx.Node], chain: set[fx.Node]
+    ) -> dict[fx.Node, None]:
+        """Return what must be read to compute this node again; add its operations to the chain.
+
+        Nodes in `read` are read in any case.
+        """
         chain.add(node)
         found: dict[fx.Node, None] = {}
         for one in node.all_input_nodes:
             source = _without_views(one, chain)
-            if self._home.get(source) is self._home[node] and self._may_repeat(source):
-                found.update(self._sources(source, chain))
+            near = self._home.get(source) is self._home[node] and source not in read
+            if near and self._may_repeat(source):
+                found.update(self._sources(source, read, chain))
             else:
                 found[source] = None
         return found
