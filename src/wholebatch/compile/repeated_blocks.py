@@ -41,6 +41,8 @@ _WINDOW = 8
 """The number of operations in a row by which a repetition is recognised."""
 _CANDIDATES = 8
 """The number of likely periods that are examined."""
+_HOMES = 3
+"""A result that more parts need is stored: for example what depends on the positions only."""
 _EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
 """Operations that are kernels of a library: nothing is fused across them."""
 _CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
@@ -352,8 +354,6 @@ class Part:
 
     start: int
     end: int
-    repeats: bool
-    """True if there is another one of its kind."""
 
 
 def find_pieces(nodes: Sequence[fx.Node]) -> list[Part]:
@@ -373,7 +373,7 @@ def find_pieces(nodes: Sequence[fx.Node]) -> list[Part]:
             break
         pattern = labels[cut : cut + best.period]
         found = [
-            Part(at, at + best.period, True)
+            Part(at, at + best.period)
             for part in free
             for at in _occurrences(labels, pattern, part.start, part.end)
             if at not in bonds and at + best.period not in bonds
@@ -402,7 +402,7 @@ def _operand(part: Any) -> Any:
 def _gaps(taken: Sequence[Part], length: int) -> list[Part]:
     """Return the ranges between those that are taken."""
     edges = [0, *(edge for part in taken for edge in (part.start, part.end)), length]
-    return [Part(a, b, False) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    return [Part(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
 @dataclass(frozen=True)
@@ -588,15 +588,16 @@ class _Cutter:
 
     def _may_repeat(self, node: fx.Node) -> bool:
         """True if a compiler of the whole graph would not have stored this result either."""
-        home = self._home.get(node)
-        if home is None or not home.repeats or not _is_cheap(node) or self._is_stored(node):
+        if node not in self._home or not _is_cheap(node) or self._is_stored(node):
             return False
         return not any(_base(one) in self._written for one in node.all_input_nodes)
 
     def _is_stored(self, node: fx.Node) -> bool:
-        """True if a kernel of a library reads it."""
+        """True if a kernel of a library reads it, or all layers do."""
         if node not in self._stored:
-            self._stored[node] = any(map(_is_external, _readers(node)))
+            readers = list(_readers(node))
+            homes = {self._home[reader].start for reader in readers}
+            self._stored[node] = len(homes) > _HOMES or any(map(_is_external, readers))
         return self._stored[node]
 
     def _sources(

@@ -160,8 +160,10 @@ class _MicroStep:
             return self._backward(terms, leaves, seeds)
 
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
-        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        made: list[Tensor] = torch.func.functional_call(_Within(self.model), named, (run,))
+        named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
+        made: list[Tensor] = torch.func.functional_call(
+            _Within(self.model), named, (run,), tie_weights=False
+        )
         return made
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
@@ -191,6 +193,20 @@ class _MicroStep:
             *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
             *(gradient for gradient in gradients if gradient is not None),
         ]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield every place of a tensor in the model, and the first name of that tensor.
+
+    A module that is registered twice counts once: `functional_call` with `tie_weights` would
+    replace its tensors twice, and put the first replacement back.
+    """
+    names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                place = f"{prefix}.{name}".lstrip(".")
+                yield place, names.setdefault(id(tensor), place)
 
 
 def trace(
