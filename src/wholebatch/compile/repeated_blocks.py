@@ -106,11 +106,14 @@ class _Piece:
 class _Call:
     """One call of a compiled piece: the places of its inputs and outputs among all values."""
 
-    run: Callable[..., Any]
+    run: Callable[[list[Any]], Any]
+    """It empties the list of its inputs, so that each is freed after its last use."""
     inputs: list[int]
     outputs: list[int]
     freed: list[int]
-    """The places that nothing reads afterwards."""
+    """The inputs that nothing reads afterwards."""
+    unused: list[int]
+    """The outputs that nothing reads."""
 
 
 class BlockProgram:
@@ -131,11 +134,14 @@ class BlockProgram:
         values: list[Any] = [*arguments, *self._constants]
         values += [None] * (self._places - len(values))
         for call in self._calls:
-            results = call.run(*[values[place] for place in call.inputs])
+            inputs = [values[place] for place in call.inputs]
+            for place in call.freed:
+                values[place] = None
+            results = call.run(inputs)
             for place, result in zip(call.outputs, results, strict=True):
                 values[place] = result
-            del results
-            for place in call.freed:
+            del results, inputs
+            for place in call.unused:
                 values[place] = None
         return [values[place] for place in self._results]
 
@@ -165,8 +171,21 @@ def compiled_in_blocks(
     for key in dict.fromkeys(keys):
         with mode:
             examples = [_alike(node.meta["val"]) for node in first[key].inputs]
-        runs[key] = compile_piece(first[key].module(outputs[key]), examples)
+        runs[key] = _taking_a_list(compile_piece(first[key].module(outputs[key]), examples))
     return _program(pieces, [(runs[key], outputs[key]) for key in keys], inputs, constants, results)
+
+
+def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """Return the function that takes its arguments as a list and empties it, if there is one.
+
+    Inductor's code frees each input after its last use. The function that torch wraps around it
+    holds all of them until it returns.
+    """
+    plain = getattr(run, "_torchdynamo_orig_callable", run)
+    inner: Callable[[list[Any]], Any] | None = getattr(plain, "__wrapped__", None)
+    if inner is not None and getattr(inner, "_boxed_call", False):
+        return inner
+    return lambda arguments: run(*arguments)
 
 
 def _constant(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -210,10 +229,11 @@ def _program(
         for at, number in zip(written, outputs, strict=True):
             if piece.nodes[number] in piece.own:
                 place[piece.nodes[number]] = at
-        calls.append(_Call(run, read, written, []))
+        calls.append(_Call(run, read, written, [], []))
     kept = {place[node] for node in results} | set(range(held))
     for call in reversed(calls):
-        call.freed = [p for p in dict.fromkeys((*call.inputs, *call.outputs)) if p not in kept]
+        call.unused = [one for one in call.outputs if one not in kept]
+        call.freed = [one for one in call.inputs if one not in kept]
         kept.update(call.freed)
     return BlockProgram(calls, constants, [place[node] for node in results], places)
 
