@@ -181,7 +181,7 @@ class JointStep:
             return compiled_by_inductor(graph, arguments, self.inductor, whole_rows=self.whole_rows)
 
         run: Callable[..., Any] | None = None
-        if self.blocks and self.sizes is None:
+        if self.blocks:
             run = compiled_in_blocks(rewritten.graph, arguments, compile_graph)
         self._run = compile_graph(rewritten.graph, arguments) if run is None else run
 

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import PRODUCTS
+from wholebatch.compile.fusion import PRODUCTS, expression_of
 
 __all__ = ["BlockProgram", "compiled_in_blocks", "find_pieces"]
 
@@ -155,12 +155,13 @@ def compiled_in_blocks(
     """
     inputs = [*module.graph.find_nodes(op="placeholder"), *module.graph.find_nodes(op="get_attr")]
     constants = [_constant(module, node) for node in inputs if node.op == "get_attr"]
-    if not all(isinstance(value, Tensor) for value in (*arguments, *constants)):
+    if not all(isinstance(value, Tensor) for value in constants):
         return None
     mode = fill_values(module.graph, dict(zip(inputs, (*arguments, *constants), strict=True)))
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     parts = find_pieces(nodes)
-    pieces = _Cutter(nodes, parts).pieces()
+    sizes = list(filter(_is_size, inputs))
+    pieces = _Cutter(nodes, parts, sizes).pieces()
     keys = [piece.key() for piece in pieces]
     first = {key: piece for piece, key in reversed(list(zip(pieces, keys, strict=True)))}
     if sum(len(piece.operations) for piece in first.values()) > _WORTH * len(nodes):
@@ -173,6 +174,11 @@ def compiled_in_blocks(
             examples = [_alike(node.meta["val"]) for node in first[key].inputs]
         runs[key] = _taking_a_list(compile_piece(first[key].module(outputs[key]), examples))
     return _program(pieces, [(runs[key], outputs[key]) for key in keys], inputs, constants, results)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """True if its value is a symbolic size, or computed from such."""
+    return isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
@@ -240,13 +246,15 @@ def _program(
 
 def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     """Give a fake value to every node that has none; return their mode."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def fake(part: Any) -> Any:
         return _mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
+    given = next(fakes, None)
+    mode = FakeTensorMode(shape_env=ShapeEnv()) if given is None else given.fake_mode
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node in arguments:
@@ -287,7 +295,8 @@ def _fixed(part: Any) -> Any:
 def _kind(value: Any) -> Any:
     """Return what must agree for two tensors to be exchanged in compiled code."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.device
+        shape, strides = map(expression_of, value.shape), map(expression_of, value.stride())
+        return tuple(shape), tuple(strides), value.dtype, value.device
     return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else repr(value)
 
 
@@ -297,8 +306,13 @@ def _size(value: Any) -> int:
         return 0
     numbers = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
-        numbers *= size if stride else 1
+        numbers *= _hint(size) if _hint(stride) else 1
     return numbers * value.element_size()
+
+
+def _hint(size: Any) -> int:
+    """Return a size, or the value that a symbol was traced with. It adds no guard."""
+    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 # ------------------------------------------------------------------------------ kinds of operations
@@ -543,8 +557,11 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 class _Cutter:
     """Writes the parts of a graph down as programs of their own."""
 
-    def __init__(self, nodes: Sequence[fx.Node], parts: Sequence[Part]) -> None:
+    def __init__(
+        self, nodes: Sequence[fx.Node], parts: Sequence[Part], sizes: Sequence[fx.Node]
+    ) -> None:
         self._parts = parts
+        self._sizes = sizes
         self._nodes = nodes
         self._home = {node: part for part in parts for node in nodes[part.start : part.end]}
         self._place = {node: place for place, node in enumerate(nodes)}
@@ -578,6 +595,8 @@ class _Cutter:
                     piece.inputs.append(argument)
             return places[argument]
 
+        for size in self._sizes:  # Every symbol in the shape of an input must be an input.
+            place_of(size)
         for node in own:
             places[node] = write(node)
         return piece
@@ -592,7 +611,7 @@ class _Cutter:
             _without_views(one, again)
             for node in own
             for one in node.all_input_nodes
-            if self._home.get(one, part) is not part
+            if self._home.get(one, part) is not part and not _is_size(one)
         )
         read = {node for node in foreign if not self._may_repeat(node)}
         for node in sorted(foreign.keys() - read, key=self._place.__getitem__):
@@ -604,7 +623,13 @@ class _Cutter:
                 read.update(new)
             else:
                 read.add(node)
-        return again - read
+        again -= read
+        open_ = [*own, *again]
+        while open_ and self._sizes:
+            sizes = {one for one in open_.pop().all_input_nodes if _is_size(one)} - again
+            again |= sizes
+            open_ += sizes
+        return again.difference(self._sizes)
 
     def _may_repeat(self, node: fx.Node) -> bool:
         """True if a compiler of the whole graph would not have stored this result either."""
