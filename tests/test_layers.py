@@ -29,6 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "cli.checkpoints",
+            "core.compiled_loss",
             "core.runner",
             "core.state_dict",
             "distributed.pipeline",

@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 
-__all__ = ["PLAIN", "Fingerprint", "Reach", "only_reads", "refuse_hooks"]
+__all__ = [
+    "FUNCTIONS",
+    "PLAIN",
+    "Fingerprint",
+    "Reach",
+    "only_reads",
+    "reached",
+    "refuse_hooks",
+]
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
@@ -41,7 +49,7 @@ _SMALL = 16
 Later changes to such a tensor would be missed. Larger ones are read from memory at every run.
 """
 _KEPT = 2**16
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
 
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
@@ -94,23 +102,22 @@ class Reach:
     def _read_code(self, function: Any) -> None:
         """Collect all names mentioned by this code and by the functions it calls by name."""
         codes: set[types.CodeType] = set()
-        stack = [function]
+        stack = [(function, getattr(function, "__self__", function))]
         while stack and len(codes) < _THINGS:
-            one = _bare(stack.pop())
+            found, owner = stack.pop()
+            one = _bare(found)
             code = one if isinstance(one, types.CodeType) else getattr(one, "__code__", None)
             if code is None or code in codes:
                 continue
             codes.add(code)
             self._names.update(code.co_names)
-            stack += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            owner = getattr(function, "__self__", function)
-            for name in code.co_names:
-                for found in (
-                    getattr(one, "__globals__", {}).get(name),
-                    getattr(type(owner), name, None),
-                ):
-                    if isinstance(found, types.FunctionType) and not _is_foreign(found):
-                        stack.append(found)
+            inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
+            stack += [(item, owner) for item in inner]
+            named = [getattr(one, "__globals__", {}).get(name) for name in code.co_names]
+            named += [getattr(type(owner), name, None) for name in code.co_names]
+            for called in [*named, *(value for _, _, value in _cells(one))]:
+                if isinstance(called, FUNCTIONS) and not _is_foreign(_bare(called)):
+                    stack.append((called, getattr(called, "__self__", owner)))
 
     def _visit(self, value: Any, name: str, depth: int, *, mentioned: bool) -> None:
         """Record this value and the values inside it.
@@ -141,10 +148,10 @@ class Reach:
             # A different tuple has a different identity.
             look = None if isinstance(value, tuple) else _items
             return look, [(f"{name}[{key!r}]", item) for key, item in _children(value)]
-        if isinstance(value, _FUNCTIONS):
+        if isinstance(value, FUNCTIONS):
             if _is_foreign(_bare(value)):
                 return None, []
-            return _bindings, list(_reached(value))
+            return _bindings, list(reached(value))
         if not _is_own_object(value):
             return None, []
         # If the code names none of its attributes, the object may use `__getattr__`: record all.
@@ -181,7 +188,7 @@ class _Thing:
             with torch.no_grad():
                 value.copy_(copy)
             self._was, self._version = self._look(value), value._version
-        elif isinstance(value, _FUNCTIONS):
+        elif isinstance(value, FUNCTIONS):
             for place, name, was in copy:
                 if isinstance(place, types.CellType):
                     place.cell_contents = was
@@ -203,7 +210,7 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, _CONTAINERS):
         return value.copy()
-    if isinstance(value, _FUNCTIONS):
+    if isinstance(value, FUNCTIONS):
         return list(_places(value))
     if isinstance(value, nn.Module):  # The trace itself checks modules.
         return None
@@ -261,21 +268,27 @@ def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
     code = getattr(bare, "__code__", None)
     if code is None:
         return
-    for name, cell in zip(code.co_freevars, bare.__closure__ or (), strict=False):
+    yield from _cells(bare)
+    for name in code.co_names:
+        if name in bare.__globals__:
+            yield bare.__globals__, name, bare.__globals__[name]
+
+
+def _cells(bare: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the values in a function's closure."""
+    names = getattr(getattr(bare, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(bare, "__closure__", None) or (), strict=False):
         try:
             yield cell, name, cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
-    for name in code.co_names:
-        if name in bare.__globals__:
-            yield bare.__globals__, name, bare.__globals__[name]
 
 
 def _bindings(function: Any) -> Any:
     return [(name, _plain(value)) for _, name, value in _places(function)]
 
 
-def _reached(function: Any) -> Iterator[tuple[str, Any]]:
+def reached(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function can reach besides its arguments, by name."""
     while isinstance(function, functools.partial):
         yield from ((f"argument {n}", value) for n, value in enumerate(function.args))
