@@ -53,6 +53,8 @@ FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
 
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
+_BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "named_modules", "modules"}
+"""Names whose use means that code may read attributes that it does not name."""
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
 """Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
@@ -65,23 +67,28 @@ _HOOKS = (
 
 
 class Reach:
-    """A snapshot of the state that the code of `loss` and `model` may read or change."""
+    """A snapshot of the state that the code of `loss` and `model` may read or change.
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
+    With `every`, that is every public attribute of a module, also one that no code of its forward
+    or of the loss names (the losses that a LightningModule collects at the end of a batch).
+    """
+
+    def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
         self._names: set[str] = set()
         self._things: list[_Thing] = []
         self._read_code(loss)
         self._visit(loss, "the loss function", 0, mentioned=True)
-        kinds: set[type[Any]] = set()
+        methods = {kind: _methods(kind) for kind in map(type, model.modules())}
+        in_forward = set(self._names)
+        for function in (function for found in methods.values() for function in found):
+            in_forward |= set(function.__code__.co_names)
+        every |= not in_forward.isdisjoint(_BY_NAME)
         for prefix, module in model.named_modules():
             for name, value in vars(module).items():
-                if not name.startswith("_"):
+                if not name.startswith("_") and (every or name in in_forward):
                     self._visit(value, f"{prefix}.{name}".lstrip("."), 1, mentioned=False)
-            if type(module) in kinds:
-                continue
-            kinds.add(type(module))
-            for function in _methods(type(module)):
+            for function in methods.pop(type(module), ()):
                 self._visit(function, function.__qualname__, _DEPTH - 1, mentioned=True)
 
     def changed(self) -> str | None:
@@ -115,6 +122,13 @@ class Reach:
             stack += [(item, owner) for item in inner]
             named = [getattr(one, "__globals__", {}).get(name) for name in code.co_names]
             named += [getattr(type(owner), name, None) for name in code.co_names]
+            libraries = [one for one in named if isinstance(one, types.ModuleType)]
+            named += [
+                getattr(library, name, None)
+                for library in libraries
+                if library.__name__.partition(".")[0] not in _FOREIGN
+                for name in code.co_names
+            ]
             for called in [*named, *(value for _, _, value in _cells(one))]:
                 if isinstance(called, FUNCTIONS) and not _is_foreign(_bare(called)):
                     stack.append((called, getattr(called, "__self__", owner)))
@@ -341,7 +355,7 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
-        self._reach = Reach(model, loss)
+        self._reach = Reach(model, loss, every=False)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
 
     def changed(self) -> str | None:

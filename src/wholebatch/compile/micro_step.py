@@ -50,10 +50,14 @@ class Ledger(Protocol):
     """The window that micro-steps belong to, as far as they need to know it."""
 
     updates: int
-    inputs: list[nn.Parameter]
-    """The parameters that the open window trains."""
-    broken: bool
-    """True if a backward of the open window failed half way."""
+
+    @property
+    def inputs(self) -> list[nn.Parameter]:
+        """The parameters that the open window trains."""
+
+    @property
+    def broken(self) -> bool:
+        """True if a backward of the open window failed half way."""
 
     @property
     def micro_batches(self) -> int:

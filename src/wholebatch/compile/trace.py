@@ -157,18 +157,28 @@ class Traced:
         return replace(self.form, units=units)
 
 
-class _Within(nn.Module):
-    """Calls a function while functional_call has swapped the model's tensors.
+@contextmanager
+def _swapped(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the model have these tensors, by name, instead of its own within this context.
 
-    The backward must run inside too: checkpointing recomputes the forward there.
+    torch.func.functional_call does not put back the tensors of a module with two names.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        return function()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    new = {id(old): tensors[name] for name, old in named}
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (held, name, old)
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for name, old in held.items()
+        if old is not None
+    ]
+    for held, name, old in places:
+        held[name] = new[id(old)]
+    try:
+        yield
+    finally:
+        for held, name, old in places:
+            held[name] = old
 
 
 @dataclass
@@ -201,14 +211,11 @@ class _MicroStep:
         held = dict(zip(self.state.others, flat[one:two], strict=True))
         micro, seeds = flat[two:three], flat[three:]
 
-        def run() -> list[Tensor]:
+        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
+        # The backward must run inside too: checkpointing recomputes the forward there.
+        with _swapped(self.model, tensors):
             terms = self._forward(self.inputs.around(micro), held)
             return self._backward(terms, leaves, seeds)
-
-        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
-        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        made: list[Tensor] = torch.func.functional_call(_Within(self.model), named, (run,))
-        return made
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
         with torch.enable_grad(), self.precision.forward():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
@@ -175,7 +176,7 @@ class Accumulator:
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
-        self._pending = Pending()
+        self.pending = Pending()
         self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
@@ -236,9 +237,9 @@ class Accumulator:
         self._begin_backward()
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         if isinstance(total, AddedLoss):
-            self._pending.take(total, self)
+            self.pending.take(total, self)
         else:
-            self._pending.refuse()
+            self.pending.refuse()
             summed, counted = self._read(total, units, mean)
             self._window.closing = is_last and not more
             self._untouched.check()
@@ -309,13 +310,15 @@ class Accumulator:
             keeps_moments=bool(self._counting),
         )
 
-    def begin_micro_step(self) -> bool:
-        """Prepare for a micro-step of a compiled loss function (a `Door` of it)."""
-        self._pending.refuse()
+    @contextmanager
+    def micro_step(self) -> Iterator[bool]:
+        """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
+        self.pending.refuse()
         self._begin_backward()
         self._window.closing = False  # another backward may follow: the close reduces
         self._untouched.check()
-        return not self._look.active
+        yield not self._look.active
+        self._untouched.remember()
 
     def add_eagerly(self, loss: Loss) -> None:
         """Make the backward of a compiled function's loss by eager code."""
@@ -323,11 +326,6 @@ class Accumulator:
             self._look.at_backward(loss, in_parts=self._in_parts)
         with self._turn:
             self._window.add_loss(loss)
-
-    def end_micro_step(self, loss: AddedLoss) -> None:
-        """Wait for `backward` with the loss of a compiled function."""
-        self._untouched.remember()
-        self._pending.expect(loss)
 
     def _read(
         self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
@@ -387,7 +385,7 @@ class Accumulator:
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
         with self._turn:
-            self._pending.refuse()
+            self.pending.refuse()
             if not self._window.is_open:
                 self._places = 0
                 return None
@@ -397,7 +395,7 @@ class Accumulator:
         """Drop what the window holds; the next micro-batch begins a new one."""
         self._window.discard()
         self._untouched.forget()
-        self._pending.forget()
+        self.pending.forget()
         self._places = 0
         for policy in self._counting:
             policy.discard_window()
@@ -479,7 +477,7 @@ class Accumulator:
         """End the loop's body. One without a backward has used its place all the same."""
         if self._place_done:
             return
-        self._pending.refuse()
+        self.pending.refuse()
         self._places += 1
         if not self._is_last:
             return

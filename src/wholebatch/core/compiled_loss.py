@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -115,20 +115,20 @@ class Pending:
 class Door(Protocol):
     """The owner of the window that a compiled loss function adds to."""
 
-    def begin_micro_step(self) -> bool:
-        """Prepare for a micro-step; return False if only plain eager code may run it."""
+    pending: Pending
+
+    def micro_step(self) -> AbstractContextManager[bool]:
+        """Return the context of a micro-step; it gives False if only plain eager code may run."""
 
     def add_eagerly(self, loss: Loss) -> None:
         """Make the backward of a loss, and record it in the window."""
-
-    def end_micro_step(self, loss: AddedLoss) -> None:
-        """Take note of a micro-step that is made, and wait for its loss."""
 
 
 class CompiledLoss:
     """A loss function that adds the gradient of its micro-batch when it is called.
 
-    Under `torch.no_grad()` it is the function as it was written.
+    Under `torch.no_grad()` it is the function as it was written. `reads` is the user's own code
+    inside `loss`, if that is not the user's: changes of what it reads are looked for.
     """
 
     def __init__(
@@ -142,16 +142,17 @@ class CompiledLoss:
         execute: Execute,
         keeps_moments: bool = False,
         adds: bool = True,
+        reads: Callable[..., Any] | None = None,
     ) -> None:
         if not callable(loss):
             raise OptionError(f"compile({loss!r}): must be a function that returns a wb.Loss")
         functools.update_wrapper(self, loss, updated=())
         self._loss, self._door, self._device = loss, door, device
         self._given: Any = None
-        self._call = _on_micro_batch(loss, models)
+        self._call = _on_micro_batch(loss, models, reads or loss)
         self.executor = Executor(
             check_execute(execute, device),
-            model=_all_modules(models, loss),
+            model=_all_modules(models, reads or loss),
             loss=self._call,
             window=window,
             precision=Full(),
@@ -166,7 +167,6 @@ class CompiledLoss:
         """Return the loss of a micro-batch, whose gradient is then in the window."""
         if not torch.is_grad_enabled():
             return self._loss(*args, **kwargs)
-        may_compile = self._door.begin_micro_step()
         kind = self._device.type
         is_on = torch.is_autocast_enabled(kind)
         micro = {
@@ -176,11 +176,14 @@ class CompiledLoss:
         }
         self._given = micro
         try:
-            with torch.autocast(kind, enabled=False) if is_on else ExitStack():
+            with (
+                self._door.micro_step() as may_compile,
+                torch.autocast(kind, enabled=False) if is_on else nullcontext(),
+            ):
                 added = self._added(micro, may_compile)
         finally:
             self._given = None
-        self._door.end_micro_step(added)
+        self._door.pending.expect(added)
         return added
 
     def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
@@ -207,14 +210,16 @@ def _detached(extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: extra.detach() for name, extra in extras.items()}
 
 
-def _on_micro_batch(loss: Callable[..., Any], models: Sequence[nn.Module]) -> Callable[..., Any]:
+def _on_micro_batch(
+    loss: Callable[..., Any], models: Sequence[nn.Module], reads: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return the function as one of `(model, micro)`, under the autocast it was called with."""
     kind = next(models[0].parameters()).device.type
     replicas = [
         m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
     ]
 
-    def call(_: Any, micro: Any) -> Any:
+    def call(_: Any, micro: Any, reads: Any = reads) -> Any:
         dtype = micro["autocast"]
         with ExitStack() as stack:
             if dtype is not None:
@@ -224,7 +229,7 @@ def _on_micro_batch(loss: Callable[..., Any], models: Sequence[nn.Module]) -> Ca
             return loss(*micro["args"], **micro["kwargs"])
 
     # What the user's function reads is looked at for changes; our own functions are not.
-    call.__module__ = getattr(loss, "__module__", None) or "__main__"
+    call.__module__ = getattr(reads, "__module__", None) or "__main__"
     return call
 
 
