@@ -42,7 +42,9 @@ Later changes to such a tensor would be missed. Larger ones are read from memory
 """
 _KEPT = 2**16
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
+_FOREIGN = {
+    *("torch", "numpy", "accelerate", "logging", "threading", "wholebatch", "builtins", "typing")
+}
 
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
@@ -94,23 +96,27 @@ class Reach:
     def _read_code(self, function: Any) -> None:
         """Collect all names mentioned by this code and by the functions it calls by name."""
         codes: set[types.CodeType] = set()
-        stack = [function]
+        stack: list[tuple[Any, Any]] = [(function, function)]
         while stack and len(codes) < _THINGS:
-            one = _bare(stack.pop())
+            one, owner = stack.pop()
+            stack += [(item, item) for _, item in _given(one) if isinstance(item, _FUNCTIONS)]
+            owner = getattr(one, "__self__", owner)
+            one = _bare(one)
             code = one if isinstance(one, types.CodeType) else getattr(one, "__code__", None)
             if code is None or code in codes:
                 continue
             codes.add(code)
             self._names.update(code.co_names)
-            stack += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            owner = getattr(function, "__self__", function)
+            stack += [
+                (inner, owner) for inner in code.co_consts if isinstance(inner, types.CodeType)
+            ]
             for name in code.co_names:
                 for found in (
                     getattr(one, "__globals__", {}).get(name),
                     getattr(type(owner), name, None),
                 ):
                     if isinstance(found, types.FunctionType) and not _is_foreign(found):
-                        stack.append(found)
+                        stack.append((found, owner))
 
     def _visit(self, value: Any, name: str, depth: int, *, mentioned: bool) -> None:
         """Record this value and the values inside it.
@@ -126,8 +132,8 @@ class Reach:
         look, inner = self._inside(value, name, mentioned=mentioned)
         if look is not None:
             self._things.append(_Thing(name, value, look))
-        if isinstance(value, nn.Module):
-            depth -= 1  # Modules are nested deeply.
+        if isinstance(value, (nn.Module, functools.partial)):
+            depth -= 1  # Modules are nested deeply, and a partial is no level of its own.
         for key, item in inner[:_ITEMS]:
             self._visit(item, key, depth + 1, mentioned=mentioned)
 
@@ -143,7 +149,7 @@ class Reach:
             return look, [(f"{name}[{key!r}]", item) for key, item in _children(value)]
         if isinstance(value, _FUNCTIONS):
             if _is_foreign(_bare(value)):
-                return None, []
+                return None, list(_given(value))
             return _bindings, list(_reached(value))
         if not _is_own_object(value):
             return None, []
@@ -275,11 +281,18 @@ def _bindings(function: Any) -> Any:
     return [(name, _plain(value)) for _, name, value in _places(function)]
 
 
-def _reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function can reach besides its arguments, by name."""
+def _given(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments that a partial holds, by name."""
     while isinstance(function, functools.partial):
         yield from ((f"argument {n}", value) for n, value in enumerate(function.args))
         yield from function.keywords.items()
+        function = function.func
+
+
+def _reached(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function can reach besides its arguments, by name."""
+    yield from _given(function)
+    while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
     if owner is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,7 @@ def gradients_in_full(
     seeds: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the gradients of a micro-batch without autocast, in the parameters' own dtype."""
-    with torch.enable_grad():
+    with torch.enable_grad(), _without_own_autocast(model):
         totals = totals_of(as_loss(loss(model, micro)))
         found = torch.autograd.grad(
             totals,
@@ -125,6 +125,20 @@ def gradients_in_full(
             allow_unused=True,
         )
     return list(found)
+
+
+@contextlib.contextmanager
+def _without_own_autocast(model: nn.Module) -> Iterator[None]:
+    """Leave out the autocast that Accelerate has put around a model's forward."""
+    wrapped, plain = vars(model).get("forward"), vars(model).get("_original_forward")
+    if wrapped is None or plain is None:
+        yield
+        return
+    model.forward = plain
+    try:
+        yield
+    finally:
+        model.forward = wrapped
 
 
 def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
