@@ -28,7 +28,7 @@ from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.host_window import HostLoss
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
-from wholebatch.integrations.transformers.exact_trainer import stepped_here
+from wholebatch.integrations.transformers.host_steps import stepped_here
 
 pytestmark = [
     pytest.mark.slow,

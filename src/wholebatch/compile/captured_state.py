@@ -50,7 +50,9 @@ Later changes to such a tensor would be missed. Larger ones are read from memory
 """
 _KEPT = 2**16
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
+_FOREIGN = {
+    *("torch", "numpy", "accelerate", "logging", "threading", "wholebatch", "builtins", "typing")
+}
 
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
 _BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "named_modules", "modules"}
@@ -112,6 +114,11 @@ class Reach:
         stack = [(function, getattr(function, "__self__", function))]
         while stack and len(codes) < _THINGS:
             found, owner = stack.pop()
+            stack += [
+                (item, getattr(item, "__self__", item))
+                for _, item in _given(found)
+                if isinstance(item, FUNCTIONS)
+            ]
             one = _bare(found)
             code = one if isinstance(one, types.CodeType) else getattr(one, "__code__", None)
             if code is None or code in codes:
@@ -147,8 +154,8 @@ class Reach:
         look, inner = self._inside(value, name, mentioned=mentioned)
         if look is not None:
             self._things.append(_Thing(name, value, look))
-        if isinstance(value, nn.Module):
-            depth -= 1  # Modules are nested deeply.
+        if isinstance(value, (nn.Module, functools.partial)):
+            depth -= 1  # Modules are nested deeply, and a partial is no level of its own.
         for key, item in inner[:_ITEMS]:
             self._visit(item, key, depth + 1, mentioned=mentioned)
 
@@ -164,7 +171,7 @@ class Reach:
             return look, [(f"{name}[{key!r}]", item) for key, item in _children(value)]
         if isinstance(value, FUNCTIONS):
             if _is_foreign(_bare(value)):
-                return None, []
+                return None, list(_given(value))
             return _bindings, list(reached(value))
         if not _is_own_object(value):
             return None, []
@@ -302,11 +309,18 @@ def _bindings(function: Any) -> Any:
     return [(name, _plain(value)) for _, name, value in _places(function)]
 
 
-def reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function can reach besides its arguments, by name."""
+def _given(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments that a partial holds, by name."""
     while isinstance(function, functools.partial):
         yield from ((f"argument {n}", value) for n, value in enumerate(function.args))
         yield from function.keywords.items()
+        function = function.func
+
+
+def reached(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function can reach besides its arguments, by name."""
+    yield from _given(function)
+    while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
     if owner is not None:

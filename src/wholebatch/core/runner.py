@@ -133,6 +133,11 @@ class Runner:
 
     # --------------------------------------------------------------- the look
 
+    @property
+    def is_checked(self) -> bool:
+        """True if no look is to come."""
+        return self._guard is None
+
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""
         guard = self._guard

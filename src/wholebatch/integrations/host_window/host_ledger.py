@@ -84,6 +84,7 @@ __all__ = [
     "HostLoss",
     "LoopWindows",
     "Settled",
+    "attributes_restored",
     "refuse_shared_batches",
     "replaced_attributes",
 ]
@@ -863,7 +864,7 @@ class FirstLook:
         Samples without units tell nothing; one process then looks at the next window's first.
         """
         group, made = self._window.group, LookResult()
-        with _attributes_restored(self._host), local_collectives():
+        with attributes_restored(self._host), local_collectives():
             try:
                 layout = readable_layout(batch, None, ())
                 made = check_adds_up(
@@ -877,7 +878,7 @@ class FirstLook:
 
 
 @contextmanager
-def _attributes_restored(host: object) -> Iterator[None]:
+def attributes_restored(host: object) -> Iterator[None]:
     """Put back the attributes of an object, and the contents of small containers among them."""
     found: list[tuple[Any, Any]] = []
     _copy_containers(vars(host), found)
