@@ -168,8 +168,7 @@ def _run(
     mode = train._runner.executor.mode
     distances: tuple[float | None, float | None] = (None, None)
     if not tiny.random:
-        double = [_as(batch, device, torch.float64) for batch in batches]
-        truth = _undivided(tiny, copy.deepcopy(model).double(), double[-1])
+        truth = _undivided(tiny, copy.deepcopy(model).double(), batches[-1])
         eager, _ = _gradient(tiny, copy.deepcopy(model), batches, "eager", False)
         distances = _distance(eager, truth), _distance(found, truth)
     return OUTCOMES[mode], "; ".join(fallbacks.reasons), distances, "\n".join(fallbacks.tracebacks)
@@ -221,7 +220,15 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def _undivided(tiny: Tiny, model: nn.Module, batch: Batch) -> list[Tensor]:
+def _undivided(tiny: Tiny, model: Any, batch: Batch) -> list[Tensor]:
+    """Return the gradient of the whole batch in float64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch has no grouped product in float64.
+    if tiny.options.get("batchnorm") == "freeze":
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+    batch = _as(batch, next(model.parameters()).device, torch.float64)
     loss = as_loss(tiny.loss(model, batch))
     (loss.total / loss.units).backward()  # type: ignore[union-attr]
     return _gradients(model)
@@ -297,12 +304,12 @@ def _write(rows: list[Row], device: torch.device, options: argparse.Namespace) -
 
 
 _EXPLAINED = (
-    "Tiny random models of `transformers`. Two windows of texts without padding make the graph; the",
-    "third has other texts, with padding, and is the one that is compared. *eager* and *graph* are the",
-    "relative L2 distances of that window's gradient to the undivided batch's in float64: of eager",
-    "micro-batches, and of the way it runs. (Many models compute norms and rotary tables in float32",
-    "whatever their dtype, so that float64 is not exact to its last digits.) Models that draw random",
-    "numbers have no distance.",
+    "Tiny random models of `transformers`. Two windows of texts without padding make the graph;",
+    "the third has other texts, with padding, and is the one that is compared. *eager* and *graph*",
+    "are the relative L2 distances of that window's gradient to the undivided batch's in float64:",
+    "of eager micro-batches, and of the way it runs. (Many models compute norms and rotary tables",
+    "in float32 whatever their dtype, so that float64 is not exact to its last digits.) Models",
+    "that draw random numbers have no distance.",
 )
 
 

@@ -30,16 +30,15 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-NO_DROPOUT = dict.fromkeys(
-    (
-        "dropout attention_dropout activation_dropout hidden_dropout attn_dropout hidden_dropout_prob "
-        "attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop summary_first_dropout "
-        "classifier_dropout dropout_rate classifier_dropout_prob embedding_dropout mlp_dropout "
-        "layerdrop encoder_layerdrop decoder_layerdrop drop_path_rate feat_proj_dropout final_dropout "
-        "hidden_dropout_rate attention_dropout_rate pooler_dropout qa_dropout seq_classif_dropout"
-    ).split(),
-    0.0,
-)
+_RATES = """
+    dropout attention_dropout activation_dropout hidden_dropout attn_dropout hidden_dropout_prob
+    attention_probs_dropout_prob resid_pdrop embd_pdrop attn_pdrop summary_first_dropout
+    classifier_dropout dropout_rate classifier_dropout_prob embedding_dropout mlp_dropout
+    layerdrop encoder_layerdrop decoder_layerdrop drop_path_rate feat_proj_dropout final_dropout
+    hidden_dropout_rate attention_dropout_rate pooler_dropout qa_dropout seq_classif_dropout
+    head_dropout positional_dropout path_dropout ff_dropout
+"""
+NO_DROPOUT = dict.fromkeys(_RATES.split(), 0.0)
 
 
 @dataclass(frozen=True)

@@ -352,7 +352,12 @@ class Executor:
                     return step
             self._traced[inputs.key] = traced()
         joint = self._joint(make, self._traced[inputs.key], compiled)
-        return self._proven(joint, replace(done, earlier=None))
+        try:
+            return self._proven(joint, replace(done, earlier=None))
+        except (CannotTrace, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # An operation may refuse what its fake version admitted.
+            raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
         """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
