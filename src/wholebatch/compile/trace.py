@@ -2,19 +2,18 @@
 
 The model's Python runs once on fake tensors, which compute nothing, and every operation of the
 forward and of autograd's backward is recorded. The model need not be rewritten or analysed:
-autocast, checkpointing without randomness, custom autograd functions and tied weights all appear as
-operations. `CannotTrace` gives the reason for what cannot be recorded (a branch on a tensor's
-value) and what must not be (a side effect in Python, random numbers drawn again in the backward).
+autocast, checkpointing, custom autograd functions and tied weights all appear as operations.
+`CannotTrace` gives the reason for what cannot be recorded (a branch on a tensor's value) and what
+must not be (a side effect in Python).
 """
 
 from __future__ import annotations
 
-import builtins
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +22,30 @@ from torch import Tensor, fx, nn
 from wholebatch.compile.captured_state import only_reads, refuse_hooks
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.core.loss import Loss, Term, Terms, as_loss
-from wholebatch.core.precision import Precision
+from wholebatch.compile.grouped_products import GroupedProducts
+from wholebatch.compile.host_constants import lift_host_constants
+from wholebatch.compile.patched_calls import (
+    refuse_recurrent_dropout,
+    symbolic_lengths,
+    traceable_calls,
+)
+from wholebatch.compile.repeated_draws import RepeatedDraws
+from wholebatch.compile.value_reads import ValueReads, draws
+from wholebatch.core.loss import Loss, Term, Terms, Units, as_loss
+from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
     from wholebatch.compile.symbolic_sizes import Sizes
 
-__all__ = ["Form", "State", "Traced", "totals_of", "trace"]
+__all__ = ["Added", "Form", "State", "Traced", "extras_of", "totals_of", "trace"]
 
-_LEN = builtins.len
-_ONE_AT_A_TIME = threading.Lock()
+_READS = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+)
+"""Errors of torch for a decision by a value, or for a shape that depends on one."""
+_TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,8 @@ class Form:
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
     """Units that are numbers; None for a tensor, which is an output of the graph."""
+    extras: tuple[str, ...] = ()
+    """The names of the tensors to hand back beside the loss, which are outputs too."""
 
     @staticmethod
     def of(loss: Loss | Terms, single: str) -> Form:
@@ -58,6 +73,42 @@ class Form:
             units=tuple(
                 None if isinstance(term.units, Tensor) else term.units for term in terms.values()
             ),
+            extras=tuple(extras_of(loss)),
+        )
+
+    def read(self, totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Added:
+        """Return the outputs of a graph by name: its totals, and its units and extras."""
+        outputs = iter(rest)
+        units = {
+            name: next(outputs) if number is None else number
+            for name, number in zip(self.names, self.units, strict=True)
+        }
+        return Added(
+            totals=dict(zip(self.names, totals, strict=True)),
+            units=units,
+            weights=dict(zip(self.names, self.weights, strict=True)),
+            extras=dict(zip(self.extras, outputs, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Added:
+    """The outcome of a micro-step whose gradients are added: numbers by term, and extras."""
+
+    totals: Mapping[str, Tensor]
+    units: Mapping[str, Units]
+    weights: Mapping[str, float]
+    extras: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(loss: Loss | Terms, single: str) -> Added:
+        """Return the outcome of a micro-step that eager code has made."""
+        terms = _terms(loss, single)
+        return Added(
+            totals={name: term.total.detach() for name, term in terms.items()},
+            units={name: term.units for name, term in terms.items()},
+            weights={name: term.weight for name, term in terms.items()},
+            extras={name: extra.detach() for name, extra in extras_of(loss).items()},
         )
 
 
@@ -105,6 +156,12 @@ class Traced:
     units: tuple[Any, ...] = ()
     """The units of the form, before symbols were replaced with numbers."""
 
+    @property
+    def sixteen_bit(self) -> bool:
+        """True if a part of the graph computes in 16 bit."""
+        values = (node.meta.get("val") for node in self.graph.graph.nodes)
+        return any(getattr(value, "dtype", None) in SIXTEEN_BIT for value in values)
+
     def form_for(self, tensors: Sequence[Tensor]) -> Form:
         """Return the form of the loss for a micro-batch with these tensors."""
         if self.sizes is None:
@@ -143,10 +200,12 @@ class _MicroStep:
     """The parameters that got a gradient."""
     units: tuple[Any, ...] = ()
     """The units of the loss; they may be symbols."""
-    drawn: int = 0
-    """The number of operations of the forward that draw random numbers."""
+    extras: tuple[Tensor, ...] = ()
+    """The tensors to hand back beside the loss."""
     draws_again: bool = False
-    """True if the backward draws too."""
+    """True if the backward draws random numbers of its own."""
+    reads: ValueReads = field(default_factory=ValueReads)
+    repeated: RepeatedDraws = field(default_factory=RepeatedDraws)
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
         lengths = len(self.state.trained), len(self.state.others), len(self.inputs.tensors)
@@ -161,9 +220,11 @@ class _MicroStep:
 
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
         named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
-        made: list[Tensor] = torch.func.functional_call(
-            _Within(self.model), named, (run,), tie_weights=False
-        )
+        modes = self.reads, self.repeated, GroupedProducts()  # type: ignore[no-untyped-call]
+        with traceable_calls(), self.repeated.as_generator(), modes[0], modes[1], modes[2]:
+            made: list[Tensor] = torch.func.functional_call(
+                _Within(self.model), named, (run,), tie_weights=False
+            )
         return made
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
@@ -171,6 +232,7 @@ class _MicroStep:
             result = as_loss(self.loss(self.model, micro))
         found = Form.of(result, self.single)
         self.units = found.units
+        self.extras = tuple(extras_of(result).values())
         if self.sizes is not None:
             found = replace(found, units=tuple(map(self.sizes.value, found.units)))
         if found != self.form:
@@ -183,14 +245,16 @@ class _MicroStep:
     def _backward(
         self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> list[Tensor]:
-        self.drawn = _draws_so_far()
+        drawn = self.repeated.number
         totals = [term.total for term in terms]
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
-        self.draws_again = _draws_so_far() != self.drawn
+        self.draws_again = self.repeated.number != drawn
         self.used = tuple(i for i, g in enumerate(gradients) if g is not None)
         return [
             *(total.detach() for total in totals),
             *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+            # A copy: a fused kernel may overwrite the logits.
+            *(extra.detach().clone() for extra in self.extras),
             *(gradient for gradient in gradients if gradient is not None),
         ]
 
@@ -224,6 +288,7 @@ def trace(
     With `sizes` it is valid for all shapes for which the model's Python takes the same path.
     """
     refuse_hooks(model)
+    refuse_recurrent_dropout(model)
     step = _MicroStep(model, loss, precision, state, inputs, form, single, sizes)
     device = next(iter(state.trained.values())).device
     tensors = [
@@ -235,16 +300,19 @@ def trace(
         graph = _written_down(step, [*tensors, *inputs.tensors, *seeds])
     else:
         sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
-        with _symbolic_lengths():
+        with symbolic_lengths():
             graph = _written_down(step, sizes.flat)
         if not sizes.any_open:
             raise CannotTrace("its code asks for the sizes themselves")
     if step.draws_again:
         raise CannotTrace(
-            "its backward draws random numbers (activation checkpointing with dropout), which "
-            "would not be those of the forward"
+            "its backward draws random numbers that are not those of the forward (activation "
+            "checkpointing with preserve_rng_state=False)"
         )
-    return Traced(graph, form, step.used, step.drawn > 0, sizes, step.units)
+    if device.type != "cpu":
+        lift_host_constants(graph, device)
+    random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
+    return Traced(graph, form, step.used, random, sizes, step.units)
 
 
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
@@ -260,9 +328,10 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
         raise
     # A model's own code may raise anything when it meets fake tensors.
     except Exception as problem:
-        raise CannotTrace(reason_of(problem)) from problem
+        raise CannotTrace(_why_not(problem)) from problem
     finally:
         torch.clear_autocast_cache()  # The cache may hold fake casts.
+    step.reads.drop_from(graph.graph)
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target), None)
         if isinstance(constant, Tensor) and constant.requires_grad:
@@ -270,21 +339,22 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     return graph
 
 
-@contextmanager
-def _symbolic_lengths() -> Iterator[None]:
-    """Let `len(tensor)` return a symbol within this context; Python's own would specialise it."""
-
-    def length(of: Any, /) -> Any:
-        if isinstance(of, Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
-            return of.shape[0]
-        return _LEN(of)
-
-    with _ONE_AT_A_TIME:
-        builtins.len = length
-        try:
-            yield
-        finally:
-            builtins.len = _LEN
+def _why_not(problem: Exception) -> str:
+    """Return why the trace failed, with the line of the model's code if it reads a value."""
+    if type(problem).__name__ not in _READS:
+        return reason_of(problem)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(problem.__traceback__)
+        if not frame.filename.startswith((_TORCH, _HERE))
+    ]
+    if not frames:
+        return reason_of(problem)
+    line = frames[-1]
+    return (
+        f"its code decides by a value of a tensor that may differ next time "
+        f"({Path(line.filename).name}, line {line.lineno}: {line.line})"
+    )
 
 
 def totals_of(loss: Loss | Terms) -> list[Tensor]:
@@ -292,29 +362,12 @@ def totals_of(loss: Loss | Terms) -> list[Tensor]:
     return [term.total for term in _terms(loss, "").values()]
 
 
+def extras_of(loss: Loss | Terms) -> Mapping[str, Tensor]:
+    """Return the tensors that a loss hands back beside its total."""
+    return loss.extras if isinstance(loss, Loss) else {}
+
+
 def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:
     if isinstance(loss, Loss):
         return {single: Term(loss.total, loss.units)}
     return dict(loss.by_name)
-
-
-def _draws_so_far() -> int:
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
-    assert mode is not None
-    return sum(_draws(node) for node in mode.tracer.graph.nodes)
-
-
-def _draws(node: fx.Node) -> bool:
-    """True if this operation draws from a random generator."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # Attention draws only with dropout.
-            given = node.args[position] if position < len(node.args) else None
-            return bool(node.kwargs.get("dropout_p", given if given is not None else 0.0))
-    return True
