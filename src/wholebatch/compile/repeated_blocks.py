@@ -26,11 +26,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import PRODUCTS, expression_of
+from wholebatch.compile.fusion import (
+    base_of,
+    expression_of,
+    fixed,
+    is_cheap,
+    is_external,
+    is_view,
+    written_by,
+)
 
 __all__ = ["BlockProgram", "compiled_in_blocks", "find_pieces"]
 
-aten = torch.ops.aten
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 _WORTH = 0.7
@@ -43,10 +50,6 @@ _CANDIDATES = 8
 """The number of likely periods that are examined."""
 _HOMES = 3
 """A result that more parts need is stored: for example what depends on the positions only."""
-_EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
-"""Operations that are kernels of a library: nothing is fused across them."""
-_CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
-"""Operations without torch's tag for pointwise ones that compute each number from one number."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,7 @@ class _Piece:
         """Return a key that is equal for pieces that may share their compiled code."""
         return (
             tuple(_kind(node.meta["val"]) for node in self.inputs),
-            tuple(
-                (target, _fixed(args), _fixed(kwargs)) for target, args, kwargs in self.operations
-            ),
+            tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
         )
 
     def module(self, outputs: Sequence[int]) -> fx.GraphModule:
@@ -283,15 +284,6 @@ def _mapped(part: Any, function: Callable[[Any], Any]) -> Any:
     return function(part)
 
 
-def _fixed(part: Any) -> Any:
-    """Return a hashable form of arguments that tells 1 from 1.0 and True."""
-    if isinstance(part, (list, tuple)):
-        return tuple(map(_fixed, part))
-    if isinstance(part, dict):
-        return tuple((name, _fixed(one)) for name, one in part.items())
-    return part if isinstance(part, (_Input, _Result)) else repr(part)
-
-
 def _kind(value: Any) -> Any:
     """Return what must agree for two tensors to be exchanged in compiled code."""
     if isinstance(value, Tensor):
@@ -313,70 +305,6 @@ def _size(value: Any) -> int:
 def _hint(size: Any) -> int:
     """Return a size, or the value that a symbol was traced with. It adds no guard."""
     return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
-
-
-# ------------------------------------------------------------------------------ kinds of operations
-
-
-def _is_view(node: fx.Node) -> bool:
-    """True if the result lies in the memory of an argument, and nothing is written."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    return target is aten._unsafe_view.default or target.is_view
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    """True if a compiler computes it within the kernel that needs it."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return torch.Tag.pointwise in target.tags or target in _CHEAP or _is_view(node)
-
-
-def _is_external(node: fx.Node) -> bool:
-    """True if it is a kernel of a library."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return (
-        target in _EXTERNAL
-        or target.namespace not in ("aten", "prims")
-        or "attention" in target.name()
-        or "convolution" in target.name()
-    )
-
-
-def _writes(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes whose memory this operation writes."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-        for position, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[position] if position < len(node.args) else None
-                given = node.kwargs.get(argument.name, given)
-                yield from (one for one in _leaves(given) if isinstance(one, fx.Node))
-
-
-def _leaves(part: Any) -> list[Any]:
-    if isinstance(part, (list, tuple)):
-        return [leaf for one in part for leaf in _leaves(one)]
-    return [part]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the node in whose memory this result lies."""
-    while node.op == "call_function":
-        if _is_view(node):
-            node = node.all_input_nodes[0]
-        else:
-            written = list(_writes(node))
-            if len(written) != 1:
-                break
-            node = written[0]
-    return node
 
 
 # ---------------------------------------------------------------------------------- find the pieces
@@ -424,7 +352,7 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     labels = []
     for node in nodes:
         arguments = _mapped((node.args, node.kwargs), _operand)
-        label = (node.target, _fixed(arguments), _kind(node.meta["val"]))
+        label = (node.target, fixed(arguments), _kind(node.meta["val"]))
         labels.append(known.setdefault(label, len(known)))
     return labels
 
@@ -494,11 +422,11 @@ def _bonds(nodes: Sequence[fx.Node], place: dict[fx.Node, int]) -> set[int]:
     A tuple must not cross a cut, nor a tensor that the graph computes and then writes into.
     """
     groups: dict[fx.Node, list[int]] = {}
-    written = {_base(one) for node in nodes for one in _writes(node)}
+    written = {base_of(one) for node in nodes for one in written_by(node)}
     for node in nodes:
         if node.target is operator.getitem:
             groups.setdefault(node.all_input_nodes[0], []).append(place[node])
-        for source in {_base(one) for one in (node, *node.all_input_nodes)} & written:
+        for source in {base_of(one) for one in (node, *node.all_input_nodes)} & written:
             if source in place:
                 groups.setdefault(source, []).append(place[node])
     bonds: set[int] = set()
@@ -522,7 +450,7 @@ def _best_cut(
     uses = {
         at: [place[user] for user in _readers(nodes[at])]
         for at in range(middle - period, min(middle + period, len(nodes)))
-        if not _is_view(nodes[at])
+        if not is_view(nodes[at])
     }
     best: tuple[int, int, int] | None = None
     for at in range(middle, middle + period):
@@ -534,7 +462,7 @@ def _best_cut(
             for one in range(at - period, at)
             if one in uses and any(at <= user < at + period for user in uses[one])
         ]
-        last = next((one for one in range(at - 1, at - period, -1) if _is_external(nodes[one])), 0)
+        last = next((one for one in range(at - 1, at - period, -1) if is_external(nodes[one])), 0)
         lost = sum(_size(nodes[one].meta["val"]) for one in crossing if one > last)
         cost = (lost, sum(_size(nodes[one].meta["val"]) for one in crossing), offset)
         best = cost if best is None else min(best, cost)
@@ -545,7 +473,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the operations that read its memory, through views."""
     for user in node.users:
         if user.op == "call_function":
-            if _is_view(user) or user.target is operator.getitem:
+            if is_view(user) or user.target is operator.getitem:
                 yield from _readers(user)
             else:
                 yield user
@@ -565,7 +493,7 @@ class _Cutter:
         self._nodes = nodes
         self._home = {node: part for part in parts for node in nodes[part.start : part.end]}
         self._place = {node: place for place, node in enumerate(nodes)}
-        self._written = {_base(one) for node in nodes for one in _writes(node)}
+        self._written = {base_of(one) for node in nodes for one in written_by(node)}
         self._stored: dict[fx.Node, bool] = {}
 
     def pieces(self) -> list[_Piece]:
@@ -633,16 +561,16 @@ class _Cutter:
 
     def _may_repeat(self, node: fx.Node) -> bool:
         """True if a compiler of the whole graph would not have stored this result either."""
-        if node not in self._home or not _is_cheap(node) or self._is_stored(node):
+        if node not in self._home or not is_cheap(node) or self._is_stored(node):
             return False
-        return not any(_base(one) in self._written for one in node.all_input_nodes)
+        return not any(base_of(one) in self._written for one in node.all_input_nodes)
 
     def _is_stored(self, node: fx.Node) -> bool:
         """True if a kernel of a library reads it, or all layers do."""
         if node not in self._stored:
             readers = list(_readers(node))
             homes = {self._home[reader].start for reader in readers}
-            self._stored[node] = len(homes) > _HOMES or any(map(_is_external, readers))
+            self._stored[node] = len(homes) > _HOMES or any(map(is_external, readers))
         return self._stored[node]
 
     def _sources(
@@ -666,7 +594,7 @@ class _Cutter:
 
 def _without_views(node: fx.Node, views: set[fx.Node]) -> fx.Node:
     """Return the node that this is a view of, and add the views to the set."""
-    while node.op == "call_function" and _is_view(node):
+    while node.op == "call_function" and is_view(node):
         views.add(node)
         node = node.all_input_nodes[0]
     return node
