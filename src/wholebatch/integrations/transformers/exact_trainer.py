@@ -30,8 +30,8 @@ from wholebatch.core.safe_loading import load_tensors
 from wholebatch.core.whole_batch import MicroBatch
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import EmptyWindowError, OptionError, StateError, UnsupportedError
-from wholebatch.integrations.given_windows import GivenWindows
 from wholebatch.integrations.host_window import refuse_shared_batches
+from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.integrations.transformers.host_steps import (
     HostSteps,
     OpenWindow,

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.foreign_writes import Watch
+from wholebatch.core.loss import SINGLE
 from wholebatch.core.splitting import Batches
 from wholebatch.core.whole_batch import WholeBatch
-from wholebatch.core.window import SINGLE, Step
+from wholebatch.core.window import Step
 from wholebatch.errors import StateError, WindowError
 from wholebatch.integrations.host_window import attributes_restored
 
