@@ -182,7 +182,10 @@ class ExactWindows(_Trainer):
             return None
         units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
         counted = torch.stack([one.to(device) for one in units]).sum()
-        hosts = None if self.units_of is not None else counted_by_trainer(self, batch_samples)
+        same = self._shift is not None and self._shift == getattr(self, "_loss_shifts_labels", None)
+        hosts = None
+        if self.units_of is None and not same:
+            hosts = counted_by_trainer(self, batch_samples)
         counts = torch.stack([counted, counted if hosts is None else hosts.to(device)])
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.gather(counts.reshape(1, 2)).sum(0)
@@ -287,13 +290,24 @@ class ExactWindows(_Trainer):
             restore_random(saved["random"])
             return cast("Tensor", saved["shares"].to(self.args.device))
         batches = [self._prepared(inputs) for inputs in self._open.batches]
-        shares = whole.make_gradient(batches, updates=self.state.global_step)
+        units = None if self.coupled is not None else self._open.divisor
+        shares = whole.make_gradient(batches, updates=self.state.global_step, units=units)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             from accelerate.utils.memory import clear_device_cache
 
             clear_device_cache()
         return shares
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the Trainer's count; it walks over the model, so once a window for each shape."""
+        if not isinstance(inputs, Mapping) or not self._open.size:
+            return super().floating_point_ops(inputs)
+        shapes = tuple((n, value.shape) for n, value in inputs.items() if isinstance(value, Tensor))
+        found = self._open.operations
+        if shapes not in found:
+            found[shapes] = super().floating_point_ops(cast("dict[str, Any]", inputs))
+        return cast("int", found[shapes])
 
     def _host_step(self, model: nn.Module, inputs: Any, step: Callable[..., Tensor]) -> Tensor:
         """Make one batch's forward and backward by the Trainer's own step."""
