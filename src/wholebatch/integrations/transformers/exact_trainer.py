@@ -298,7 +298,6 @@ class ExactWindows(_Trainer):
     def _host_step(self, model: nn.Module, inputs: Any, step: Callable[..., Tensor]) -> Tensor:
         """Make one batch's forward and backward by the Trainer's own step."""
         assert self._host is not None
-        assert self.model is not None
         window, saved = self._open, self._resume
         if window.place == 0:
             self._shares = None
@@ -307,7 +306,7 @@ class ExactWindows(_Trainer):
             if window.place < saved["done"]:  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
             self._resume = None
-            self._host.ledger.load_state_dict(saved["window"], list(self.model.parameters()))
+            self._host.ledger.load_state_dict(saved["window"], list(model.parameters()))
             self._shares = saved["shares"].to(self.args.device)
             self._tr_loss += self._shares
             restore_random(saved["random"])
