@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.value_reads import SMALL
 
 __all__ = [
     "FUNCTIONS",
@@ -43,11 +44,6 @@ _THINGS = 1000
 """The limit on visited objects; any more are ignored."""
 _ITEMS = 1000
 """Longer containers are compared by length only."""
-_SMALL = 16
-"""The size up to which compiled code may contain a tensor's values.
-
-Later changes to such a tensor would be missed. Larger ones are read from memory at every run.
-"""
 _KEPT = 2**16
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {
@@ -280,7 +276,7 @@ def _numbers(module: nn.Module) -> Any:
 
 
 def _tensor(tensor: Tensor) -> int:
-    return tensor._version if tensor.numel() <= _SMALL else 0
+    return tensor._version if tensor.numel() <= SMALL else 0
 
 
 def _plain(value: Any) -> Any:
@@ -453,6 +449,29 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, PLAIN)
 
 
+def _is_traceable_hook(hook: Any) -> bool:
+    """True for hooks that leave nothing behind in Python.
+
+    They are `output.requires_grad_(True)`, which PEFT and transformers register on embeddings, and
+    the hooks by which transformers hands the outputs of inner layers to its caller.
+    """
+    code = getattr(hook, "__code__", None)
+    if code is None:
+        return False
+    model = _require_grad.__code__
+    if (code.co_code, code.co_names, code.co_consts[-1:]) == (
+        model.co_code,
+        model.co_names,
+        model.co_consts[-1:],
+    ):
+        return True
+    return str(hook.__module__) == "transformers.utils.output_capturing"
+
+
+def _require_grad(module: Any, args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Raise CannotTrace for a model with hooks: a graph would run their Python only once.
 
@@ -462,7 +481,8 @@ def refuse_hooks(model: nn.Module) -> None:
         if type(module).__name__ in _COMPILED:
             raise CannotTrace(f"{name or 'the model'} is an {type(module).__name__}")
         for kind in _HOOKS:
-            if getattr(module, kind, None):
+            hooks = getattr(module, kind, None) or {}
+            if not all(map(_is_traceable_hook, hooks.values())):
                 raise CannotTrace(
                     f"{name or 'the model'} has {kind.strip('_').replace('_', ' ')}, which a graph "
                     "would run only once"

@@ -114,6 +114,7 @@ def rewrite(
     if options.gelu:
         simplify_gelu(graph)
     graph.eliminate_dead_code()
+    _views_of_any_strides(graph)
     graph.lint()
     module = fx.GraphModule(traced.graph, graph)  # It keeps the constants that the graph refers to.
     return Rewritten(
@@ -137,6 +138,22 @@ def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
                 if result is node:
                     results[position] = source
             graph.erase_node(node)
+
+
+def _views_of_any_strides(graph: fx.Graph) -> None:
+    """Turn views into reshapes: torch predicts the strides of some results wrongly.
+
+    (`mse_loss_backward` is one.) A reshape is a view where it can be, and else a copy; so one that
+    is written into stays a view.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if not any(_writes(user) for user in node.users):
+            node.target = aten.reshape.default
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 class _Adder:

@@ -388,7 +388,12 @@ class Executor:
                     return step
             self._traced[inputs.key] = traced()
         joint = self._joint(make, self._traced[inputs.key], compiled)
-        return self._proven(joint, done)
+        try:
+            return self._proven(joint, done)
+        except (CannotTrace, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # An operation may refuse what its fake version admitted.
+            raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
         """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
