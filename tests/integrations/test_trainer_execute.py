@@ -491,6 +491,38 @@ def test_resume_in_the_middle_of_a_window_of_graphs(
     assert losses_of(resumed) == pytest.approx(losses_of(straight), rel=1e-12)
 
 
+class Scheduleless(torch.optim.SGD):
+    """An optimizer that wants to know when training goes on."""
+
+    told = 0
+
+    def train(self) -> None:
+        self.told += 1
+
+
+def test_a_second_training_and_what_the_step_does_besides(
+    run: Run, traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[int] = []
+    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda: cleared.append(1))
+    trainers = []
+    for kind, mode in ((Trainer, "whole"), (exact(Trainer, execute="compile"), "ours")):
+
+        class Twice(kind):  # type: ignore[misc, valid-type]
+            def create_optimizer(self, *_: Any) -> Any:
+                self.optimizer = self.optimizer or Scheduleless(self.model.parameters(), lr=0.5)
+                return self.optimizer
+
+        trainers.append(run(Twice, mode, torch_empty_cache_steps=2))
+        trainers[-1].train()
+    whole, ours = trainers
+    assert run.distance(ours, whole) <= EXACT
+    assert mode_of(ours) == "operations"
+    assert ours._whole._runner.executor._steps == {}  # nothing is held after the training
+    assert ours.optimizer.optimizer.told == 4  # once a window
+    assert len(cleared) == 2
+
+
 class OwnStep(Trainer):
     def training_step(self, *given: Any, **named: Any) -> Any:
         return super().training_step(*given, **named)

@@ -328,6 +328,12 @@ class ExactWindows(_Trainer):
         self._shares = share.detach() if self._shares is None else self._shares + share.detach()
         return share
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End the training; graphs leave the device's memory to what follows."""
+        if self._whole is not None:
+            self._whole.release()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     # ----------------------------------------------------------------- resume
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -141,6 +141,11 @@ class GivenWindows(WholeBatch):
         self._watch.forget()
         self._watch.remember(trained)
 
+    def release(self) -> None:
+        """Free the memory of graphs and gradients; another window makes them again."""
+        self._runner.executor.let_go()
+        self._runner.executor._reset()
+
     def detach(self) -> None:
         """Leave the model as it was found (a conversion of BatchNorm is kept)."""
         if self._runner.policy is not None:
