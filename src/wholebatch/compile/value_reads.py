@@ -45,16 +45,15 @@ class ValueReads(TorchDispatchMode):
             node, root = _node_of(args[0])
             value = None if node is None else _settled(node, root)
             if node is not None and value is not None:
-                self.settled.add(node.name)
+                self.settled.update((node.name, *(source.name for source in node.all_input_nodes)))
                 return value
         return func(*args, **(kwargs or {}))
 
     def drop_from(self, graph: fx.Graph) -> None:
         """Remove what was computed for the answers alone, random numbers included."""
-        spare = set(self.settled)
+        graph.eliminate_dead_code()
         for node in reversed(graph.nodes):
-            if node.name in spare and not node.users and node.op in ("call_function", "get_attr"):
-                spare.update(source.name for source in node.all_input_nodes)
+            if node.name in self.settled and not node.users and node.op == "call_function":
                 graph.erase_node(node)
 
 
