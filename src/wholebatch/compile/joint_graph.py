@@ -21,6 +21,7 @@ from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
 from wholebatch.compile.layer_norm import can_fuse_norms
+from wholebatch.compile.repeated_blocks import compiled_in_blocks
 from wholebatch.compile.trace import Form, State, Traced
 
 __all__ = ["JointStep", "Prepared", "Results", "Runnable", "compiled_by_inductor"]
@@ -107,6 +108,9 @@ class JointStep:
     )
     """The fusions to use where the device has them; measurements switch some off."""
 
+    blocks: ClassVar[bool] = True
+    """Compile layers that are alike once; measurements switch it off."""
+
     whole_rows = 4096
     """Rows up to this length stay in registers while a kernel reduces them."""
 
@@ -127,6 +131,7 @@ class JointStep:
         self.used = traced.used
         self.random = traced.random
         self.sizes = traced.sizes
+        self.sixteen_bit = traced.sixteen_bit
         self.compiled = compiled
         self.runs = 1
         """The number of runs, replays included; the trial run counts."""
@@ -152,9 +157,14 @@ class JointStep:
         else:
             tail = map(self.sizes.alike, self._tail)
             arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
-        self._run = compiled_by_inductor(
-            rewritten.graph, arguments, self.inductor, whole_rows=self.whole_rows
-        )
+
+        def compile_graph(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
+            return compiled_by_inductor(graph, arguments, self.inductor, whole_rows=self.whole_rows)
+
+        run: Callable[..., Any] | None = None
+        if self.blocks and self.sizes is None:
+            run = compiled_in_blocks(rewritten.graph, arguments, compile_graph)
+        self._run = compile_graph(rewritten.graph, arguments) if run is None else run
 
     def _possible_fusions(self, device: torch.device) -> Fusions:
         """Return the fusions that this device has and that pay for this way of running."""

@@ -10,7 +10,7 @@ must not be (a side effect in Python).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -31,13 +31,13 @@ from wholebatch.compile.patched_calls import (
 )
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import ValueReads, draws
-from wholebatch.core.loss import Loss, Term, Terms, as_loss
-from wholebatch.core.precision import Precision
+from wholebatch.core.loss import Loss, Term, Terms, Units, as_loss
+from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
     from wholebatch.compile.symbolic_sizes import Sizes
 
-__all__ = ["Form", "State", "Traced", "totals_of", "trace"]
+__all__ = ["Added", "Form", "State", "Traced", "extras_of", "totals_of", "trace"]
 
 _READS = (
     "GuardOnDataDependentSymNode",
@@ -58,6 +58,8 @@ class Form:
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
     """Units that are numbers; None for a tensor, which is an output of the graph."""
+    extras: tuple[str, ...] = ()
+    """The names of the tensors to hand back beside the loss, which are outputs too."""
 
     @staticmethod
     def of(loss: Loss | Terms, single: str) -> Form:
@@ -71,6 +73,42 @@ class Form:
             units=tuple(
                 None if isinstance(term.units, Tensor) else term.units for term in terms.values()
             ),
+            extras=tuple(extras_of(loss)),
+        )
+
+    def read(self, totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Added:
+        """Return the outputs of a graph by name: its totals, and its units and extras."""
+        outputs = iter(rest)
+        units = {
+            name: next(outputs) if number is None else number
+            for name, number in zip(self.names, self.units, strict=True)
+        }
+        return Added(
+            totals=dict(zip(self.names, totals, strict=True)),
+            units=units,
+            weights=dict(zip(self.names, self.weights, strict=True)),
+            extras=dict(zip(self.extras, outputs, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Added:
+    """The outcome of a micro-step whose gradients are added: numbers by term, and extras."""
+
+    totals: Mapping[str, Tensor]
+    units: Mapping[str, Units]
+    weights: Mapping[str, float]
+    extras: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(loss: Loss | Terms, single: str) -> Added:
+        """Return the outcome of a micro-step that eager code has made."""
+        terms = _terms(loss, single)
+        return Added(
+            totals={name: term.total.detach() for name, term in terms.items()},
+            units={name: term.units for name, term in terms.items()},
+            weights={name: term.weight for name, term in terms.items()},
+            extras={name: extra.detach() for name, extra in extras_of(loss).items()},
         )
 
 
@@ -118,6 +156,12 @@ class Traced:
     units: tuple[Any, ...] = ()
     """The units of the form, before symbols were replaced with numbers."""
 
+    @property
+    def sixteen_bit(self) -> bool:
+        """True if a part of the graph computes in 16 bit."""
+        values = (node.meta.get("val") for node in self.graph.graph.nodes)
+        return any(getattr(value, "dtype", None) in SIXTEEN_BIT for value in values)
+
     def form_for(self, tensors: Sequence[Tensor]) -> Form:
         """Return the form of the loss for a micro-batch with these tensors."""
         if self.sizes is None:
@@ -156,6 +200,8 @@ class _MicroStep:
     """The parameters that got a gradient."""
     units: tuple[Any, ...] = ()
     """The units of the loss; they may be symbols."""
+    extras: tuple[Tensor, ...] = ()
+    """The tensors to hand back beside the loss."""
     draws_again: bool = False
     """True if the backward draws random numbers of its own."""
     reads: ValueReads = field(default_factory=ValueReads)
@@ -173,10 +219,12 @@ class _MicroStep:
             return self._backward(terms, leaves, seeds)
 
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
-        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
         modes = self.reads, self.repeated, GroupedProducts()  # type: ignore[no-untyped-call]
         with traceable_calls(), self.repeated.as_generator(), modes[0], modes[1], modes[2]:
-            made: list[Tensor] = torch.func.functional_call(_Within(self.model), named, (run,))
+            made: list[Tensor] = torch.func.functional_call(
+                _Within(self.model), named, (run,), tie_weights=False
+            )
         return made
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
@@ -184,6 +232,7 @@ class _MicroStep:
             result = as_loss(self.loss(self.model, micro))
         found = Form.of(result, self.single)
         self.units = found.units
+        self.extras = tuple(extras_of(result).values())
         if self.sizes is not None:
             found = replace(found, units=tuple(map(self.sizes.value, found.units)))
         if found != self.form:
@@ -204,8 +253,24 @@ class _MicroStep:
         return [
             *(total.detach() for total in totals),
             *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+            # A copy: a fused kernel may overwrite the logits.
+            *(extra.detach().clone() for extra in self.extras),
             *(gradient for gradient in gradients if gradient is not None),
         ]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield every place of a tensor in the model, and the first name of that tensor.
+
+    A module that is registered twice counts once: `functional_call` with `tie_weights` would
+    replace its tensors twice, and put the first replacement back.
+    """
+    names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                place = f"{prefix}.{name}".lstrip(".")
+                yield place, names.setdefault(id(tensor), place)
 
 
 def trace(
@@ -295,6 +360,11 @@ def _why_not(problem: Exception) -> str:
 def totals_of(loss: Loss | Terms) -> list[Tensor]:
     """Return the total of each term of a loss."""
     return [term.total for term in _terms(loss, "").values()]
+
+
+def extras_of(loss: Loss | Terms) -> Mapping[str, Tensor]:
+    """Return the tensors that a loss hands back beside its total."""
+    return loss.extras if isinstance(loss, Loss) else {}
 
 
 def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.precision import LossScale
-from wholebatch.core.splitting import Tokens, batch_size_of, split_numbered
+from wholebatch.core.splitting import Batches, Tokens, batch_size_of, split_numbered
+from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
@@ -106,7 +108,8 @@ class Fitting:
     budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. One trial step,
     whose effects are undone, shows that it fits. A window that runs out of memory all the same
     begins again with smaller micro-batches. Later windows begin with those: "auto" grows again when
-    there is room, a size that was given does not.
+    there is room, a size that was given does not. With `micro_batch=None` each batch is one
+    micro-batch, unless it does not fit.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Fitting:
         loss: Callable[[Any, Any], Any],
         optimizer: torch.optim.Optimizer,
         *,
-        micro_batch: int | Tokens | str,
+        micro_batch: int | Tokens | str | None,
         memory: Budget | None,
         precision: str,
         layout: dict[str, Any],
@@ -156,6 +159,7 @@ class Fitting:
         self._chosen_for: int | None = None
         self._peak: int | None = None  # of the last window, where it was counted
         self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
+        self._ends: list[int] = []  # of each batch that was split last, the samples up to its end
 
     @property
     def recovered(self) -> list[Recovered]:
@@ -170,16 +174,45 @@ class Fitting:
         return self.sizing.size
 
     def split(self, batch: Any) -> list[Any]:
-        """The micro-batches of this batch."""
-        if self._micro_batch != "auto":
-            return self._numbered(split_numbered(batch, self._fitting_size(), **self._layout))
-        samples = batch_size_of(batch, **self._layout)
-        if self.sizing is None:
-            self.sizing = Sizing(min(self._agreed_choice(batch, samples), samples), most=samples)
-        self.sizing.most = max(self.sizing.most, samples)
-        return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self._layout))
+        """Return the micro-batches of this batch, or of `Batches`, one batch after the other."""
+        batches = batch if isinstance(batch, Batches) else (batch,)
+        size = self._chosen_size(batches) if self._micro_batch == "auto" else self._fitting_size()
+        split: list[tuple[Any, Sequence[int]]] = []
+        self._ends = []
+        for one in batches:
+            start = self._ends[-1] if self._ends else 0
+            parts = self._parts(one, size)
+            self._ends.append(start + sum(len(numbers) for _, numbers in parts))
+            if start:
+                parts = [(micro, [start + n for n in numbers]) for micro, numbers in parts]
+            split += parts
+        self._split = [(id(micro), numbers) for micro, numbers in split]
+        return [micro for micro, _ in split]
 
-    def _fitting_size(self) -> int | Tokens:
+    def _parts(self, batch: Any, size: int | Tokens | None) -> list[tuple[Any, Sequence[int]]]:
+        """Return the micro-batches of one batch, with the places of their samples in it."""
+        if size is not None:
+            return split_numbered(batch, size, **self._layout)
+        layout = readable_layout(batch, **self._layout)
+        return [(batch, range(1 if layout is None else layout.size))]
+
+    def _chosen_size(self, batches: Sequence[Any]) -> int:
+        """Return how many samples "auto" takes; it chooses on the largest batch."""
+        largest = self.largest_of(batches)
+        samples = batch_size_of(largest, **self._layout)
+        if self.sizing is None:
+            chosen = min(self._agreed_choice(largest, samples), samples)
+            self.sizing = Sizing(chosen, most=samples)
+        self.sizing.most = max(self.sizing.most, samples)
+        return self.sizing.size
+
+    def largest_of(self, batches: Sequence[Any]) -> Any:
+        """Return the batch with the most samples."""
+        if len(batches) == 1:
+            return batches[0]
+        return max(batches, key=lambda batch: batch_size_of(batch, **self._layout))
+
+    def _fitting_size(self) -> int | Tokens | None:
         """Return what was given, or as much of it as was found to fit."""
         given = self._micro_batch
         assert not isinstance(given, str)
@@ -187,7 +220,7 @@ class Fitting:
             return given
         if isinstance(given, Tokens):
             return replace(given, budget=max(1, self.sizing.size))
-        return min(given, self.sizing.size)
+        return self.sizing.size if given is None else min(given, self.sizing.size)
 
     def _learn(self, recovered: Sequence[Recovered]) -> None:
         """Let later windows begin with the size that went through; said once for each size."""
@@ -208,7 +241,7 @@ class Fitting:
             unit, asked = "tokens", now.budget
             size = max(1, int(asked * _share_left(recovered)))
         else:
-            unit, asked = "samples", now
+            unit, asked = "samples", now or max(recovery.samples for recovery in recovered)
             size = min(recovery.into for recovery in recovered)
         if self.sizing is None:
             self.sizing = Sizing(asked, most=asked, returns=True)
@@ -221,10 +254,6 @@ class Fitting:
             unit,
             self.sizing.patience,
         )
-
-    def _numbered(self, split: list[tuple[Any, Sequence[int]]]) -> list[Any]:
-        self._split = [(id(micro), numbers) for micro, numbers in split]
-        return [micro for micro, _ in split]
 
     @property
     def samples(self) -> int:
@@ -242,6 +271,10 @@ class Fitting:
             found.append(order[start : start + size])
             start += size
         return found
+
+    def batch_of(self, parts: Sequence[Any]) -> list[int]:
+        """Return the place of each part's batch among those that were split last."""
+        return [bisect_right(self._ends, numbers[0]) for numbers in self.numbers_of(parts)]
 
     def attempts(self, micros: Sequence[Any], discard: Callable[[], None]) -> Iterator[Attempt]:
         """Yield attempts at a window until one fits; later windows begin with its sizes."""
