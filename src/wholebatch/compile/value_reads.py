@@ -83,10 +83,13 @@ def _settled(node: fx.Node, root: Any) -> Any:
     return found.item() if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
-def computed(node: fx.Node, root: Any, known: dict[fx.Node, Any]) -> Any:
+def computed(
+    node: fx.Node, root: Any, known: dict[fx.Node, Any], sources: list[Tensor] | None = None
+) -> Any:
     """Compute this node if it depends on constants alone; return None if it does not.
 
-    `root` holds the constants; `known` keeps what has been computed.
+    `root` holds the constants; `known` keeps what has been computed. With `sources`, constants of
+    any size are admitted, and the large ones are added to it: the caller watches them.
     """
     if node in known:
         return known[node]
@@ -94,10 +97,14 @@ def computed(node: fx.Node, root: Any, known: dict[fx.Node, Any]) -> Any:
     target: Any = node.target
     if node.op == "get_attr":
         constant = getattr(root, str(node.target), None)
-        if isinstance(constant, Tensor) and constant.numel() <= SMALL:
-            known[node] = constant
+        if isinstance(constant, Tensor):
+            if constant.numel() <= SMALL:
+                known[node] = constant
+            elif sources is not None and not constant.is_inference():
+                known[node] = constant
+                sources.append(constant)
     elif node.op == "call_function" and _is_pure(node):
-        inputs = {one: computed(one, root, known) for one in node.all_input_nodes}
+        inputs = {one: computed(one, root, known, sources) for one in node.all_input_nodes}
         if all(value is not None for value in inputs.values()):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
             if not _has_symbols((args, kwargs)):
