@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.execute.nets import mode_of, traced
 from tests.support import EXACT, Whole, distance, mlp, samples, sgd
-from wholebatch.compile import ExecuteWarning
+from wholebatch.compile import ExecuteWarning, value_reads
 from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.host_constants import lift_host_constants
 
@@ -277,6 +277,15 @@ def test_dropout_within_a_recurrent_layer_is_not_left_out() -> None:
     train = traced(Recurrent(nn.LSTM, dropout=0.5).double(), audit=False)
     train.step(samples(8))
     with pytest.warns(ExecuteWarning, match="recur is an nn.LSTM with dropout"):
+        train.step(samples(8))
+    assert mode_of(train) == "eager"
+
+
+def test_a_loop_over_many_time_steps_is_not_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(value_reads, "_MOST_OPERATIONS", 20)
+    train = traced(Recurrent(nn.LSTM).double())
+    train.step(samples(8))
+    with pytest.warns(ExecuteWarning, match="more than 20 operations .a loop over time steps"):
         train.step(samples(8))
     assert mode_of(train) == "eager"
 
