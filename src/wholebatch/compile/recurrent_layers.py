@@ -111,7 +111,12 @@ def _run(tensors: list[Tensor], *options: Any) -> list[Tensor]:
 
 
 def _run_backward(gradients: list[Tensor], tensors: list[Tensor], *options: Any) -> list[Tensor]:
-    with torch.enable_grad():
+    # Compiled code runs with autograd's keys switched off.
+    own = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    own = own.add(torch._C.DispatchKey.ADInplaceOrView)
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - own
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         results = _called(leaves, options)
         found = torch.autograd.grad(results, leaves, gradients)

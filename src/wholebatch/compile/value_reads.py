@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from wholebatch.compile.execute_mode import CannotTrace
-
 __all__ = ["SMALL", "ValueReads", "computed", "draws"]
 
 aten = torch.ops.aten
@@ -25,8 +23,6 @@ SMALL = 16
 
 Changes to such a tensor are looked for at every window. Larger ones are read at every run.
 """
-_MOST_OPERATIONS = 30_000
-"""The most operations of a trace; a Llama of 80 layers has about 15,000."""
 _UNIFORM = (aten.rand.default, aten.rand_like.default)
 _COMPARISONS = {
     aten.lt.Scalar: (False, True),
@@ -38,15 +34,11 @@ _COMPARISONS = {
 
 
 class ValueReads(TorchDispatchMode):
-    """Answers reads of values that can never change; remembers the nodes that it answered for.
-
-    It sees every operation, so it also ends a trace that grows out of hand.
-    """
+    """Answers reads of values that can never change; remembers the nodes that it answered for."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.settled: set[str] = set()
-        self._operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
@@ -55,12 +47,6 @@ class ValueReads(TorchDispatchMode):
             if node is not None and value is not None:
                 self.settled.update((node.name, *(source.name for source in node.all_input_nodes)))
                 return value
-        self._operations += 1
-        if self._operations > _MOST_OPERATIONS:
-            raise CannotTrace(
-                f"it has more than {_MOST_OPERATIONS:,} operations (a loop over time steps?), "
-                "which take longer to compile than they save"
-            )
         return func(*args, **(kwargs or {}))
 
     def drop_from(self, graph: fx.Graph) -> None:
