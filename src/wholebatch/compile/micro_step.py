@@ -372,7 +372,10 @@ class Executor:
 
         def traced(sizes: Sizes | None = None) -> Traced:
             parts = (self._model, self._loss, self._precision, state)
-            return trace(*parts, inputs, form, self._single, sizes)
+            made = trace(*parts, inputs, form, self._single, sizes)
+            if self._fingerprint is not None:
+                self._fingerprint.watch(made.sources)
+            return made
 
         def make(traced: Traced, *, compiled: bool) -> JointStep:
             parts = (state, self._gradients, self._casts)
