@@ -118,7 +118,7 @@ def test_every_replay_and_every_layer_drops_other_numbers() -> None:
             self.weight = nn.Parameter(torch.zeros(256))
 
         def forward(self, x: Tensor) -> Tensor:
-            one = self.weight
+            one: Tensor = self.weight
             for _ in range(6):
                 one = one.sin().tanh()
             return x + functional.dropout(torch.ones_like(x) + one, 0.5)
