@@ -167,7 +167,7 @@ class Drop(nn.Module):
         self.weight = nn.Parameter(torch.zeros(64, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        one = self.weight
+        one: Tensor = self.weight
         for _ in range(6):
             one = one.sin().tanh()
         return x + functional.dropout(torch.ones_like(x) + one, 0.5)
