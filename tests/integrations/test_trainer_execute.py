@@ -20,6 +20,7 @@ from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
 from wholebatch.compile import micro_step
 from wholebatch.compile.execute_mode import ExecutePlan, ExecuteWarning
+from wholebatch.core.splitting import split
 from wholebatch.errors import OptionError
 
 pytest.importorskip("transformers")
@@ -41,6 +42,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
 FLOAT32 = 1e-6
+TOKENS = wb.tokens(16, pad={"labels": -100})
 
 
 @pytest.fixture
@@ -176,7 +178,7 @@ class Padded:
 
 @pytest.mark.parametrize(
     "micro_batch",
-    [None, 3, wb.tokens(8, pad={"labels": -100}), wb.samples(1), "auto"],
+    [None, 3, TOKENS, wb.samples(1), "auto"],
 )
 @pytest.mark.parametrize("execute", ["eager", "compile"])
 def test_batches_of_several_widths(
@@ -189,8 +191,21 @@ def test_batches_of_several_widths(
     ours = run(exact(Trainer, execute=execute, micro_batch=micro_batch), "ours", **given)
     assert run.distance(ours, whole) <= EXACT
     assert traces.made == 0 or execute == "compile"
-    if isinstance(micro_batch, wb.Tokens if hasattr(wb, "Tokens") else type(wb.tokens(1))):
-        assert ours._whole.last_step.micro_batches > 4
+    if micro_batch == TOKENS:  # sorted over the whole window, not within each batch
+        each = [Padded.collate(data.rows[at : at + 4]) for at in range(16, 32, 4)]
+        number = len(split(Padded.collate(data.rows[16:]), TOKENS))
+        assert ours._whole.last_step.micro_batches == number
+        assert number < sum(len(split(batch, TOKENS)) for batch in each)
+
+
+@pytest.mark.parametrize(("memory", "least"), [(None, 16), ("150KiB", 5)])
+def test_auto_may_join_the_batches_of_a_loader(run: Run, memory: Any, least: int) -> None:
+    given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+    whole = run(Trainer, "whole", **given)
+    ours = run(exact(Trainer, micro_batch="auto", memory=memory), "ours", **given)
+    assert run.distance(ours, whole) <= EXACT
+    assert losses_of(ours) == pytest.approx(losses_of(whole), rel=1e-6)
+    assert ours._whole.micro_batch_size in range(least, 17)  # the loader's batches have 4
 
 
 class Weighted(Trainer):
