@@ -54,7 +54,7 @@ OUTCOMES = {
 }
 HARD = (
     "t5",
-    "t5 v1.1",
+    "t5, dropout",
     "opt",
     "bart",
     "nn.LSTM",
@@ -94,10 +94,11 @@ def main() -> int:
     options = _options()
     _quieten()
     device = torch.device(options.device)
-    chosen = [m for m in MODELS if not options.only or m.name in options.only]
-    unknown = set(options.only) - {model.name for model in MODELS}
+    known = {model.name: model for model in MODELS}
+    chosen = [known[name] for name in options.only or known if name in known]
+    unknown = set(options.only) - known.keys()
     if unknown:
-        print(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(m.name for m in MODELS)}")
+        print(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
         return 2
     began, rows = time.perf_counter(), []
     for place, model in enumerate(chosen, 1):
@@ -121,6 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--trace-only", action="store_true", help="do not run Inductor")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    parser.add_argument("--precision", default="full", choices=("full", "bf16", "fp16"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks")
     options = parser.parse_args()
@@ -164,12 +166,12 @@ def _run(
     batches = [_as(tiny.batch(SAMPLES, seed), device, dtype) for seed in (0, 0, 1)]
     execute = "graph" if device.type == "cuda" else "compile"
     with _Fallbacks() as fallbacks:
-        found, train = _gradient(tiny, copy.deepcopy(model), batches, execute, options.trace_only)
+        found, train = _gradient(tiny, copy.deepcopy(model), batches, execute, options)
     mode = train._runner.executor.mode
     distances: tuple[float | None, float | None] = (None, None)
     if not tiny.random:
         truth = _undivided(tiny, copy.deepcopy(model).double(), batches[-1])
-        eager, _ = _gradient(tiny, copy.deepcopy(model), batches, "eager", False)
+        eager, _ = _gradient(tiny, copy.deepcopy(model), batches, "eager", options)
         distances = _distance(eager, truth), _distance(found, truth)
     return OUTCOMES[mode], "; ".join(fallbacks.reasons), distances, "\n".join(fallbacks.tracebacks)
 
@@ -198,13 +200,19 @@ class _Fallbacks:
 
 
 def _gradient(
-    tiny: Tiny, model: nn.Module, batches: list[Batch], execute: Any, trace_only: bool
+    tiny: Tiny, model: nn.Module, batches: list[Batch], execute: Any, options: argparse.Namespace
 ) -> tuple[list[Tensor], wb.WholeBatch]:
     """Return the gradient of the last batch, after windows of all of them."""
     train = wb.WholeBatch(
-        model, None, loss=tiny.loss, micro_batch=MICRO, execute=execute, **tiny.options
+        model,
+        None,
+        loss=tiny.loss,
+        micro_batch=MICRO,
+        execute=execute,
+        precision=options.precision,
+        **tiny.options,
     )
-    if trace_only:
+    if options.trace_only:
         train._runner.executor._plan.compiles = False
     for batch in batches:
         model.zero_grad(set_to_none=True)
@@ -275,6 +283,7 @@ def _write(rows: list[Row], device: torch.device, options: argparse.Namespace) -
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "dtype": options.dtype,
+        "precision": options.precision,
         "trace_only": options.trace_only,
     }
     kept = [{k: v for k, v in asdict(row).items() if k != "details"} for row in rows]

@@ -676,6 +676,14 @@ MODELS: tuple[Tiny, ...] = (
         random=True,
     ),
     Tiny(
+        "t5, dropout",
+        "as it is trained",
+        of("T5ForConditionalGeneration", "T5Config", **{**T5, "dropout_rate": 0.1}),
+        pairs_of_texts,
+        each_token,
+        random=True,
+    ),
+    Tiny(
         "gpt2, dropout",
         "as it is trained",
         of(

@@ -17,7 +17,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -398,6 +398,11 @@ class Fingerprint:
         self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
         self._reach = Reach(model, loss, every=False)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._watched: list[tuple[Tensor, int]] = []
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count a write into one of these tensors as a change from now on."""
+        self._watched += [(tensor, tensor._version) for tensor in tensors]
 
     def changed(self) -> str | None:
         """Return the name of the first thing that has changed, or None."""
@@ -406,6 +411,8 @@ class Fingerprint:
         for module in self._modules:
             if not module.hold():
                 return module.name
+        if any(tensor._version != version for tensor, version in self._watched):
+            return "a tensor on the host"
         return self._reach.changed()
 
     def holds(self) -> bool:

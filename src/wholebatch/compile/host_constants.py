@@ -21,12 +21,15 @@ _NEEDS_HOST = (torch.ops.aten._pack_padded_sequence.default,)
 """Operations that take a tensor on the host by contract."""
 
 
-def lift_host_constants(module: fx.GraphModule, device: torch.device) -> int:
-    """Give operations on `device` their constants on it, not on the host; return their number.
+def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[Tensor, ...]:
+    """Give operations on `device` their constants on it, not on the host.
 
-    Host tensors that come from inputs or random generators stay where they are.
+    Host tensors that come from inputs or random generators stay where they are. Return the host
+    tensors that existed before and were read: the graph is right only as long as they do not change
+    (small ones are watched with the state of the model).
     """
     known: dict[fx.Node, Any] = {}
+    sources: list[Tensor] = []
     lifted: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target in _NEEDS_HOST:
@@ -35,15 +38,16 @@ def lift_host_constants(module: fx.GraphModule, device: torch.device) -> int:
             continue
         for source in node.all_input_nodes:
             if source not in lifted and _is_on(source, module, "cpu"):
-                value = computed(source, module, known)
+                value = computed(source, module, known, sources)
                 if isinstance(value, Tensor):
-                    lifted[source] = _constant(module, source, value.to(device), len(lifted))
+                    constant = _constant(module, source, value.to(device), len(lifted))
+                    lifted[source], known[constant] = constant, value
             if source in lifted:
                 node.replace_input_with(source, lifted[source])
     if lifted:
         module.graph.eliminate_dead_code()
         module.recompile()
-    return len(lifted)
+    return tuple(sources)
 
 
 def _is_on(node: fx.Node, module: fx.GraphModule, kind: str) -> bool:

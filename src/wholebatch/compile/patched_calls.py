@@ -13,9 +13,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.recurrent_layers import RECURRENT, traceable
 
 __all__ = ["refuse_recurrent_dropout", "symbolic_lengths", "traceable_calls"]
 
@@ -29,7 +30,7 @@ def traceable_calls() -> Iterator[None]:
 
     - `torch._check_tensor_all` asserts on the device, in the graph, instead of reading the result.
     - `module.to(dtype)` in a forward may convert nothing; a conversion is refused.
-    - Recurrent layers do not lay out the addresses of their weights anew for cuDNN.
+    - Recurrent layers are one operation, and do not lay out their weights anew for cuDNN.
     - Distributions do not check the values of their parameters.
     """
     with _ONE_AT_A_TIME, ExitStack() as patches:
@@ -40,6 +41,7 @@ def traceable_calls() -> Iterator[None]:
             (nn.RNNBase, "_apply", _convert_nothing),
             # torch.compile also leaves out these checks, which read the parameters.
             (torch.distributions.Distribution, "_validate_args", False),
+            *((_VF, kind, traceable(kind)) for kind in RECURRENT),
         ):
             patches.enter_context(_replaced(owner, name, function))
         yield

@@ -155,6 +155,8 @@ class Traced:
     """The symbols of the graph, if it is valid for more than one shape."""
     units: tuple[Any, ...] = ()
     """The units of the form, before symbols were replaced with numbers."""
+    sources: tuple[Tensor, ...] = ()
+    """Tensors on the host whose values the graph holds."""
 
     @property
     def sixteen_bit(self) -> bool:
@@ -309,10 +311,9 @@ def trace(
             "its backward draws random numbers that are not those of the forward (activation "
             "checkpointing with preserve_rng_state=False)"
         )
-    if device.type != "cpu":
-        lift_host_constants(graph, device)
+    sources = () if device.type == "cpu" else lift_host_constants(graph, device)
     random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
-    return Traced(graph, form, step.used, random, sizes, step.units)
+    return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:

@@ -45,16 +45,15 @@ class ValueReads(TorchDispatchMode):
             node, root = _node_of(args[0])
             value = None if node is None else _settled(node, root)
             if node is not None and value is not None:
-                self.settled.add(node.name)
+                self.settled.update((node.name, *(source.name for source in node.all_input_nodes)))
                 return value
         return func(*args, **(kwargs or {}))
 
     def drop_from(self, graph: fx.Graph) -> None:
         """Remove what was computed for the answers alone, random numbers included."""
-        spare = set(self.settled)
+        graph.eliminate_dead_code()
         for node in reversed(graph.nodes):
-            if node.name in spare and not node.users and node.op in ("call_function", "get_attr"):
-                spare.update(source.name for source in node.all_input_nodes)
+            if node.name in self.settled and not node.users and node.op == "call_function":
                 graph.erase_node(node)
 
 
@@ -84,10 +83,13 @@ def _settled(node: fx.Node, root: Any) -> Any:
     return found.item() if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
-def computed(node: fx.Node, root: Any, known: dict[fx.Node, Any]) -> Any:
+def computed(
+    node: fx.Node, root: Any, known: dict[fx.Node, Any], sources: list[Tensor] | None = None
+) -> Any:
     """Compute this node if it depends on constants alone; return None if it does not.
 
-    `root` holds the constants; `known` keeps what has been computed.
+    `root` holds the constants; `known` keeps what has been computed. With `sources`, constants of
+    any size are admitted, and the large ones are added to it: the caller watches them.
     """
     if node in known:
         return known[node]
@@ -95,10 +97,14 @@ def computed(node: fx.Node, root: Any, known: dict[fx.Node, Any]) -> Any:
     target: Any = node.target
     if node.op == "get_attr":
         constant = getattr(root, str(node.target), None)
-        if isinstance(constant, Tensor) and constant.numel() <= SMALL:
-            known[node] = constant
+        if isinstance(constant, Tensor):
+            if constant.numel() <= SMALL:
+                known[node] = constant
+            elif sources is not None and not constant.is_inference():
+                known[node] = constant
+                sources.append(constant)
     elif node.op == "call_function" and _is_pure(node):
-        inputs = {one: computed(one, root, known) for one in node.all_input_nodes}
+        inputs = {one: computed(one, root, known, sources) for one in node.all_input_nodes}
         if all(value is not None for value in inputs.values()):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
             if not _has_symbols((args, kwargs)):
