@@ -569,12 +569,17 @@ def step_above(self: Any, *given: Any, **named: Any) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("execute", ["compile", "eager"])
-def test_two_ranks(run: Run, tmp_path: Path, execute: str) -> None:
+@pytest.mark.parametrize(("execute", "how"), [("compile", ""), ("eager", ""), ("eager", "resume")])
+def test_two_ranks(run: Run, tmp_path: Path, execute: str, how: str) -> None:
     here = Path(__file__).parent
-    result = tmp_path / "weights.pt"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    script = (str(here / "end_at_once.py"), str(here / "trainer_worker.py"), execute, str(result))
+    script = (
+        str(here / "end_at_once.py"),
+        str(here / "trainer_worker.py"),
+        execute,
+        how,
+        str(tmp_path),
+    )
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -595,4 +600,6 @@ def test_two_ranks(run: Run, tmp_path: Path, execute: str) -> None:
     whole = run(Trainer, "whole", case="two processes", max_grad_norm=0.05)
     flat: Callable[[Any], Tensor] = run.problem.flat
     start = flat(run.hosts.ReaderForTokenClassification())
-    assert run.problem.distance(torch.load(result), flat(whole.model), start) <= EXACT
+    assert (
+        run.problem.distance(torch.load(tmp_path / "weights.pt"), flat(whole.model), start) <= EXACT
+    )
