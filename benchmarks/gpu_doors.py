@@ -205,9 +205,11 @@ def own_loop_compiled(job: Job) -> None:
     model = job.model()
     acc = wb.Accumulator(model, adamw(model, job), steps=job.window // job.micro, clip_norm=1.0)
 
+    on_cuda = job.on_cuda
+
     @acc.compile(execute=job.execute)  # type: ignore[call-overload]
     def loss(batch: Any) -> wb.Loss:
-        with torch.autocast("cuda", torch.bfloat16, enabled=job.on_cuda):
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_cuda):
             return loss_of(model, batch)
 
     job.start()
@@ -324,7 +326,8 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
         devices=1,
         precision="bf16-mixed" if job.on_cuda else "32-true",
         accumulate_grad_batches=job.window // job.micro,
-        gradient_clip_val=1.0,
+        # Lightning does not clip the gradients of a fused AdamW under bf16.
+        gradient_clip_val=None if job.on_cuda else 1.0,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,

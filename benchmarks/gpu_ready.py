@@ -164,6 +164,7 @@ def child(row: str, windows: int) -> dict[str, Any]:
         )
         return wb.Loss(total, batch["y"].numel())
 
+    began = time.perf_counter()
     execute = "graph" if device == "cuda" else "compile"
     train = wb.WholeBatch(
         built, optimizer, loss=loss, micro_batch=model.micro, execute=execute, precision="bf16"
@@ -173,7 +174,6 @@ def child(row: str, windows: int) -> dict[str, Any]:
     ids = torch.randint(0, model.vocabulary, shape, generator=generator)
     batch = {"x": ids.to(device), "y": ids.roll(-1, 1).to(device)}
     executor = train._runner.executor
-    began = time.perf_counter()
     first = None
     with phases_timed(device) as spent:
         for _ in range(4):

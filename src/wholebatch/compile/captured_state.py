@@ -74,6 +74,7 @@ class Reach:
     def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
         self._names: set[str] = set()
+        self._owners: dict[int, bool] = {}  # by id: True if its methods name what they read
         self._things: list[_Thing] = []
         self._read_code(loss)
         self._visit(loss, "the loss function", 0, mentioned=True)
@@ -120,12 +121,21 @@ class Reach:
             if code is None or code in codes:
                 continue
             codes.add(code)
+            reads_all = code.co_varnames[:1] == ("self",) and {"vars", "__dict__"} & {
+                *code.co_names
+            }
+            self._owners[id(owner)] = self._owners.get(id(owner), True) and not reads_all
             self._names.update(code.co_names)
+            self._names.update(word for word in code.co_consts if isinstance(word, str))
             inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
             stack += [(item, owner) for item in inner]
             named = [getattr(one, "__globals__", {}).get(name) for name in code.co_names]
-            named += [getattr(type(owner), name, None) for name in code.co_names]
             libraries = [one for one in named if isinstance(one, types.ModuleType)]
+            named += [
+                _code_of(vars(kind).get(name))
+                for kind in type(owner).__mro__
+                for name in code.co_names
+            ]
             named += [
                 getattr(library, name, None)
                 for library in libraries
@@ -171,13 +181,22 @@ class Reach:
             return _bindings, list(reached(value))
         if not _is_own_object(value):
             return None, []
-        # If the code names none of its attributes, the object may use `__getattr__`: record all.
-        wanted = self._names if mentioned and self._names & vars(value).keys() else None
+        wanted = self._names if mentioned and self._is_named(value) else None
         return functools.partial(_attributes, wanted), [
             (f"{name}.{key}", item)
             for key, item in vars(value).items()
             if wanted is None or key in wanted
         ]
+
+    def _is_named(self, value: Any) -> bool:
+        """True if the code names all attributes that it reads of this object.
+
+        It does where all methods of the object that run were read. Elsewhere one that was not read,
+        or `__getattr__`, may read any of them, unless the code itself names some.
+        """
+        if id(value) in self._owners and not hasattr(type(value), "__getattr__"):
+            return self._owners[id(value)]
+        return bool(self._names & vars(value).keys())
 
 
 class _Thing:
@@ -243,7 +262,12 @@ def _items(value: Any) -> Any:
 
 
 def _attributes(wanted: set[str] | None, value: Any) -> Any:
-    return [(k, _plain(v)) for k, v in vars(value).items() if wanted is None or k in wanted]
+    own, kind = vars(value), type(value)
+    if wanted is None:
+        return [(key, _plain(item)) for key, item in own.items()]
+    found = [(key, _plain(item)) for key, item in own.items() if key in wanted]
+    defaults = ((key, getattr(kind, key, kind)) for key in sorted(wanted - own.keys()))
+    return found + [(key, item) for key, item in defaults if isinstance(item, PLAIN)]
 
 
 def _numbers(module: nn.Module) -> Any:
@@ -277,6 +301,13 @@ def _bare(function: Any) -> Any:
     if isinstance(function, (types.FunctionType, types.CodeType)):
         return function
     return getattr(type(function), "__call__", function)  # noqa: B004  (the function is wanted)
+
+
+def _code_of(found: Any) -> Any:
+    """Return the function of a property, or of a static or class method."""
+    for name in ("fget", "func", "__func__"):
+        found = getattr(found, name, found)
+    return found
 
 
 def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:

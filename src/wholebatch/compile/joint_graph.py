@@ -8,8 +8,9 @@ seeds. Its outputs are the totals and units, which stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -24,7 +25,26 @@ from wholebatch.compile.layer_norm import can_fuse_norms
 from wholebatch.compile.repeated_blocks import compiled_in_blocks
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = ["JointStep", "Prepared", "Results", "Runnable", "compiled_by_inductor"]
+__all__ = [
+    "JointStep",
+    "Prepared",
+    "Results",
+    "Runnable",
+    "compiled_by_inductor",
+    "start_compiler",
+]
+
+
+@cache
+def start_compiler() -> None:
+    """Start Inductor's worker processes early.
+
+    They take seconds to start. Until they run, this process compiles one kernel after the other.
+    """
+    with suppress(ImportError):  # Another version of Inductor.
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 def compiled_by_inductor(
@@ -162,7 +182,7 @@ class JointStep:
             return compiled_by_inductor(graph, arguments, self.inductor, whole_rows=self.whole_rows)
 
         run: Callable[..., Any] | None = None
-        if self.blocks and self.sizes is None:
+        if self.blocks:
             run = compiled_in_blocks(rewritten.graph, arguments, compile_graph)
         self._run = compile_graph(rewritten.graph, arguments) if run is None else run
 

@@ -36,7 +36,7 @@ from wholebatch.compile.gradient_buffers import (
 )
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
-from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
+from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable, start_compiler
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
@@ -147,6 +147,8 @@ class Executor:
         if reason is not None and not self._plan.eager:
             self._plan.compiles = False
             self._give_up(reason)
+        if self._plan.compiles and not self._plan.auto and device.type == "cuda":
+            start_compiler()
 
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
@@ -314,6 +316,8 @@ class Executor:
 
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> Added:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
+        if self._plan.compiles and self._device.type == "cuda":
+            start_compiler()
         alone = not self._window.entered
         earlier = None
         if not alone and (

@@ -26,11 +26,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fusion import PRODUCTS
+from wholebatch.compile.fusion import (
+    base_of,
+    expression_of,
+    fixed,
+    is_cheap,
+    is_external,
+    is_view,
+    written_by,
+)
 
 __all__ = ["BlockProgram", "compiled_in_blocks", "find_pieces"]
 
-aten = torch.ops.aten
 Compile: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 _WORTH = 0.7
@@ -43,10 +50,6 @@ _CANDIDATES = 8
 """The number of likely periods that are examined."""
 _HOMES = 3
 """A result that more parts need is stored: for example what depends on the positions only."""
-_EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
-"""Operations that are kernels of a library: nothing is fused across them."""
-_CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
-"""Operations without torch's tag for pointwise ones that compute each number from one number."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,7 @@ class _Piece:
         """Return a key that is equal for pieces that may share their compiled code."""
         return (
             tuple(_kind(node.meta["val"]) for node in self.inputs),
-            tuple(
-                (target, _fixed(args), _fixed(kwargs)) for target, args, kwargs in self.operations
-            ),
+            tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
         )
 
     def module(self, outputs: Sequence[int]) -> fx.GraphModule:
@@ -106,11 +107,14 @@ class _Piece:
 class _Call:
     """One call of a compiled piece: the places of its inputs and outputs among all values."""
 
-    run: Callable[..., Any]
+    run: Callable[[list[Any]], Any]
+    """It empties the list of its inputs, so that each is freed after its last use."""
     inputs: list[int]
     outputs: list[int]
     freed: list[int]
-    """The places that nothing reads afterwards."""
+    """The inputs that nothing reads afterwards."""
+    unused: list[int]
+    """The outputs that nothing reads."""
 
 
 class BlockProgram:
@@ -131,11 +135,14 @@ class BlockProgram:
         values: list[Any] = [*arguments, *self._constants]
         values += [None] * (self._places - len(values))
         for call in self._calls:
-            results = call.run(*[values[place] for place in call.inputs])
+            inputs = [values[place] for place in call.inputs]
+            for place in call.freed:
+                values[place] = None
+            results = call.run(inputs)
             for place, result in zip(call.outputs, results, strict=True):
                 values[place] = result
-            del results
-            for place in call.freed:
+            del results, inputs
+            for place in call.unused:
                 values[place] = None
         return [values[place] for place in self._results]
 
@@ -149,12 +156,13 @@ def compiled_in_blocks(
     """
     inputs = [*module.graph.find_nodes(op="placeholder"), *module.graph.find_nodes(op="get_attr")]
     constants = [_constant(module, node) for node in inputs if node.op == "get_attr"]
-    if not all(isinstance(value, Tensor) for value in (*arguments, *constants)):
+    if not all(isinstance(value, Tensor) for value in constants):
         return None
     mode = fill_values(module.graph, dict(zip(inputs, (*arguments, *constants), strict=True)))
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     parts = find_pieces(nodes)
-    pieces = _Cutter(nodes, parts).pieces()
+    sizes = list(filter(_is_size, inputs))
+    pieces = _Cutter(nodes, parts, sizes).pieces()
     keys = [piece.key() for piece in pieces]
     first = {key: piece for piece, key in reversed(list(zip(pieces, keys, strict=True)))}
     if sum(len(piece.operations) for piece in first.values()) > _WORTH * len(nodes):
@@ -165,8 +173,26 @@ def compiled_in_blocks(
     for key in dict.fromkeys(keys):
         with mode:
             examples = [_alike(node.meta["val"]) for node in first[key].inputs]
-        runs[key] = compile_piece(first[key].module(outputs[key]), examples)
+        runs[key] = _taking_a_list(compile_piece(first[key].module(outputs[key]), examples))
     return _program(pieces, [(runs[key], outputs[key]) for key in keys], inputs, constants, results)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """True if its value is a symbolic size, or computed from such."""
+    return isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """Return the function that takes its arguments as a list and empties it, if there is one.
+
+    Inductor's code frees each input after its last use. The function that torch wraps around it
+    holds all of them until it returns.
+    """
+    plain = getattr(run, "_torchdynamo_orig_callable", run)
+    inner: Callable[[list[Any]], Any] | None = getattr(plain, "__wrapped__", None)
+    if inner is not None and getattr(inner, "_boxed_call", False):
+        return inner
+    return lambda arguments: run(*arguments)
 
 
 def _constant(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -210,23 +236,26 @@ def _program(
         for at, number in zip(written, outputs, strict=True):
             if piece.nodes[number] in piece.own:
                 place[piece.nodes[number]] = at
-        calls.append(_Call(run, read, written, []))
+        calls.append(_Call(run, read, written, [], []))
     kept = {place[node] for node in results} | set(range(held))
     for call in reversed(calls):
-        call.freed = [p for p in dict.fromkeys((*call.inputs, *call.outputs)) if p not in kept]
+        call.unused = [one for one in call.outputs if one not in kept]
+        call.freed = [one for one in call.inputs if one not in kept]
         kept.update(call.freed)
     return BlockProgram(calls, constants, [place[node] for node in results], places)
 
 
 def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     """Give a fake value to every node that has none; return their mode."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def fake(part: Any) -> Any:
         return _mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
+    given = next(fakes, None)
+    mode = FakeTensorMode(shape_env=ShapeEnv()) if given is None else given.fake_mode
     with mode, torch.no_grad():
         for node in graph.nodes:
             if node in arguments:
@@ -255,19 +284,11 @@ def _mapped(part: Any, function: Callable[[Any], Any]) -> Any:
     return function(part)
 
 
-def _fixed(part: Any) -> Any:
-    """Return a hashable form of arguments that tells 1 from 1.0 and True."""
-    if isinstance(part, (list, tuple)):
-        return tuple(map(_fixed, part))
-    if isinstance(part, dict):
-        return tuple((name, _fixed(one)) for name, one in part.items())
-    return part if isinstance(part, (_Input, _Result)) else repr(part)
-
-
 def _kind(value: Any) -> Any:
     """Return what must agree for two tensors to be exchanged in compiled code."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.device
+        shape, strides = map(expression_of, value.shape), map(expression_of, value.stride())
+        return tuple(shape), tuple(strides), value.dtype, value.device
     return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else repr(value)
 
 
@@ -277,72 +298,13 @@ def _size(value: Any) -> int:
         return 0
     numbers = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
-        numbers *= size if stride else 1
+        numbers *= _hint(size) if _hint(stride) else 1
     return numbers * value.element_size()
 
 
-# ------------------------------------------------------------------------------ kinds of operations
-
-
-def _is_view(node: fx.Node) -> bool:
-    """True if the result lies in the memory of an argument, and nothing is written."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    return target is aten._unsafe_view.default or target.is_view
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    """True if a compiler computes it within the kernel that needs it."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    return torch.Tag.pointwise in target.tags or target in _CHEAP or _is_view(node)
-
-
-def _is_external(node: fx.Node) -> bool:
-    """True if it is a kernel of a library."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return (
-        target in _EXTERNAL
-        or target.namespace not in ("aten", "prims")
-        or "attention" in target.name()
-        or "convolution" in target.name()
-    )
-
-
-def _writes(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes whose memory this operation writes."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-        for position, argument in enumerate(target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[position] if position < len(node.args) else None
-                given = node.kwargs.get(argument.name, given)
-                yield from (one for one in _leaves(given) if isinstance(one, fx.Node))
-
-
-def _leaves(part: Any) -> list[Any]:
-    if isinstance(part, (list, tuple)):
-        return [leaf for one in part for leaf in _leaves(one)]
-    return [part]
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the node in whose memory this result lies."""
-    while node.op == "call_function":
-        if _is_view(node):
-            node = node.all_input_nodes[0]
-        else:
-            written = list(_writes(node))
-            if len(written) != 1:
-                break
-            node = written[0]
-    return node
+def _hint(size: Any) -> int:
+    """Return a size, or the value that a symbol was traced with. It adds no guard."""
+    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 # ---------------------------------------------------------------------------------- find the pieces
@@ -390,7 +352,7 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     labels = []
     for node in nodes:
         arguments = _mapped((node.args, node.kwargs), _operand)
-        label = (node.target, _fixed(arguments), _kind(node.meta["val"]))
+        label = (node.target, fixed(arguments), _kind(node.meta["val"]))
         labels.append(known.setdefault(label, len(known)))
     return labels
 
@@ -460,11 +422,11 @@ def _bonds(nodes: Sequence[fx.Node], place: dict[fx.Node, int]) -> set[int]:
     A tuple must not cross a cut, nor a tensor that the graph computes and then writes into.
     """
     groups: dict[fx.Node, list[int]] = {}
-    written = {_base(one) for node in nodes for one in _writes(node)}
+    written = {base_of(one) for node in nodes for one in written_by(node)}
     for node in nodes:
         if node.target is operator.getitem:
             groups.setdefault(node.all_input_nodes[0], []).append(place[node])
-        for source in {_base(one) for one in (node, *node.all_input_nodes)} & written:
+        for source in {base_of(one) for one in (node, *node.all_input_nodes)} & written:
             if source in place:
                 groups.setdefault(source, []).append(place[node])
     bonds: set[int] = set()
@@ -488,7 +450,7 @@ def _best_cut(
     uses = {
         at: [place[user] for user in _readers(nodes[at])]
         for at in range(middle - period, min(middle + period, len(nodes)))
-        if not _is_view(nodes[at])
+        if not is_view(nodes[at])
     }
     best: tuple[int, int, int] | None = None
     for at in range(middle, middle + period):
@@ -500,7 +462,7 @@ def _best_cut(
             for one in range(at - period, at)
             if one in uses and any(at <= user < at + period for user in uses[one])
         ]
-        last = next((one for one in range(at - 1, at - period, -1) if _is_external(nodes[one])), 0)
+        last = next((one for one in range(at - 1, at - period, -1) if is_external(nodes[one])), 0)
         lost = sum(_size(nodes[one].meta["val"]) for one in crossing if one > last)
         cost = (lost, sum(_size(nodes[one].meta["val"]) for one in crossing), offset)
         best = cost if best is None else min(best, cost)
@@ -511,7 +473,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the operations that read its memory, through views."""
     for user in node.users:
         if user.op == "call_function":
-            if _is_view(user) or user.target is operator.getitem:
+            if is_view(user) or user.target is operator.getitem:
                 yield from _readers(user)
             else:
                 yield user
@@ -523,12 +485,15 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 class _Cutter:
     """Writes the parts of a graph down as programs of their own."""
 
-    def __init__(self, nodes: Sequence[fx.Node], parts: Sequence[Part]) -> None:
+    def __init__(
+        self, nodes: Sequence[fx.Node], parts: Sequence[Part], sizes: Sequence[fx.Node]
+    ) -> None:
         self._parts = parts
+        self._sizes = sizes
         self._nodes = nodes
         self._home = {node: part for part in parts for node in nodes[part.start : part.end]}
         self._place = {node: place for place, node in enumerate(nodes)}
-        self._written = {_base(one) for node in nodes for one in _writes(node)}
+        self._written = {base_of(one) for node in nodes for one in written_by(node)}
         self._stored: dict[fx.Node, bool] = {}
 
     def pieces(self) -> list[_Piece]:
@@ -558,6 +523,8 @@ class _Cutter:
                     piece.inputs.append(argument)
             return places[argument]
 
+        for size in self._sizes:  # Every symbol in the shape of an input must be an input.
+            place_of(size)
         for node in own:
             places[node] = write(node)
         return piece
@@ -572,7 +539,7 @@ class _Cutter:
             _without_views(one, again)
             for node in own
             for one in node.all_input_nodes
-            if self._home.get(one, part) is not part
+            if self._home.get(one, part) is not part and not _is_size(one)
         )
         read = {node for node in foreign if not self._may_repeat(node)}
         for node in sorted(foreign.keys() - read, key=self._place.__getitem__):
@@ -584,20 +551,26 @@ class _Cutter:
                 read.update(new)
             else:
                 read.add(node)
-        return again - read
+        again -= read
+        open_ = [*own, *again]
+        while open_ and self._sizes:
+            sizes = {one for one in open_.pop().all_input_nodes if _is_size(one)} - again
+            again |= sizes
+            open_ += sizes
+        return again.difference(self._sizes)
 
     def _may_repeat(self, node: fx.Node) -> bool:
         """True if a compiler of the whole graph would not have stored this result either."""
-        if node not in self._home or not _is_cheap(node) or self._is_stored(node):
+        if node not in self._home or not is_cheap(node) or self._is_stored(node):
             return False
-        return not any(_base(one) in self._written for one in node.all_input_nodes)
+        return not any(base_of(one) in self._written for one in node.all_input_nodes)
 
     def _is_stored(self, node: fx.Node) -> bool:
         """True if a kernel of a library reads it, or all layers do."""
         if node not in self._stored:
             readers = list(_readers(node))
             homes = {self._home[reader].start for reader in readers}
-            self._stored[node] = len(homes) > _HOMES or any(map(_is_external, readers))
+            self._stored[node] = len(homes) > _HOMES or any(map(is_external, readers))
         return self._stored[node]
 
     def _sources(
@@ -621,7 +594,7 @@ class _Cutter:
 
 def _without_views(node: fx.Node, views: set[fx.Node]) -> fx.Node:
     """Return the node that this is a view of, and add the views to the set."""
-    while node.op == "call_function" and _is_view(node):
+    while node.op == "call_function" and is_view(node):
         views.add(node)
         node = node.all_input_nodes[0]
     return node
