@@ -5,8 +5,8 @@ comments `# expect: WB101, WB109` in the files. `# expect-missed: WB101` marks a
 known to be missed; it counts against recall. With `--pages docs/lint` it also writes the rules'
 pages, and the table of scores into their README.md.
 
-The page of a rule is the docstring of its module, so that `--explain` works wherever the linter is
-installed. The documentation holds copies, and a test compares them.
+The page of a rule is the Markdown file beside its module, so that `--explain` works wherever the
+linter is installed. The documentation holds copies, and a test compares them.
 """
 
 from __future__ import annotations

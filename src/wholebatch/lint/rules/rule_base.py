@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import keyword, last_part, number, text
@@ -77,14 +78,15 @@ class Rule:
     def page(self) -> str:
         """Return the rule's page in Markdown.
 
-        It says what the rule does, why it matters, its known problems, an example, and what to use
-        instead.
+        The file beside the rule's module says what the rule does, why it matters, its known
+        problems, an example, and what to use instead. The module's docstring is the lead.
         """
-        module = inspect.getmodule(self.check)
-        body = inspect.cleandoc(module.__doc__ or "") if module is not None else ""
+        module = sys.modules[self.check.__module__]
+        file = files(__package__) / f"{module.__name__.rpartition('.')[2]}.md"
+        body = f"{module.__doc__}\n\n{file.read_text(encoding='utf-8')}"
         grade = "note" if self.level == "note" else "warning"
         fix = "`--fix` repairs the certain cases." if self.fixable else "No automatic fix."
-        return f"# {self.code}: {self.name}\n\n*{grade} · {fix}*\n\n{body}\n"
+        return f"# {self.code}: {self.name}\n\n*{grade} · {fix}*\n\n{body}"
 
 
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}

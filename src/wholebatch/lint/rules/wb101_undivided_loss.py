@@ -1,37 +1,4 @@
-"""The loss is added up over the micro-batches of a window but never divided.
-
-## What it does
-Finds loops that call `backward` for several micro-batches before one `optimizer.step()` and divide
-neither the loss nor the gradients by their number.
-
-## Why is this bad?
-`backward` adds gradients. K micro-batches, each with a mean loss, give K times the gradient of the
-whole batch. With SGD the learning rate is silently K times larger. Clipping by norm cuts K times
-too early. Adam hides it almost entirely until weight decay or epsilon matter.
-
-## Known problems
-Not reported if the loss comes from a function that is given the number of steps, if the loss is a
-sum, or if gradients are rescaled by hand: the division may be there.
-
-## Example
-```python
-for i, (x, y) in enumerate(loader):
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-acc = wb.Accumulator(model, optimizer, steps=accum)
-for x, y in acc.over(loader):
-    total = F.cross_entropy(model(x), y, reduction="sum")
-    acc.backward(total, units=y.numel())
-```
-or, where every micro-batch has the same number of samples, `(loss / accum).backward()`.
-"""
+"""The loss is added up over the micro-batches of a window but never divided."""
 
 from __future__ import annotations
 

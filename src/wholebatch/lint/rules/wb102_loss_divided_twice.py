@@ -1,33 +1,4 @@
-"""The loss is divided by the number of micro-batches twice.
-
-## What it does
-Finds a division by the accumulation steps where Accelerate, DeepSpeed, Lightning or the HF Trainer
-already divides, and loops that divide the same loss (or the loss and the gradients) twice.
-
-## Why is this bad?
-The gradient is K times too small. The run looks healthy and learns slowly: with SGD the learning
-rate is K times smaller than written.
-
-## Known problems
-An `Accelerator` created in another file, without `accumulate()` here, is not judged: this file does
-not show whether it divides.
-
-## Example
-```python
-accelerator = Accelerator(gradient_accumulation_steps=accum)
-for batch in loader:
-    with accelerator.accumulate(model):
-        loss = model(**batch).loss / accum
-        accelerator.backward(loss)      # divides by accum again
-```
-
-## Use instead
-```python
-with accelerator.accumulate(model):
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-```
-"""
+"""The loss is divided by the number of micro-batches twice."""
 
 from __future__ import annotations
 

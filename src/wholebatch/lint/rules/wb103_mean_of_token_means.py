@@ -1,31 +1,4 @@
-"""A mean over masked or padded tokens is averaged again over micro-batches.
-
-## What it does
-Finds windows in which each micro-batch's loss is a mean over its own valid tokens (`ignore_index`,
-a mask, labels of -100) and these means are then averaged with equal weight.
-
-## Why is this bad?
-Micro-batches hold different numbers of valid tokens, so a token in a short micro-batch weighs more
-than one in a long micro-batch. The result is not the loss of the whole batch. The difference grows
-with the spread of lengths and does not average out.
-
-## Known problems
-Padded labels are recognised only if the file shows them (a collator, -100, a mask). Files that
-build their data elsewhere are not reported.
-
-## Example
-```python
-loss = F.cross_entropy(logits, labels, ignore_index=-100)
-(loss / accum).backward()
-```
-
-## Use instead
-```python
-total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-acc.backward(total, units=(labels != -100).sum())
-```
-Sum over the tokens of the window and divide once by their number.
-"""
+"""A mean over masked or padded tokens is averaged again over micro-batches."""
 
 from __future__ import annotations
 

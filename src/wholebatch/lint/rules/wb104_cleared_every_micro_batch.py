@@ -1,33 +1,4 @@
-"""Gradients are cleared on every micro-batch.
-
-## What it does
-Finds `zero_grad()` (or `p.grad = None`) that runs for every micro-batch in a loop whose
-`optimizer.step()` runs only at the end of a window.
-
-## Why is this bad?
-Nothing is accumulated: the update is made from the last micro-batch alone, and the work on all the
-others is lost. If the loss is divided by K, the gradient is K times too small as well.
-
-## Known problems
-None known. Under `accelerator.accumulate()` the call is correct, because Accelerate skips it inside
-a window.
-
-## Example
-```python
-for i, (x, y) in enumerate(loader):
-    optimizer.zero_grad()
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-```
-
-## Use instead
-```python
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-"""
+"""Gradients are cleared on every micro-batch."""
 
 from __future__ import annotations
 

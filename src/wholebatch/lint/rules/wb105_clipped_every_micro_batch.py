@@ -1,34 +1,4 @@
-"""Gradients are clipped on every micro-batch.
-
-## What it does
-Finds gradient clipping that runs for every micro-batch of a window instead of once before the
-update.
-
-## Why is this bad?
-Clipping a partial gradient is not clipping the gradient of the whole batch. Early micro-batches are
-clipped again and again, late ones are not, and the final gradient has the direction of no batch. It
-also costs a pass over all parameters for each micro-batch.
-
-## Known problems
-Calls that only measure the norm (`max_norm=float("inf")`) are not reported.
-
-## Example
-```python
-loss.backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-if (step + 1) % accum == 0:
-    optimizer.step()
-```
-
-## Use instead
-```python
-loss.backward()
-if (step + 1) % accum == 0:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-```
-Under Accelerate: `if accelerator.sync_gradients:` around the clipping.
-"""
+"""Gradients are clipped on every micro-batch."""
 
 from __future__ import annotations
 

@@ -1,34 +1,4 @@
-"""The learning-rate schedule steps on every micro-batch.
-
-## What it does
-Finds `scheduler.step()` that runs for every micro-batch of a window instead of once per update.
-
-## Why is this bad?
-The schedule runs K times too fast: warm-up is over after 1/K of the updates it was planned for,
-and the learning rate reaches its end long before training does.
-
-## Known problems
-Calls with an argument (`scheduler.step(epoch + i / n)`) follow another clock and are not reported.
-If the schedule was built for the number of micro-batches, its shape is right, but the learning rate
-still changes inside a window.
-
-## Example
-```python
-loss.backward()
-if (step + 1) % accum == 0:
-    optimizer.step()
-    optimizer.zero_grad()
-scheduler.step()
-```
-
-## Use instead
-```python
-if (step + 1) % accum == 0:
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-```
-"""
+"""The learning-rate schedule steps on every micro-batch."""
 
 from __future__ import annotations
 

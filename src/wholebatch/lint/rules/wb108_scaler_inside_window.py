@@ -1,34 +1,4 @@
-"""The gradient scaler steps or updates inside a window.
-
-## What it does
-Finds `scaler.update()` or `scaler.step(optimizer)` that runs for every micro-batch while the rest
-of the update waits for the end of the window.
-
-## Why is this bad?
-`update()` may change the loss scale in the middle of a window: gradients with different scales are
-then added together and unscaled with only one of them. `step()` on every micro-batch is no
-accumulation at all: each update re-uses the gradients of the earlier micro-batches.
-
-## Known problems
-None known.
-
-## Example
-```python
-scaler.scale(loss / accum).backward()
-if (i + 1) % accum == 0:
-    scaler.step(optimizer)
-    optimizer.zero_grad()
-scaler.update()
-```
-
-## Use instead
-```python
-if (i + 1) % accum == 0:
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-```
-"""
+"""The gradient scaler steps or updates inside a window."""
 
 from __future__ import annotations
 

@@ -1,36 +1,4 @@
-"""The last, short window of an epoch is dropped, leaks, or is divided by the wrong number.
-
-## What it does
-Finds loops over a finite loader whose windows end only at multiples of K and ignore the remaining
-micro-batches, and loops that handle them but still divide by K.
-
-## Why is this bad?
-Up to K-1 micro-batches of every epoch are lost if gradients are cleared before the next epoch.
-Otherwise they leak into the first window of the next epoch; those of the last epoch are never used.
-A short window divided by the nominal K gives an update that is too small: 8 times with one
-micro-batch of 8 left.
-
-## Known problems
-Counters that continue over epochs are not reported: their windows span epochs and only the very
-last one is lost. They are reported if gradients are cleared at the start of every epoch. A loader
-whose length is a multiple of K is recognised only if the file enforces it.
-
-## Example
-```python
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-acc = wb.Accumulator(model, optimizer, steps=accum)
-for x, y in acc.over(loader):               # knows the tail and divides by what was there
-    acc.backward(criterion_sum(model(x), y), units=len(y))
-```
-"""
+"""The last, short window of an epoch is dropped, leaks, or is divided by the wrong number."""
 
 from __future__ import annotations
 

@@ -1,31 +1,4 @@
-"""The boundary is off by one: the first window has the wrong number of micro-batches.
-
-## What it does
-Follows the counter of the boundary condition from its first value. It finds conditions such as
-`i % K == 0` with a counter that starts at 0: they are true after one micro-batch.
-
-## Why is this bad?
-The first update of every epoch (or of the run) is made from one micro-batch, or from K-1 or K+1,
-while the loss was divided by K. All later windows are shifted, and the tail has another length than
-planned.
-
-## Known problems
-Counters with an unknown start (a resumed step, a framework's counter) are not judged.
-
-## Example
-```python
-for i, batch in enumerate(loader):
-    (loss_fn(batch) / accum).backward()
-    if i % accum == 0:                  # true at i = 0
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-    if (i + 1) % accum == 0:
-```
-"""
+"""The boundary is off by one: the first window has the wrong number of micro-batches."""
 
 from __future__ import annotations
 

@@ -1,36 +1,4 @@
-"""DistributedDataParallel synchronises on every micro-batch.
-
-## What it does
-Finds accumulating loops over a model that the same file wraps in `DistributedDataParallel`, without
-`no_sync()` and `require_backward_grad_sync`. It also finds loops that disable the synchronisation
-too late: the flag or the context comes after the forward that reads it.
-
-## Why is this bad?
-All gradients are all-reduced K times per update instead of once. DDP decides in the *forward*
-whether the next backward will synchronise. So a flag set between forward and backward, or a
-`no_sync()` around the backward alone, has no effect or the wrong one.
-
-## Known problems
-A model that is wrapped in another file is not seen. For very small models the cost may not matter.
-
-## Example
-```python
-model = DistributedDataParallel(model)
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-```python
-    hold = nullcontext() if (i + 1) % accum == 0 else model.no_sync()
-    with hold:
-        (criterion(model(x), y) / accum).backward()
-```
-`wb.Accumulator` does this by itself.
-"""
+"""DistributedDataParallel synchronises on every micro-batch."""
 
 from __future__ import annotations
 

@@ -1,33 +1,4 @@
-"""A model with BatchNorm is trained with accumulated micro-batches.
-
-## What it does
-Finds accumulating loops in a file that builds BatchNorm layers, or a model known to have them
-(torchvision's and timm's ResNets, EfficientNets and the like).
-
-## Why is this bad?
-BatchNorm normalises by the statistics of the batch it sees, which is the micro-batch. So neither
-the forward nor the gradient is that of the whole batch, however the loss is divided. Training
-visibly suffers with micro-batches of 2 or 4, and the running statistics are updated K times per
-update.
-
-## Known problems
-A model that is built in another file is not recognised. Layers that are frozen by an unknown helper
-may be reported.
-
-## Example
-```python
-model = torchvision.models.resnet50()
-for i, (x, y) in enumerate(loader):
-    (criterion(model(x), y) / accum).backward()
-    if (i + 1) % accum == 0:
-        optimizer.step()
-        optimizer.zero_grad()
-```
-
-## Use instead
-`wb.WholeBatch(..., batchnorm="exact")`, which normalises over the whole batch; or GroupNorm, or
-frozen BatchNorm.
-"""
+"""A model with BatchNorm is trained with accumulated micro-batches."""
 
 from __future__ import annotations
 

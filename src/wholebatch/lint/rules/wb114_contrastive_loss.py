@@ -1,28 +1,4 @@
-"""A contrastive loss with in-batch negatives is accumulated over micro-batches.
-
-## What it does
-Finds accumulating loops whose loss compares every sample with every other sample of the same
-micro-batch: CLIP-like losses, InfoNCE, NT-Xent, multiple-negatives ranking.
-
-## Why is this bad?
-The other samples of the batch are the negatives. A micro-batch of 8 has 7 of them, whatever K is.
-Eight accumulated micro-batches of 8 are eight easy problems, not one hard problem of 64. Dividing
-by K does not help: the loss does not decompose.
-
-## Known problems
-A loss that is built in another file under an unknown name is not recognised.
-
-## Example
-```python
-logits = image_features @ text_features.T * scale
-loss = F.cross_entropy(logits, torch.arange(len(logits))) / accum
-loss.backward()
-```
-
-## Use instead
-Two passes with cached representations (GradCache): `wb.WholeBatch` with
-`loss=wb.Coupled(encode, loss)`.
-"""
+"""A contrastive loss with in-batch negatives is accumulated over micro-batches."""
 
 from __future__ import annotations
 

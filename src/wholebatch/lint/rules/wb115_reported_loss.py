@@ -1,36 +1,4 @@
-"""The reported loss is the divided one, or only that of the last micro-batch.
-
-## What it does
-Finds a `loss.item()` in a log, a progress bar or an average after the loss was divided by K. It
-also finds logs at the end of a window that show the loss of the last micro-batch as the window's.
-
-## Why is this bad?
-The first kind of curve is K times too low, so runs with different K cannot be compared. The second
-shows one K-th of the data, with the noise of a micro-batch.
-
-## Known problems
-Sums that are later divided by the number of *updates* are correct and not reported. The undivided
-loss of each micro-batch is not reported either.
-
-## Example
-```python
-loss = criterion(model(x), y) / accum
-loss.backward()
-if (i + 1) % accum == 0:
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"loss {loss.item():.3f}")
-```
-
-## Use instead
-```python
-window_loss += loss.item()              # already divided: the sum is the window's mean
-if (i + 1) % accum == 0:
-    ...
-    print(f"loss {window_loss:.3f}")
-    window_loss = 0.0
-```
-"""
+"""The reported loss is the divided one, or only that of the last micro-batch."""
 
 from __future__ import annotations
 

@@ -1,32 +1,4 @@
-"""Gradients are cleared between `backward` and `step`.
-
-## What it does
-Finds `zero_grad()` after the backward and before the `step()` that should use its gradients. It
-also finds clearing at the end of a window just before its last backward.
-
-## Why is this bad?
-In the first case the optimizer sees zeros (or None), and only weight decay and momentum move the
-model. In the second case the update is made from the last micro-batch alone.
-
-## Known problems
-Loops with several optimizers are judged only if `zero_grad` and `step` have the same receiver.
-
-## Example
-```python
-loss.backward()
-if (i + 1) % accum == 0:
-    optimizer.zero_grad()
-    optimizer.step()
-```
-
-## Use instead
-```python
-loss.backward()
-if (i + 1) % accum == 0:
-    optimizer.step()
-    optimizer.zero_grad()
-```
-"""
+"""Gradients are cleared between `backward` and `step`."""
 
 from __future__ import annotations
 

@@ -1,28 +1,4 @@
-"""Gradients are accumulated although the whole batch would fit.
-
-## What it does
-Notes accumulation with a literal number of steps and a literal batch size, over a model of a few
-small linear layers whose sizes are all literals in the same file.
-
-## Why is this bad?
-Accumulation trades time for memory. If the whole batch needs a few megabytes, it only costs time: K
-small launches instead of one, and a loop that is easier to get wrong.
-
-## Known problems
-This is a note. Only models whose size can be computed from literals are judged.
-
-## Example
-```python
-model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
-loader = DataLoader(data, batch_size=8)
-accum = 4
-```
-
-## Use instead
-```python
-loader = DataLoader(data, batch_size=32)
-```
-"""
+"""Gradients are accumulated although the whole batch would fit."""
 
 from __future__ import annotations
 
