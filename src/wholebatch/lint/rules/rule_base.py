@@ -21,6 +21,7 @@ __all__ = [
     "framework_accumulates",
     "gradients_rescaled",
     "is_optimizer_of",
+    "rule",
     "same_receiver",
     "scaled_by_count",
     "stepped",
@@ -87,6 +88,13 @@ class Rule:
         grade = "note" if self.level == "note" else "warning"
         fix = "`--fix` repairs the certain cases." if self.fixable else "No automatic fix."
         return f"# {self.code}: {self.name}\n\n*{grade} · {fix}*\n\n{body}"
+
+
+def rule(
+    code: str, name: str, summary: str, *, level: str = "warning", fixable: bool = False
+) -> Callable[[Callable[[File], Iterator[Report]]], Rule]:
+    """Make a check into the rule of its module."""
+    return lambda check: Rule(code, name, summary, check, level, fixable)
 
 
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}

@@ -17,9 +17,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain
-from .rule_base import Edit, Report, Rule, gradients_rescaled, scaled_by_count
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, gradients_rescaled, rule, scaled_by_count
 
 _SCALING_FACTOR = re.compile(r"scale|accum|norm|inv|ratio|factor|coef|gas|micro|steps", re.I)
 _SUMS = re.compile(r"reduction\s*=\s*['\"](sum|none)|size_average\s*=\s*False|\.sum\(", re.I)
@@ -34,6 +32,12 @@ _MODELISH = re.compile(
 )
 
 
+@rule(
+    "WB101",
+    "loss not divided",
+    "The loss of each micro-batch is added up without division by their number.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield one report per window whose loss is never divided."""
     if not file.accumulating or gradients_rescaled(file) or _ELSEWHERE.search(file.facts.source):
@@ -143,12 +147,3 @@ def _written_count(window: LoopWindow) -> str | None:
         if is_binary(node, ast.Mod):
             return text(node.right)
     return None
-
-
-RULE = Rule(
-    code="WB101",
-    name="loss not divided",
-    summary="The loss of each micro-batch is added up without division by their number.",
-    check=check,
-    fixable=True,
-)

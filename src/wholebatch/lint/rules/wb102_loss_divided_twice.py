@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import divisor_of, is_accumulation_name, is_binary, text, walk
 from ..model.loss_origin import Divisor
-from .rule_base import Edit, Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule
 
 
+@rule(
+    "WB102",
+    "loss divided twice",
+    "The loss is divided by the accumulation steps, and the framework divides it again.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield loops that divide where a framework does, and classes that do so inside one."""
     for window in file.accumulating:
@@ -94,12 +98,3 @@ def _fix(divisor: Divisor) -> tuple[Edit, ...]:
     if not isinstance(node.left, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
         return ()
     return (Edit.at("replace", node, text(node.left)),)
-
-
-RULE = Rule(
-    code="WB102",
-    name="loss divided twice",
-    summary="The loss is divided by the accumulation steps, and the framework divides it again.",
-    check=check,
-    fixable=True,
-)

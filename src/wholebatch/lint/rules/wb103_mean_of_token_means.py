@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from ..model import File, LoopWindow
 from ..model.expressions import keyword, last_part, number, text, walk
 from ..model.loss_origin import Chain
-from .rule_base import Report, Rule, framework_accumulates, gradients_rescaled
-
-__all__ = ["RULE"]
+from .rule_base import Report, framework_accumulates, gradients_rescaled, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
@@ -38,6 +36,11 @@ _OWN_CROSS_ENTROPY = re.compile(r"^(masked_|smooth_)?(ce|cross_entropy|nll)_loss
 _CROSS_ENTROPY = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss", "LabelSmoothingLoss"}
 
 
+@rule(
+    "WB103",
+    "mean of means",
+    "Means over different numbers of valid tokens are averaged with equal weight.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
     yield from _in_trainers(file)
@@ -218,11 +221,3 @@ def _is_language_model(call: ast.Call, file: File) -> bool:
     if _MASKED_LABELS.search(source):  # Whatever the model is, its labels are masked here.
         return True
     return bool(_LANGUAGE_MODEL.search(source) and _MASKED_DATA.search(source))
-
-
-RULE = Rule(
-    code="WB103",
-    name="mean of means",
-    summary="Means over different numbers of valid tokens are averaged with equal weight.",
-    check=check,
-)

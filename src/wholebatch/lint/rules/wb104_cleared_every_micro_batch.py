@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule, is_optimizer_of, same_receiver, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, is_optimizer_of, rule, same_receiver, stepped
 
 
+@rule(
+    "WB104",
+    "gradients cleared every micro-batch",
+    "zero_grad runs for every micro-batch, so only the last one of a window counts.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield every clearing call that is not at the boundary."""
     for window in file.accumulating:
@@ -60,12 +64,3 @@ def _fix(
                 last = update.stmt
         edits.append(Edit.at("after", last, text(zero.stmt)))
     return tuple(edits)
-
-
-RULE = Rule(
-    code="WB104",
-    name="gradients cleared every micro-batch",
-    summary="zero_grad runs for every micro-batch, so only the last one of a window counts.",
-    check=check,
-    fixable=True,
-)

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule, stepped
 
 
+@rule(
+    "WB105",
+    "clipped every micro-batch",
+    "Gradients are clipped for every micro-batch instead of once per update.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
     for window in file.accumulating:
@@ -46,12 +50,3 @@ def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:
     if clip.order > steps[0].order:
         return ()
     return (Edit.at("delete", clip.stmt), Edit.at("before", steps[0].stmt, text(clip.stmt)))
-
-
-RULE = Rule(
-    code="WB105",
-    name="clipped every micro-batch",
-    summary="Gradients are clipped for every micro-batch instead of once per update.",
-    check=check,
-    fixable=True,
-)

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import dotted, last_part, text
-from .rule_base import Edit, Report, Rule, exclusive
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, exclusive, rule
 
 _UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer|self\.clip", re.I)
 
 
+@rule(
+    "WB106",
+    "clipped before unscale",
+    "Gradients are clipped while they are still multiplied by the loss scale.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield clipping after a scaled backward without unscaling in between."""
     for window in file.windows:
@@ -72,12 +76,3 @@ def _fix(
         return ()
     call = f"{_scaler(source)}.unscale_({text(steps[0].receiver)})"
     return (Edit.at("before", clip.stmt, call),)
-
-
-RULE = Rule(
-    code="WB106",
-    name="clipped before unscale",
-    summary="Gradients are clipped while they are still multiplied by the loss scale.",
-    check=check,
-    fixable=True,
-)

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 
 from ..model import Event, File
 from ..model.expressions import text
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 
+@rule(
+    "WB107",
+    "scheduler stepped every micro-batch",
+    "The learning-rate schedule steps for every micro-batch instead of every update.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield every schedule step that is not at the boundary."""
     for window in file.accumulating:
@@ -46,11 +49,3 @@ def _prepared(event: Event, file: File) -> bool:
         if re.search(rf"\b{re.escape(name)}\b", text(call)):
             return True
     return not any(len(call.args) > 1 for call in calls)
-
-
-RULE = Rule(
-    code="WB107",
-    name="scheduler stepped every micro-batch",
-    summary="The learning-rate schedule steps for every micro-batch instead of every update.",
-    check=check,
-)

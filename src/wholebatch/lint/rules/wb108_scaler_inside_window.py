@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule
 
 
+@rule(
+    "WB108",
+    "scaler off the boundary",
+    "The gradient scaler steps or updates inside a window.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield scaler calls, and steps beside a conditional clearing, that are not at the boundary."""
     for window in file.accumulating:
@@ -52,12 +56,3 @@ def _fix(window: LoopWindow, update: Event) -> tuple[Edit, ...]:
         Edit.at("delete", update.stmt),
         Edit.at("after", steps[0].stmt, text(update.stmt)),
     )
-
-
-RULE = Rule(
-    code="WB108",
-    name="scaler off the boundary",
-    summary="The gradient scaler steps or updates inside a window.",
-    check=check,
-    fixable=True,
-)

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 
 from ..model import File, LoopWindow
 from ..model.window_boundary import Boundary
-from .rule_base import Report, Rule, steps_every_micro_batch
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule, steps_every_micro_batch
 
 
+@rule(
+    "WB109",
+    "tail of the epoch",
+    "The short last window is dropped, leaks, or is divided by the nominal count.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     for window in file.accumulating:
@@ -64,11 +67,3 @@ def _nominal(window: LoopWindow) -> bool:
 
 def _cleared_before(window: LoopWindow) -> bool:
     return bool(window.loop.parents) and any(e.kind == "zero" for e in window.before)
-
-
-RULE = Rule(
-    code="WB109",
-    name="tail of the epoch",
-    summary="The short last window is dropped, leaks, or is divided by the nominal count.",
-    check=check,
-)

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 from ..model import File, LoopWindow
 from ..model.expressions import is_binary, number, text
-from .rule_base import Edit, Report, Rule, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, rule, stepped
 
 
+@rule(
+    "WB110",
+    "boundary off by one",
+    "The condition that ends a window is true one micro-batch too early or too late.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield boundaries whose first window does not have K micro-batches."""
     for window in file.accumulating:
@@ -65,12 +69,3 @@ def _fix(window: LoopWindow) -> tuple[Edit, ...]:
     if number(expr.comparators[0]) != 0 or not isinstance(expr.ops[0], ast.Eq):
         return ()
     return (Edit.at("replace", left.left, f"({text(left.left)} + 1)"),)
-
-
-RULE = Rule(
-    code="WB110",
-    name="boundary off by one",
-    summary="The condition that ends a window is true one micro-batch too early or too late.",
-    check=check,
-    fixable=True,
-)

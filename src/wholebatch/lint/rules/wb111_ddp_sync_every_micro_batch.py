@@ -9,15 +9,18 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
 from ..model.expressions import dotted, is_accumulation_name, text, walk
-from .rule_base import Report, Rule, steps_every_micro_batch
-
-__all__ = ["RULE", "holds_sync"]
+from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync"
 )
 
 
+@rule(
+    "WB111",
+    "DDP synchronises every micro-batch",
+    "Gradients are reduced over the network for every micro-batch, or held too late.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
     for window in file.accumulating:
@@ -115,11 +118,3 @@ def _first(name: str) -> str:
 
 def _root(event: Event) -> str:
     return _first(event.receiver_text)
-
-
-RULE = Rule(
-    code="WB111",
-    name="DDP synchronises every micro-batch",
-    summary="Gradients are reduced over the network for every micro-batch, or held too late.",
-    check=check,
-)

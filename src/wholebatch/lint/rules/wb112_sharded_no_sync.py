@@ -7,12 +7,16 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import text
-from .rule_base import Report, Rule
+from .rule_base import Report, rule
 from .wb111_ddp_sync_every_micro_batch import holds_sync
 
-__all__ = ["RULE"]
 
-
+@rule(
+    "WB112",
+    "FSDP held",
+    "Holding FSDP's reduction keeps a whole unsharded gradient in memory.",
+    level="note",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per window."""
     if not file.facts.wraps_fsdp:
@@ -35,12 +39,3 @@ def check(file: File) -> Iterator[Report]:
                 "FSDP holds its reduction: the full unsharded gradient stays in memory until the "
                 "end of the window",
             )
-
-
-RULE = Rule(
-    code="WB112",
-    name="FSDP held",
-    summary="Holding FSDP's reduction keeps a whole unsharded gradient in memory.",
-    check=check,
-    level="note",
-)

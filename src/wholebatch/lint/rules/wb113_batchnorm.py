@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import dotted, last_part
-from .rule_base import Report, Rule, framework_accumulates
-
-__all__ = ["RULE"]
+from .rule_base import Report, framework_accumulates, rule
 
 _FAMILIES = (
     r"resnet\d+\w*|resnext\d+\w*|wide_resnet\w+|densenet\d+|mobilenet_?v\d\w*|efficientnet_\w+"
@@ -27,6 +25,11 @@ _FROZEN = re.compile(
 )
 
 
+@rule(
+    "WB113",
+    "BatchNorm under accumulation",
+    "BatchNorm sees micro-batches, so the update is not that of the whole batch.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield one report per file, where the layers are created."""
     if not _SPEAKS.search(file.facts.source) or _FROZEN.search(file.facts.source):
@@ -75,11 +78,3 @@ def _known_model(call: ast.Call, name: str, full: str, file: File) -> str:
 def _literal(call: ast.Call, index: int) -> str:
     value = getattr(call.args[index], "value", None) if len(call.args) > index else None
     return value if isinstance(value, str) else ""
-
-
-RULE = Rule(
-    code="WB113",
-    name="BatchNorm under accumulation",
-    summary="BatchNorm sees micro-batches, so the update is not that of the whole batch.",
-    check=check,
-)

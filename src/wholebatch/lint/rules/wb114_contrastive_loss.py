@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import keyword, last_part, text, walk
-from .rule_base import Report, Rule, framework_accumulates
-
-__all__ = ["RULE"]
+from .rule_base import Report, framework_accumulates, rule
 
 _COUPLED_NAME = re.compile(
     r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
@@ -27,6 +25,11 @@ _CACHED = re.compile(
 _SIMILARITY = re.compile(r"@|matmul|einsum|\.mm\(|similarity|\.bmm\(")
 
 
+@rule(
+    "WB114",
+    "in-batch negatives accumulated",
+    "A loss that compares samples of a batch with each other does not accumulate.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report per window."""
     if not _SPEAKS.search(file.facts.source) or _CACHED.search(file.facts.source):
@@ -122,11 +125,3 @@ def _base(expr: ast.expr) -> str:
     if isinstance(expr, ast.BinOp):
         return _base(expr.left)
     return text(expr)
-
-
-RULE = Rule(
-    code="WB114",
-    name="in-batch negatives accumulated",
-    summary="A loss that compares samples of a batch with each other does not accumulate.",
-    check=check,
-)

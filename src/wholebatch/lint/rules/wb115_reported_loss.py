@@ -18,9 +18,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.loss_origin import Chain, trace
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 _SINKS = {
     "print", "info", "debug", "log", "log_metrics", "add_scalar", "set_postfix", "warning",
@@ -33,6 +31,11 @@ _BAR = re.compile(r"p_?bar|prog(ress)?_?bar|progress", re.I)
 _LAST = "reported loss is that of the last micro-batch, not of the window"
 
 
+@rule(
+    "WB115",
+    "reported loss",
+    "The loss that is logged is the divided one, or that of the last micro-batch.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one report of each kind per window."""
     shown: set[int] = set()
@@ -261,11 +264,3 @@ def _micro_counters(window: LoopWindow) -> set[str]:
 def _function_of(window: LoopWindow, file: File) -> ast.AST:
     around = file.facts.functions_around(window.loop.node.lineno)
     return max(around, key=lambda f: f.lineno, default=file.tree)
-
-
-RULE = Rule(
-    code="WB115",
-    name="reported loss",
-    summary="The loss that is logged is the divided one, or that of the last micro-batch.",
-    check=check,
-)

@@ -19,9 +19,7 @@ from ..model.expressions import (
     walk,
 )
 from ..model.window_boundary import peel
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 _UPDATES = re.compile(
     r"(^|[._])(global_?steps?|num_updates|n_updates|updates|update_steps?|optim(izer)?_steps?"
@@ -43,6 +41,11 @@ _LENGTH = re.compile(
 )
 
 
+@rule(
+    "WB116",
+    "micro-batches counted as updates",
+    "A schedule or a counter counts micro-batches where updates are meant.",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield the schedules and counters of each window that count micro-batches."""
     for window in file.accumulating:
@@ -160,11 +163,3 @@ def _is_compared(name: str, window: LoopWindow) -> bool:
         if name in sides and any(_LIMIT.search(s) for s in sides - {name}):
             return True
     return False
-
-
-RULE = Rule(
-    code="WB116",
-    name="micro-batches counted as updates",
-    summary="A schedule or a counter counts micro-batches where updates are meant.",
-    check=check,
-)

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.expressions import text
-from .rule_base import Edit, Report, Rule, exclusive, is_optimizer_of, stepped
-
-__all__ = ["RULE"]
+from .rule_base import Edit, Report, exclusive, is_optimizer_of, rule, stepped
 
 
+@rule(
+    "WB117",
+    "cleared before the step",
+    "Gradients are cleared between the backward that made them and the step.",
+    fixable=True,
+)
 def check(file: File) -> Iterator[Report]:
     """Yield clearing calls between a backward and its step."""
     for window in file.windows:
@@ -98,12 +102,3 @@ def _swap(zero: Event, step: Event) -> tuple[Edit, ...]:
     if zero.path != step.path or zero.stmt.value is not zero.node:
         return ()
     return (Edit.at("delete", zero.stmt), Edit.at("after", step.stmt, text(zero.stmt)))
-
-
-RULE = Rule(
-    code="WB117",
-    name="cleared before the step",
-    summary="Gradients are cleared between the backward that made them and the step.",
-    check=check,
-    fixable=True,
-)

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 from ..model import File
 from ..model.expressions import keyword, number, positional, walk
-from .rule_base import Report, Rule
-
-__all__ = ["RULE"]
+from .rule_base import Report, rule
 
 _SMALL_PARAMETERS = 2_000_000
 _SMALL_BATCH = 1024
@@ -20,6 +18,12 @@ _LARGE_PARTS = re.compile(
 )
 
 
+@rule(
+    "WB118",
+    "batch fits anyway",
+    "Accumulation over a model and batch so small that the whole batch fits.",
+    level="note",
+)
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per file."""
     windows = [w for w in file.accumulating if w.shape in {"boundary", "nested"}]
@@ -68,12 +72,3 @@ def _value(expr: ast.expr | None, file: File) -> float | None:
         and any(isinstance(t, ast.Name) and t.id == expr.id for t in node.targets)
     }
     return values.pop() if len(values) == 1 else None
-
-
-RULE = Rule(
-    code="WB118",
-    name="batch fits anyway",
-    summary="Accumulation over a model and batch so small that the whole batch fits.",
-    check=check,
-    level="note",
-)
