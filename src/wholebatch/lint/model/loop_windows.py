@@ -358,16 +358,13 @@ def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
 def steps_after(window: LoopWindow) -> list[Event]:
     """Return the optimizer steps after an inner loop, also in a loop over several optimizers."""
     parents = window.loop.parents
-    return [
-        e
-        for e in window.after
-        if e.kind == "step"
-        and (e.loops == parents or (e.loops[:-1] == parents and _over_optimizers(e.loops[-1])))
-    ]
 
+    def is_ours(loops: tuple[Loop, ...]) -> bool:
+        over = loops[-1].iterable if loops[:-1] == parents and loops else None
+        over_optimizers = over is not None and re.search(r"opt", text(over), re.I)
+        return loops == parents or bool(over_optimizers)
 
-def _over_optimizers(loop: Loop) -> bool:
-    return loop.iterable is not None and bool(re.search(r"opt", text(loop.iterable), re.I))
+    return [e for e in window.after if e.kind == "step" and is_ours(e.loops)]
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

@@ -82,7 +82,8 @@ class Resolver:
         if defs is None:
             head, _, rest = name.rpartition(".")
             # `cfg.accum` where only `cfg` is known: resolve that part.
-            if head and isinstance(expr, ast.Attribute) and _known_prefix(head, env):
+            known = any(head == one or head.startswith(one + ".") for one in env)
+            if head and isinstance(expr, ast.Attribute) and known:
                 return ast.Attribute(self.resolve(expr.value, env, depth + 1), rest, ctx=ast.Load())
             return expr
         followed = [
@@ -128,10 +129,6 @@ class Resolver:
     def key(self, expr: ast.expr, env: Env) -> str:
         """Return a text that is equal for two spellings of the same number of micro-batches."""
         return text(strip_casts(self.resolve(expr, env)))
-
-
-def _known_prefix(name: str, env: Env) -> bool:
-    return any(name == known or name.startswith(known + ".") for known in env)
 
 
 def is_simple(expr: ast.AST) -> bool:

@@ -25,7 +25,8 @@ def check(file: File) -> Iterator[Report]:
         for clip in window.of("clip"):
             if window.when(clip) != "always":
                 continue
-            if window.shape == "accelerate" and not _in_accumulate(clip):
+            contexts = [text(c.expr) for c in clip.path if isinstance(c, Context)]
+            if window.shape == "accelerate" and not any(".accumulate(" in c for c in contexts):
                 continue
             yield Report(
                 clip.node,
@@ -33,10 +34,6 @@ def check(file: File) -> Iterator[Report]:
                 "before the optimizer steps",
                 _fix(window, clip),
             )
-
-
-def _in_accumulate(clip: Event) -> bool:
-    return any(isinstance(c, Context) and ".accumulate(" in text(c.expr) for c in clip.path)
 
 
 def _fix(window: LoopWindow, clip: Event) -> tuple[Edit, ...]:

@@ -22,7 +22,9 @@ def check(file: File) -> Iterator[Report]:
         if window.shape == "deepspeed":
             continue
         for event in window.of("sched"):
-            if window.when(event) != "always" or _has_argument(event):
+            call = event.node
+            has_argument = isinstance(call, ast.Call) and bool(call.args or call.keywords)
+            if window.when(event) != "always" or has_argument:
                 continue
             if window.shape == "accelerate" and _prepared(event, file):
                 continue
@@ -31,10 +33,6 @@ def check(file: File) -> Iterator[Report]:
                 f"`{text(event.node)}` runs on every micro-batch: the schedule goes "
                 f"`{window.every_name}` times too fast",
             )
-
-
-def _has_argument(event: Event) -> bool:
-    return isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
 
 
 def _prepared(event: Event, file: File) -> bool:

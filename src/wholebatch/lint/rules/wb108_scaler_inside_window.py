@@ -29,18 +29,14 @@ def check(file: File) -> Iterator[Report]:
                     "different scales",
                     _fix(window, update),
                 )
+        cleared = {window.when(zero) for zero in window.of("zero")}
         for step in window.of("step"):
-            if window.when(step) == "always" and _clears_at_boundary(window):
+            if window.when(step) == "always" and cleared == {"boundary"}:
                 yield Report(
                     step.node,
                     f"`{text(step.node)}` runs on every micro-batch but gradients are cleared "
                     f"every `{window.every_name}`: each step re-uses the earlier ones",
                 )
-
-
-def _clears_at_boundary(window: LoopWindow) -> bool:
-    zeros = window.of("zero")
-    return bool(zeros) and all(window.when(z) == "boundary" for z in zeros)
 
 
 def _fix(window: LoopWindow, update: Event) -> tuple[Edit, ...]:

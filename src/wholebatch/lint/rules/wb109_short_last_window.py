@@ -21,7 +21,9 @@ def check(file: File) -> Iterator[Report]:
         boundary = window.boundary
         if boundary is None or not _ends_short(window, boundary):
             continue
-        handled = boundary.tail or _flushed(window)
+        parents = window.loop.parents
+        flushed = any(e.kind == "step" and e.loops == parents for e in window.after)
+        handled = boundary.tail or flushed
         if handled and _nominal(window):
             yield Report(
                 boundary.expr,
@@ -51,10 +53,6 @@ def _is_multiple(window: LoopWindow) -> bool:
     name = re.escape(window.every_name.rpartition(".")[2])
     pattern = rf"len\([^)\n]*\)\s*%\s*[\w.]*{name}|//\s*[\w.]*{name}\s*\)?\s*\*\s*[\w.]*{name}"
     return bool(re.search(pattern, window.facts.source))
-
-
-def _flushed(window: LoopWindow) -> bool:
-    return any(e.kind == "step" and e.loops == window.loop.parents for e in window.after)
 
 
 def _nominal(window: LoopWindow) -> bool:

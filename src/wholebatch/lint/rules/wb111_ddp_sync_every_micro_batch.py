@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.events import Context
-from ..model.expressions import dotted, is_accumulation_name, text, walk
+from ..model.expressions import dotted, is_accumulation_name, is_not, text, walk
 from .rule_base import Report, rule, steps_every_micro_batch
 
 _HELD = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce|set_requires_gradient_sync"
 )
+
+_LOCAL = {"tensor", "native", "wrapper", "lightning"}
 
 
 @rule(
@@ -27,7 +29,8 @@ def check(file: File) -> Iterator[Report]:
         if window.shape not in {"boundary", "nested"}:
             continue
         if not _HELD.search(file.facts.source):
-            if _wrapped(file) and _local_backward(window) and not steps_every_micro_batch(window):
+            local = {e.detail for e in window.backwards} <= _LOCAL
+            if _wrapped(file) and local and not steps_every_micro_batch(window):
                 yield Report(
                     window.backwards[0].node,
                     "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
@@ -48,37 +51,22 @@ def _wrapped(file: File) -> bool:
     otherwise = {
         id(call)
         for node in walk(file.tree)
-        if isinstance(node, ast.If) and _declines_accumulation(node.test)
+        if isinstance(node, ast.If)
+        and is_not(node.test)
+        and is_accumulation_name(text(node.test.operand))
         for stmt in node.body
         for call in walk(stmt)
     }
     return any(id(call) not in otherwise for call in file.facts.ddp_calls)
 
 
-def _declines_accumulation(test: ast.expr) -> bool:
-    return (
-        isinstance(test, ast.UnaryOp)
-        and isinstance(test.op, ast.Not)
-        and is_accumulation_name(text(test.operand))
-    )
-
-
-def _local_backward(window: LoopWindow) -> bool:
-    return all(e.detail in {"tensor", "native", "wrapper", "lightning"} for e in window.backwards)
-
-
 def _late_flag(window: LoopWindow) -> Event | None:
     for flag in window.of("ddp_flag"):
-        name = (flag.receiver_text or "").rpartition(".")[0]
-        before = [f for f in window.of("forward") if f.order < flag.order]
-        after = [f for f in window.of("forward") if f.order > flag.order]
-        backward = [b for b in window.backwards if b.order > flag.order]
         # Only forwards of the same model count, and none may follow the flag.
-        if (
-            any(_root(f) == _first(name) for f in before)
-            and backward
-            and not any(_root(f) == _first(name) for f in after)
-        ):
+        model = flag.receiver_text.rpartition(".")[0].partition(".")[0]
+        forwards = [f for f in window.of("forward") if f.receiver_text.partition(".")[0] == model]
+        is_late = bool(forwards) and all(f.order < flag.order for f in forwards)
+        if is_late and any(b.order > flag.order for b in window.backwards):
             return flag
     return None
 
@@ -92,13 +80,10 @@ def _late_context(window: LoopWindow) -> Event | None:
         forwards = window.of("forward")
         inside = [f for f in forwards if owner in f.path]
         before = [f for f in forwards if owner not in f.path and f.order < backward.order]
-        if not inside and before and all(_in_no_hold(f) for f in before):
+        around = [c for f in before for c in f.path if isinstance(c, Context)]
+        if not inside and before and not any(holds_sync(c) for c in around):
             return backward
     return None
-
-
-def _in_no_hold(event: Event) -> bool:
-    return not any(isinstance(c, Context) and holds_sync(c) for c in event.path)
 
 
 def holds_sync(context: Context) -> bool:
@@ -110,11 +95,3 @@ def holds_sync(context: Context) -> bool:
     if name is None and hasattr(context.expr, "func"):
         name = dotted(context.expr.func)
     return any("no_sync" in text(d.expr) for d in context.env.get(name or "", ()))
-
-
-def _first(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _root(event: Event) -> str:
-    return _first(event.receiver_text)

@@ -69,8 +69,12 @@ def _named(window: LoopWindow) -> ast.AST | None:
         name = last_part(call.func)
         if _COUPLED_NAME.search(name):
             return call
-        asked = event.kind == "forward" and _true(keyword(call, "return_loss"))
-        if asked and re.search(r"CLIP|SigLip|Clap", window.facts.source):
+        asked = getattr(keyword(call, "return_loss"), "value", None) is True
+        if (
+            event.kind == "forward"
+            and asked
+            and re.search(r"CLIP|SigLip|Clap", window.facts.source)
+        ):
             return call
         for definition in event.env.get(text(call.func), ()):
             if isinstance(definition.expr, ast.Call):
@@ -88,10 +92,6 @@ def _is_coupled_class(name: str, window: LoopWindow) -> bool:
             has_labels = "arange(" in body and re.search(r"cross_entropy|CrossEntropy", body)
             return bool(has_labels and _SIMILARITY.search(body))
     return False
-
-
-def _true(expr: ast.expr | None) -> bool:
-    return isinstance(expr, ast.Constant) and expr.value is True
 
 
 def _by_arange(window: LoopWindow) -> ast.AST | None:

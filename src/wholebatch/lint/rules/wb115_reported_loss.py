@@ -136,17 +136,16 @@ def _values(call: ast.Call, env: Env) -> Iterator[tuple[ast.expr, Env]]:
         if depth > 5:
             continue
         made = where.get(expr.id, ()) if isinstance(expr, ast.Name) else ()
-        if len(made) == 1 and _holds_values(made[0].expr):
-            todo.append((made[0].expr, made[0].env, depth + 1))
+        held = made[0].expr if len(made) == 1 else None
+        if held is not None and (
+            isinstance(held, (ast.Dict, ast.JoinedStr)) or is_call(held, "dict")
+        ):
+            todo.append((held, made[0].env, depth + 1))
             continue
         inner = _values_inside(expr)
         todo += [(i, where, depth + 1) for i in inner]
         if not inner:
             yield expr, where
-
-
-def _holds_values(expr: ast.expr) -> bool:
-    return isinstance(expr, (ast.Dict, ast.JoinedStr)) or is_call(expr, "dict")
 
 
 def _values_inside(expr: ast.expr) -> list[ast.expr]:
@@ -188,15 +187,12 @@ def _kept_at_boundary(window: LoopWindow, bases: set[int]) -> Iterator[Report]:
             continue
         if event.loops[-1] is not window.loop:
             continue  # An evaluation has losses of its own.
-        if any(window.when(e) != "boundary" for e in window.of("augment") if _same(e, name)):
+        same = [e for e in window.of("augment") if e.receiver and dotted(e.receiver) == name]
+        if any(window.when(e) != "boundary" for e in same):
             continue  # The other micro-batches are added on another branch.
         if _loss_chains(event.argument, event.env, window, bases):
             yield Report(event.node, _LAST)
             return
-
-
-def _same(event: Event, name: str) -> bool:
-    return event.receiver is not None and dotted(event.receiver) == name
 
 
 def _averaged(window: LoopWindow, bases: set[int], file: File) -> Iterator[Report]:
