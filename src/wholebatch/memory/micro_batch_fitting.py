@@ -330,41 +330,22 @@ class Fitting:
             return samples
         budget = self._budget or self._bytes("free")
         self._chosen_for = budget
-        options: dict[str, Any] = {
-            "optimizer": self._optimizer,
-            "precision": self._precision,
-            "static": self._layout["static"],
-        }
+        args, options = (self._model, self._loss, batch), self._how()
         if self._device.type == "cuda":  # in force from here on, for the trial step too
             within(self._budget, model=self._model)
         try:
             if self._is_coupled():
-                choice, hold = choose_in_lock_step(
-                    self._model, self._loss, batch, budget=budget, **options
-                )
+                choice, hold = choose_in_lock_step(*args, budget=budget, **options)
                 self._hold(hold)
-            elif self._gradients != "device":  # a trial step would keep them on the device
-                choice = choose_on_device(
-                    self._model,
-                    self._loss,
-                    batch,
-                    budget=budget,
-                    gradients=self._gradients,
-                    **options,
-                )
-                if not choice.fits:
-                    raise self._refused(batch, choice)
             else:
+                options["noise"] = self.measures_noise and self._gradients == "device"
                 choice = choose_on_device(
-                    self._model,
-                    self._loss,
-                    batch,
-                    budget=budget,
-                    noise=self.measures_noise,
-                    **options,
+                    *args, budget=budget, gradients=self._gradients, **options
                 )
-                choice = try_out(self._model, self._loss, batch, choice, **options)
-                if choice.measured is None:
+                del options["noise"]
+                if self._gradients == "device":  # a trial step would keep the others there too
+                    choice = try_out(*args, choice, **options)
+                if not choice.fits:
                     raise self._refused(batch, choice)
         except UnsupportedError as error:
             _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
@@ -374,15 +355,18 @@ class Fitting:
         return choice.micro_batch
 
     def _refused(self, batch: Any, choice: Choice) -> OptionError:
-        rungs = ladder(
-            self._model,
-            self._loss,
-            resize_batch(batch, 1, static=self._layout["static"]),
-            budget=choice.budget,
-            optimizer=self._optimizer,
-            precision=self._precision,
-        )
+        how = self._how()
+        sample = resize_batch(batch, 1, static=how.pop("static"))
+        rungs = ladder(self._model, self._loss, sample, budget=choice.budget, **how)
         return OptionError(refusal(rungs, choice.budget))
+
+    def _how(self) -> dict[str, Any]:
+        """Return the options of every prediction and trial."""
+        return {
+            "optimizer": self._optimizer,
+            "precision": self._precision,
+            "static": self._layout["static"],
+        }
 
 
 def _share_left(recovered: Sequence[Recovered]) -> float:

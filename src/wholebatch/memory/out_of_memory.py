@@ -16,7 +16,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -73,12 +72,7 @@ class Attempt:
             self.meter = self._inside.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         if self._inside is not None:
             self._inside.__exit__(kind, error, traceback)
         if error is None or self._before is None:
