@@ -22,7 +22,7 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
-from wholebatch.distributed.process_group import Group
+from wholebatch.distributed.process_group import Group, world_size
 from wholebatch.distributed.rank_failure import alarm, is_of_a_collective
 from wholebatch.errors import OptionError, RankError, WholebatchError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
@@ -48,7 +48,7 @@ class World:
         self.rank = rank
         self.deadline = deadline  # None: by the slowest window, or as the environment says
         self.device = device
-        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.ranks = world_size()
         self.is_first = rank == 0
         self.asked = parallel
         self.parallel = parallel if self.ranks > 1 else "ddp"

@@ -200,6 +200,7 @@ def _tune(
     import torch
 
     from wholebatch.cli.run_folder import about_here
+    from wholebatch.distributed.process_group import world_size
     from wholebatch.tune import tune as tuned_by
 
     # The micro-batch is what is looked for: the recipe's own does not bind.
@@ -211,7 +212,7 @@ def _tune(
         precisions = tuple(dict.fromkeys((config.autocast, *more)))
     elif "bf16-pure" in precisions:
         raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    world = world_size()
     config, take = full_batches(recipe, config, rank=rank, ranks=world)
     inner: list[Any] = []
 

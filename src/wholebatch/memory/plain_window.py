@@ -146,9 +146,8 @@ class PlainWindow:
     def _forward(self, micro: Any) -> list[torch.Tensor]:
         with self._casts.forward():
             result = as_loss(self._loss(self._model, micro))
-        if isinstance(result, Loss):
-            return [result.total]
-        return [term.total for term in result.by_name.values()]
+        parts = [result] if isinstance(result, Loss) else result.by_name.values()
+        return [part.total for part in parts]
 
     def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
         if not reduces:

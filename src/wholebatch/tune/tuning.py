@@ -15,6 +15,7 @@ from wholebatch.core.options import Memory, flattened
 from wholebatch.core.plain_files import finite, write_json
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.coupled import batchnorms
+from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WindowError
 from wholebatch.memory.budget import Budget, bytes_said, parse_memory, sharing_processes
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
@@ -25,7 +26,7 @@ from wholebatch.tune.machine_speed import (
     share_of_arithmetic,
 )
 from wholebatch.tune.search import Limits, Search, SearchObserver
-from wholebatch.tune.setting_measurements import OverRanks, memory_of, rate_of
+from wholebatch.tune.setting_measurements import memory_of, rate_of
 from wholebatch.tune.settings import Predicted, RunMode, Trial, modes_of, sizes_of
 from wholebatch.tune.window_timing import Make, Workload
 
@@ -158,9 +159,9 @@ class _ModelFacts:
 
     def budget(self, memory: Budget) -> int:
         """Return the budget of the rank that has the least: all ranks try the same settings."""
-        sharing = sharing_processes(self.device, _ranks_here())
+        sharing = sharing_processes(self.device, world_size())
         free = parse_memory(memory, device=self.device, held=self.held_bytes, processes=sharing)
-        return -int(OverRanks(self.device)(-float(free)))
+        return -int(largest_over_ranks(-float(free)))
 
 
 def _result(
@@ -260,13 +261,8 @@ def _over_ranks(best: Trial, gradient_bytes: int, link: float, *, measured: bool
     backward = best.split.get("backward", 0.0) + 2 / 3 * best.split.get("micro-step", 0.0)
     alone = best.seconds - best.split.get("communication", 0.0)
     # A window's units are those of all ranks that measured it; the model counts those of one.
-    units = (best.units_per_second or 0.0) * best.seconds / _ranks_here()
+    units = (best.units_per_second or 0.0) * best.seconds / world_size()
     return RanksModel(alone, backward / best.steps, units, gradient_bytes, link, measured)
-
-
-def _ranks_here() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _device_said(device: torch.device) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.close import ClipNorm
-from wholebatch.core.forward_state import capture_random
+from wholebatch.core.forward_state import capture_random, same_random
 from wholebatch.core.options import grouped
 from wholebatch.core.splitting import batch_size_of, drop_samples, split, to_device
 from wholebatch.core.splitting.samples import flatten, layout_of
@@ -19,6 +19,7 @@ from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
 from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
 from wholebatch.verification.undivided_batch import (
@@ -26,8 +27,6 @@ from wholebatch.verification.undivided_batch import (
     Objective,
     clip,
     objective,
-    over_ranks,
-    ranks,
     sharded,
 )
 
@@ -218,16 +217,16 @@ class ModelRuns:
             value = mean.detach().double()
         else:
             found = objective(model, self.loss, batch, self.numbers)
-            units = over_ranks(torch.tensor(found.units, dtype=torch.float64))
+            units = sum_over_ranks(torch.tensor(found.units, dtype=torch.float64))
             mean = found.mean(units.tolist())
             # Shards are averaged over the ranks by their own backward; that is undone here.
-            (mean * (scale * ranks() if self.is_sharded else scale)).backward()
-            if ranks() > 1 and not self.is_sharded:
+            (mean * (scale * world_size() if self.is_sharded else scale)).backward()
+            if world_size() > 1 and not self.is_sharded:
                 for parameter in self.parameters:
                     gradient = parameter.grad
                     gradient = torch.zeros_like(parameter) if gradient is None else gradient
-                    parameter.grad = over_ranks(gradient)
-            value = over_ranks(mean.detach().double())
+                    parameter.grad = sum_over_ranks(gradient)
+            value = sum_over_ranks(mean.detach().double())
         if scale != 1.0:
             with torch.no_grad():
                 for parameter in self.parameters:
@@ -237,9 +236,11 @@ class ModelRuns:
 
     def _global_batch(self, batch: Any) -> Any | None:
         """Return the batches of all ranks together, if BatchNorm wants the statistics of all."""
-        if ranks() == 1 or not any(uses_batch_statistics(m) for _, m in batchnorms(self.model)):
+        if world_size() == 1 or not any(
+            uses_batch_statistics(m) for _, m in batchnorms(self.model)
+        ):
             return None
-        gathered: list[Any] = [None] * ranks()
+        gathered: list[Any] = [None] * world_size()
         torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
         return joined(gathered)
 
@@ -276,7 +277,7 @@ class ModelRuns:
             return True
         if self.silences and not any(total.requires_grad for total in found.totals):
             return True
-        return not _equal(capture_random(), self.start.random)
+        return not same_random(capture_random(), self.start.random)
 
     # ------------------------------------------------------------ in micro-batches
 
@@ -339,13 +340,3 @@ class ModelRuns:
             "precision='fp16': the gradients are not finite at any loss scale down to 1, so there "
             "is no update to prove: verify in 'full' or 'bf16'"
         )
-
-
-def _equal(now: Any, before: Any) -> bool:
-    if isinstance(now, Tensor):
-        return isinstance(before, Tensor) and torch.equal(now, before)
-    if isinstance(now, Mapping):
-        return now.keys() == before.keys() and all(_equal(now[k], before[k]) for k in now)
-    if isinstance(now, list | tuple):
-        return len(now) == len(before) and all(map(_equal, now, before))
-    return bool(now == before)

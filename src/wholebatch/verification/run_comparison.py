@@ -123,10 +123,12 @@ def compare_updates(
     # An update is added to the parameter: what the sum rounds away cannot be seen.
     resolution = [
         math.hypot(
-            _roundoff(runs.parameters[i]) * norm_of(runs.start.before(runs.parameters[i])),
-            gradient.floor * norm_of(whole.update[i]),
+            # One rounding is half the distance from 1 to the next number.
+            torch.finfo(p.dtype).eps / 2 * norm_of(runs.start.before(p)),
+            gradient.floor * norm_of(change),
         )
-        for i in kept
+        for i, (p, change) in enumerate(zip(runs.parameters, whole.update, strict=True))
+        if i in kept
     ]
     devices = [runs.devices[i] for i in kept]
 
@@ -248,11 +250,6 @@ def norm_of(tensor: Tensor | None, minus: Tensor | None = None) -> float:
 
 def _in_float64(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _roundoff(tensor: Tensor) -> float:
-    """Return the relative error of one rounding: half the distance from 1 to the next number."""
-    return torch.finfo(tensor.dtype).eps / 2
 
 
 def _ratio(above: float, below: float) -> float:

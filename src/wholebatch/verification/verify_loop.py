@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.core.splitting import to_device
+from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.mistakes import (
@@ -34,7 +35,7 @@ from wholebatch.verification.mistakes import (
 from wholebatch.verification.model_runs import ModelRuns
 from wholebatch.verification.observed_window import StartingState, WindowObserver, WindowRun
 from wholebatch.verification.random_numbers import SILENCES
-from wholebatch.verification.undivided_batch import AUTOCAST, Numbers, ranks
+from wholebatch.verification.undivided_batch import AUTOCAST, Numbers
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 
 __all__ = ["Loop", "verify_loop"]
@@ -98,7 +99,7 @@ def verify_loop(
         loop=name or str(getattr(loop, "__name__", "the loop")),
         trials=tuple(_consistent(trials)),
         precision=precision,
-        ranks=ranks(),
+        ranks=world_size(),
         seconds=time.perf_counter() - began,
     )
 
@@ -145,7 +146,7 @@ class _CaseTrials:
 
     def __post_init__(self) -> None:
         self.model = self.case.model().to(self.device)
-        self.rank = torch.distributed.get_rank() if ranks() > 1 else 0
+        self.rank = torch.distributed.get_rank() if world_size() > 1 else 0
         self._silence()
 
     def _silence(self) -> None:
@@ -174,7 +175,7 @@ class _CaseTrials:
                 clips = clips or observer.clips
         if clips:
             trials.append(self._trial(_Window(True, full, clipped=True))[0])
-        if ranks() == 1 and all(trial.found == RIGHT for trial in trials):
+        if world_size() == 1 and all(trial.found == RIGHT for trial in trials):
             trials += self._in_a_row(trials[0])
         return trials
 
@@ -269,7 +270,7 @@ class _CaseTrials:
         start = StartingState(model, optimizer)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         handed: nn.Module = model
-        if self.ddp and ranks() > 1:
+        if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
         with WindowObserver(model, trained, clip_to=clip_to) as observer:
             self.loop(handed, optimizer, self._copies(micros))

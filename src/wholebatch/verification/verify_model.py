@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wholebatch.core.close import ClipNorm
 from wholebatch.core.options import BatchNorm, Samples, flattened
 from wholebatch.core.splitting import Tokens
+from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.verification.diagnose import Evidence, diagnose, moved_buffers
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, uneven
@@ -31,7 +32,7 @@ from wholebatch.verification.run_comparison import (
     norm_of,
     percent,
 )
-from wholebatch.verification.undivided_batch import Numbers, ranks
+from wholebatch.verification.undivided_batch import Numbers
 from wholebatch.verification.verdicts import Cause, Verdict
 
 __all__ = ["AdamAccumulationError", "adam_accumulation_error", "verify"]
@@ -284,7 +285,7 @@ class _Proof:
             "micro_batches": len(self.batch.micro_batches()),
             "precision": self.runs.numbers.precision,
             "device": str(self.runs.parameters[0].device),
-            "ranks": ranks(),
+            "ranks": world_size(),
             "notes": tuple(self.notes),
             "seconds": time.perf_counter() - self.began,
         }
@@ -325,7 +326,7 @@ class _Proof:
                 run = self.runs.whole(part.whole)
                 fits, self.batch = size, part
             except torch.OutOfMemoryError:
-                if ranks() > 1 or size == 1:
+                if world_size() > 1 or size == 1:
                     raise  # several ranks cannot agree on less from inside a failure
                 fails = size
                 self.runs.begin()
@@ -433,7 +434,7 @@ def _in_float64(
     """
     if runs.numbers.precision == "full" and runs.unit <= torch.finfo(torch.float64).eps / 2:
         return None, None, None  # it is float64 already
-    if runs.is_sharded or ranks() > 1:
+    if runs.is_sharded or world_size() > 1:
         return None, None, "not run in float64: a model on several ranks is not copied"
     try:
         wide, batch = runs.in_float64(), batch.in_float64()
