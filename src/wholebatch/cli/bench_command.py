@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,9 @@ from wholebatch.cli.recipe_measuring import (
     clock_option,
     full_batches,
     made,
-    page_beside,
-    print_written,
     result_option,
     seconds_option,
+    write_result,
 )
 from wholebatch.cli.report.terminal_output import plain_table
 from wholebatch.cli.run_settings import Config, resolve
@@ -91,7 +91,7 @@ def bench(options: BenchOptions) -> None:
     from wholebatch.tune.loop_comparison import bench as measure
     from wholebatch.tune.training_loops import LOOPS
 
-    beside, out = options.beside, options.out
+    beside = options.beside
     names = None if beside is None else [name.strip() for name in beside.split(",")]
     for name in names or ():
         if name not in LOOPS:
@@ -119,13 +119,8 @@ def bench(options: BenchOptions) -> None:
                 clock=CLOCKS[options.clock],
                 about=about,
             )
-    measured.write(out)
-    page = page_beside(out)
-    if options.as_json:
-        print(out.read_text(encoding="utf-8"), end="")
-        return
-    _show(console, measured)
-    print_written(console, out, page)
+    show = partial(_show, console, measured)
+    write_result(measured, options.out, console, show, as_json=options.as_json)
 
 
 def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Config, Job]:

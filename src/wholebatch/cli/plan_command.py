@@ -27,6 +27,7 @@ from wholebatch.cli.command_options import (
     recipe_argument,
     whole_number,
 )
+from wholebatch.cli.report.terminal_output import plain_table
 from wholebatch.cli.run_settings import check
 from wholebatch.core.plain_files import read_json, reason
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
@@ -406,12 +407,10 @@ def _show(console: Console, plan: Plan) -> None:
     room = min(_BAR, console.width - _NUMBERS)
     has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
     scale = max(plan.budget, *(point.peak for point in plan.points)) / max(room, 8)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("micro-batch", justify="right", no_wrap=True)
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("used", justify="right", no_wrap=True)
-    if has_bars:
-        table.add_column("", no_wrap=True)
+    columns = (">micro-batch", ">peak", ">used", *([""] * has_bars))
+    table = plain_table(*columns, padding=(0, 2, 0, 0), header_style="bold")
+    for column in table.columns:
+        column.no_wrap = True
     for point in plan.points:
         chosen = point.micro_batch == plan.micro_batch
         style = "bold" if chosen else "" if point.fits else "dim"
@@ -465,19 +464,15 @@ def _variants(plan: Plan) -> Table:
     from wholebatch.memory.budget import bytes_said
 
     size = plan.variants[0].micro_batch
-    table = Table(
-        box=None,
+    table = plain_table(
+        *("precision", "checkpointing", "gradients"),
+        *(f">peak at {size}", ">micro-batch that fits, about"),
         padding=(0, 2, 0, 0),
         header_style="bold",
         title="\nWhat other settings would change",
         title_justify="left",
         title_style="bold",
     )
-    table.add_column("precision")
-    table.add_column("checkpointing")
-    table.add_column("gradients")
-    table.add_column(f"peak at {size}", justify="right")
-    table.add_column("micro-batch that fits, about", justify="right")
     for variant in plan.variants:
         table.add_row(
             variant.precision,

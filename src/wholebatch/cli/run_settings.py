@@ -36,6 +36,7 @@ __all__ = [
     "check",
     "config_text",
     "given_of",
+    "like_train",
     "read_config",
     "read_settings_file",
     "refuse_idle",
@@ -388,6 +389,21 @@ def check(name: str, value: Any, label: str) -> Any:
     """Return the value as it is meant, or refuse it with what is allowed. None stays None."""
     checked = _FIELDS[name].metadata.get("check")
     return value if value is None or checked is None else checked(value, label)
+
+
+def like_train(
+    name: str,
+    help: str,
+    panel: str,
+    *,
+    default: Any = None,
+    metavar: str | None = None,
+    **more: Any,
+) -> Any:
+    """Declare an option of another command that is shown and checked as `train`'s of this name."""
+    known = _FIELDS[name].metadata
+    shown = metavar or known["shown"].metavar
+    return option(default, shown, help, panel, check=known["check"], **more)
 
 
 # ----------------------------------------------------------------------------------- precedence

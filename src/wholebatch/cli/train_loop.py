@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,7 @@ class _Stopped(Exception):
 
 
 def run_loop(
-    session: Session,
-    folder: RunFolder,
-    terminal: Terminal,
-    *,
-    mid_window: bool,
+    session: Session, folder: RunFolder, terminal: Terminal, *, mid_window: bool
 ) -> Outcome:
     """Train up to the configured number of updates, or until a signal asks to stop."""
     with ExitStack() as stack:
@@ -230,24 +226,15 @@ def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Si
     """Return the writers of the first rank's records, `metrics.jsonl` first; none on others."""
     if not session.world.is_first:
         return []
-    sinks: list[Sink] = []
-
-    def opened(sink: Sink) -> None:
-        sinks.append(sink)
-        stack.callback(sink.close)
-
-    opened(MetricsFile(folder.metrics, windows=session.windows))
-    opened(Events(folder.events, windows=session.windows))
-    if session.config.wandb is not None:
+    windows, project = session.windows, session.config.wandb
+    sinks: list[Sink] = [
+        stack.enter_context(closing(MetricsFile(folder.metrics, windows=windows))),
+        stack.enter_context(closing(Events(folder.events, windows=windows))),
+    ]
+    if project is not None:
         manifest = read_json(folder.manifest)
-        opened(
-            WandbRun(
-                session.config.wandb,
-                folder=folder.path,
-                manifest=manifest,
-                resumed=session.windows > 0,
-            )
-        )
+        run = WandbRun(project, folder=folder.path, manifest=manifest, resumed=windows > 0)
+        sinks.append(stack.enter_context(closing(run)))
     return sinks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,9 @@ from wholebatch.cli.recipe_measuring import (
     clock_option,
     full_batches,
     made,
-    page_beside,
-    print_written,
     result_option,
     seconds_option,
+    write_result,
 )
 from wholebatch.cli.report.terminal_output import (
     path_from_here,
@@ -174,18 +174,11 @@ def tune(options: TuneOptions) -> None:
             )
     if rank:
         return
-    tuned.write(out)
-    page = page_beside(out)
-    if options.as_json:
-        print(out.read_text(encoding="utf-8"), end="")
-        return
-    _show(console, tuned, subject=recipe.name)
-    print_written(console, out, page)
-    console.print(
-        f"train so:  wholebatch train --from {escape(path_from_here(out))}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    show = partial(_show, console, tuned, subject=recipe.name)
+    write_result(tuned, out, console, show, as_json=options.as_json)
+    if not options.as_json:
+        again = f"train so:  wholebatch train --from {escape(path_from_here(out))}"
+        console.print(again, highlight=False, soft_wrap=True)
 
 
 def _tune(

@@ -40,13 +40,11 @@ from wholebatch.cli.command_options import (
     flag_of,
     one_of,
     option,
-    positive_number,
     recipe_argument,
-    whole_number,
 )
 from wholebatch.cli.recipe_measuring import made
 from wholebatch.cli.report.terminal_output import plain_table
-from wholebatch.cli.run_settings import check, resolve
+from wholebatch.cli.run_settings import like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -68,32 +66,24 @@ class VerifyOptions:
         "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
         "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
     )
-    batch_size: int | None = option(
-        None, "N", "Samples that make one update.", _BATCH, check=whole_number(), of_recipes=True
+    batch_size: int | None = like_train(
+        "batch_size", "Samples that make one update.", _BATCH, metavar="N", of_recipes=True
     )
-    micro_batch: str | None = option(
-        None,
-        'N|"N tokens"',
+    micro_batch: str | None = like_train(
+        "micro_batch",
         "How the batch is divided. Default: the recipe's, else about four, unevenly.",
         _BATCH,
-        check=lambda value, label: check("micro_batch", value, label),
+        metavar='N|"N tokens"',
         of_recipes=True,
     )
-    precision: str | None = option(
-        None,
-        "NAME",
-        "full (or fp32), bf16, fp16.",
-        _BATCH,
-        check=lambda value, label: check("precision", value, label),
-        of_recipes=True,
+    precision: str | None = like_train(
+        "precision", "full (or fp32), bf16, fp16.", _BATCH, of_recipes=True
     )
-    clip_norm: float | None = option(
-        None,
-        "NORM",
+    clip_norm: float | None = like_train(
+        "clip_norm",
         "Clip to this norm. With --loop: what a loop that clips by hand clips to; torch's "
         "clip_grad_norm_ is noticed by itself.",
         _BATCH,
-        check=positive_number,
     )
     batchnorm: str = option(
         "exact",
@@ -103,20 +93,13 @@ class VerifyOptions:
         check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
         of_recipes=True,
     )
-    execute: str | None = option(
-        None,
-        "MODE",
-        "As in WholeBatch.",
-        _BATCH,
-        check=lambda value, label: check("execute", value, label),
-        of_recipes=True,
+    execute: str | None = like_train(
+        "execute", "As in WholeBatch.", _BATCH, metavar="MODE", of_recipes=True
     )
-    gradients: str | None = option(
-        None,
-        "device|host|swap|release|moments",
+    gradients: str | None = like_train(
+        "gradients",
         "As in WholeBatch; release and moments without the recipe's clipping.",
         _BATCH,
-        check=lambda value, label: check("gradients", value, label),
         of_recipes=True,
     )
     float64: bool = option(
@@ -156,7 +139,7 @@ class VerifyOptions:
         _LOOP,
         flag="--ddp",
     )
-    seed: int = option(0, "N", "Of the weights and the data.", _BATCH, check=whole_number(0))
+    seed: int = like_train("seed", "Of the weights and the data.", _BATCH, default=0)
     device: str = option("auto", "auto|cpu|cuda", "Where to run.", _BATCH)
     as_json: bool = option(False, None, "Print JSON instead.", _OUT, flag="--json")
 
@@ -389,6 +372,8 @@ def _show(title: str, verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
 
 def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
     """Print the proof on one model and batch: the answer, the evidence, what to do."""
+    from wholebatch.verification.run_comparison import listed
+
     size = f"{verdict.samples} samples in {verdict.micro_batches} micro-batches"
     if verdict.samples < verdict.of_samples:
         size += f" (the largest part of {verdict.of_samples} that fits undivided)"
@@ -404,7 +389,7 @@ def _show_verdict(console: Console, title: str, verdict: Verdict) -> None:
     console.print(_worst(verdict.gradient, 4 if verdict.same else 8))
     if not verdict.same:
         for cause in verdict.causes:
-            where = f" in [bold]{escape(_listed(cause.where))}[/]" if cause.where else ""
+            where = f" in [bold]{escape(listed(cause.where))}[/]" if cause.where else ""
             _block(console, f"[red bold]{escape(cause.kind)}[/]{where}", cause.evidence)
             _block(console, "[green]instead[/]", cause.advice)
     for note in verdict.notes:
@@ -538,8 +523,3 @@ def _evidence(trial: LoopTrial) -> Table:
 def _block(console: Console, head: str, text: str) -> None:
     console.print(head, highlight=False)
     console.print(Padding(escape(text), (0, 0, 0, 2)), highlight=False)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(name or "(the model itself)" for name in names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
