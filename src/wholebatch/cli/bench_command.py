@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
     from wholebatch.tune.training_loops import Job
 
-__all__ = ["bench"]
-
 _WHAT, _HOW, _OUT = "What is measured", "How long, and beside what", "Output"
 _WRONG = 0.01  # from here on it is no rounding: another gradient than that of the batch
 

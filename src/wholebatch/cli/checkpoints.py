@@ -47,18 +47,6 @@ from wholebatch.core.plain_files import open_file, reason
 from wholebatch.core.safe_loading import hostile, load_tensors
 from wholebatch.errors import StateError
 
-__all__ = [
-    "Checkpoints",
-    "Found",
-    "Tree",
-    "check_model",
-    "check_optimizer",
-    "put_together",
-    "take_apart",
-    "write_atomically",
-    "write_slices",
-]
-
 _KIND = "wholebatch checkpoint"
 _FORMAT = 1
 _NAME = re.compile(r"window-(\d+)(?:\+(\d+))?\.(?:pt|sharded)")

@@ -28,8 +28,6 @@ from wholebatch.errors import (
     WindowError,
 )
 
-__all__ = ["short_warnings", "training_failures"]
-
 
 @contextmanager
 def short_warnings(*, shown: bool = True) -> Iterator[None]:

@@ -9,8 +9,6 @@ import typer
 from wholebatch.cli.command_options import argument, command, option
 from wholebatch.lint.command_line import LintArguments, run
 
-__all__ = ["lint"]
-
 
 @dataclass(frozen=True)
 class LintOptions:

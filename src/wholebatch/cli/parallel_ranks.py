@@ -27,8 +27,6 @@ from wholebatch.distributed.rank_failure import alarm, is_of_a_collective
 from wholebatch.errors import OptionError, RankError, WholebatchError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
-__all__ = ["World", "agree_on_attempt", "choose_device", "process_group"]
-
 T = TypeVar("T")
 
 _LEAST_DEADLINE = 300.0

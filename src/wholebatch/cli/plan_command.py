@@ -30,12 +30,11 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.report.terminal_output import plain_table
 from wholebatch.cli.run_settings import check
 from wholebatch.core.plain_files import read_json, reason
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 
 if TYPE_CHECKING:
     from wholebatch.memory.plan import Plan
-
-__all__ = ["plan"]
 
 
 def _gpu_memory(value: str, label: str) -> str:
@@ -169,7 +168,7 @@ def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
     """Return the device to predict for, its bytes, and its description."""
     import torch
 
-    from wholebatch.memory.budget import bytes_said, device_memory, is_share, parse_memory
+    from wholebatch.memory.budget import device_memory, is_share, parse_memory
 
     if gpu_memory is not None:
         total = device_memory("cuda") if torch.cuda.is_available() else None
@@ -402,7 +401,6 @@ _NUMBERS = 36  # columns that stand before a bar
 
 def _show(console: Console, plan: Plan) -> None:
     """Print the table of sizes, the choice, and what other settings would change."""
-    from wholebatch.memory.budget import bytes_said
 
     room = min(_BAR, console.width - _NUMBERS)
     has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
@@ -461,7 +459,6 @@ def _legend(plan: Plan) -> Text:
 
 
 def _variants(plan: Plan) -> Table:
-    from wholebatch.memory.budget import bytes_said
 
     size = plan.variants[0].micro_batch
     table = plain_table(

@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes import Recipe
     from wholebatch.cli.run_settings import Config
 
-__all__ = [
-    "CLOCKS",
-    "clock_option",
-    "full_batches",
-    "made",
-    "result_option",
-    "seconds_option",
-    "write_result",
-]
-
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 

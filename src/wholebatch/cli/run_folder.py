@@ -39,19 +39,6 @@ from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule
 if TYPE_CHECKING:
     from wholebatch.cli.training_run import Session
 
-__all__ = [
-    "RunFolder",
-    "RunStart",
-    "about_here",
-    "arithmetic_of",
-    "checkpoint_of",
-    "commit_of",
-    "describe_run",
-    "find",
-    "resume_command",
-    "versions_here",
-]
-
 _RUNS = Path("runs")
 _FORMAT = 1  # of the manifest
 

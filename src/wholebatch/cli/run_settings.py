@@ -28,21 +28,6 @@ from wholebatch.core.plain_files import read_json, reason
 from wholebatch.errors import OptionError, StateError
 from wholebatch.tune.batch_scaling import BatchSchedule, parse_amount
 
-__all__ = [
-    "PRECISIONS",
-    "Config",
-    "Given",
-    "SettingsFile",
-    "check",
-    "config_text",
-    "given_of",
-    "like_train",
-    "read_config",
-    "read_settings_file",
-    "refuse_idle",
-    "resolve",
-]
-
 PRECISIONS = ("full", "fp32", "bf16", "fp16", "bf16-pure")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
 _BATCH, _RUN, _FOLLOWS = "The batch and the update", "The run", "What follows the batch"

@@ -31,8 +31,6 @@ from wholebatch.tune.batch_scaling import (
     solve,
 )
 
-__all__ = ["scale"]
-
 _WIDE = 60  # columns that the table needs
 _FOLLOWS = "What follows the batch"
 _COUNT = whole_number()

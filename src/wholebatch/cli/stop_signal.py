@@ -9,8 +9,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-__all__ = ["STOPPED", "StopRequest"]
-
 STOPPED = 130
 """The exit status of a run that was asked to stop (the shell's own for Ctrl-C)."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from wholebatch.cli.train_loop import Outcome
     from wholebatch.cli.training_run import Session
 
-__all__ = ["batch_text", "train"]
-
 Rows = list[tuple[str, str]]
 
 

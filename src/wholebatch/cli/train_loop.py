@@ -23,9 +23,6 @@ from wholebatch.core.plain_files import read_json
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.errors import StateError, WindowError
 
-__all__ = ["Outcome", "run_loop"]
-
-
 _MOST_SKIPPED_IN_A_ROW = 50
 
 

@@ -30,15 +30,6 @@ from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
 
-__all__ = [
-    "Staged",
-    "Zero",
-    "cut",
-    "micro_batch_of",
-    "move",
-    "train_with",
-]
-
 
 def train_with(
     recipe: Recipe, config: Config, world: World, model: nn.Module

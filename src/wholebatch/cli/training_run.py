@@ -17,20 +17,18 @@ from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes import Batches, Nothing, Position, Recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.training_engines import Staged, Zero, micro_batch_of, move, train_with
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of, split
 from wholebatch.coupled import batchnorms
 from wholebatch.errors import OptionError, UnsupportedError, WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
-from wholebatch.memory.budget import bytes_said, parse_memory, sharing_processes
+from wholebatch.memory.budget import parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.memory.make_it_fit import Rung, ladder, refusal
 from wholebatch.memory.meter import MemoryMeter, reset_cuda_peak
 from wholebatch.memory.predict import predict_peak
 from wholebatch.memory.trial_step import held_bytes
 from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, parse_amount
-
-__all__ = ["PeakMemory", "Session", "build", "fitted_to", "seed_generators"]
-
 
 # Windows, whatever they were: the meter is slow. Plain SGD never has a state, and batches may all
 # be short.

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes import Recipe
     from wholebatch.tune import Setting, Trial, Tuned
 
-__all__ = ["tune"]
-
 _WHAT, _HOW, _OUT = "What is tuned", "How long, and over what", "Output"
 _NUMBERS = whole_numbers("whole numbers with commas, such as 8,16,32")
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from wholebatch.verification import Case, LoopTrial, LoopVerdict, Verdict
     from wholebatch.verification.run_comparison import Comparison
 
-__all__ = ["verify"]
-
 _BATCH, _LOOP, _OUT = "The batch and the update", "A loop of your own", "Output"
 
 

@@ -18,8 +18,6 @@ from .rules import RULES, Rule
 from .rules.rule_base import Edit
 from .source_files import Source, read_source
 
-__all__ = ["Finding", "check_source", "lint_files"]
-
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
 

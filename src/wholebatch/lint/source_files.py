@@ -16,8 +16,6 @@ from pathlib import Path
 
 from .lint_settings import Settings
 
-__all__ = ["Source", "collect", "notebook_source", "read_source"]
-
 _SUFFIXES = (".py", ".ipynb")
 _SKIPPED = {
     ".git", ".hg", ".svn", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".tox",

@@ -22,14 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import OptionError, UnsupportedError
 
-__all__ = [
-    "checkpointed",
-    "is_checkpointed",
-    "repeated_blocks",
-    "with_checkpoints",
-    "without_checkpoints",
-]
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

@@ -12,18 +12,7 @@ from pathlib import Path
 
 import torch
 
-from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.errors import OptionError
-
-__all__ = [
-    "Budget",
-    "bytes_said",
-    "device_memory",
-    "free_memory",
-    "is_share",
-    "parse_memory",
-    "sharing_processes",
-]
 
 Budget = int | float | str
 

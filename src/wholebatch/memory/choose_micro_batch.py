@@ -16,23 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import Tokens, batch_size_of, split
 from wholebatch.core.splitting.micro_batches import lengths_of
 from wholebatch.core.splitting.samples import Static, layout_of, take
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.coupled.batchnorm.recomputed_blocks import blocks_of
 from wholebatch.errors import OptionError
-from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.predict import Prediction, Predictor
-
-__all__ = [
-    "Choice",
-    "choose_in_lock_step",
-    "choose_micro_batch",
-    "choose_tokens",
-    "largest_fitting",
-    "resize_batch",
-]
 
 CLOSE_ENOUGH = 0.04
 """A size is good enough if one larger by this share is known not to fit."""

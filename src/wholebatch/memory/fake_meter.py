@@ -20,8 +20,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from wholebatch.memory.fake_tensors import run_fake
 from wholebatch.memory.meter import MemoryMeter, storage_id
 
-__all__ = ["FakeMeter"]
-
 _MOST = 1 << 14
 """The number of cached results; a model asks for some hundred different ones at each size."""
 

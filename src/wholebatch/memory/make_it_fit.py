@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import (
@@ -21,12 +22,9 @@ from wholebatch.memory.activation_checkpointing import (
     repeated_blocks,
     with_checkpoints,
 )
-from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.choose_micro_batch import Choice, choose_micro_batch, needed, resize_batch
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
-
-__all__ = ["Fit", "Rung", "fit", "ladder", "lower_precisions", "refusal"]
 
 _SHARDED = ("parameters", "gradients", "optimizer state")
 _MOST_DEVICES = 1024

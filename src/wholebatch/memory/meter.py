@@ -23,18 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.core.readable_sizes import CATEGORIES
 
-__all__ = [
-    "CATEGORIES",
-    "MemoryMeter",
-    "Record",
-    "StorageLedger",
-    "peak_with_recordings",
-    "reset_cuda_peak",
-    "storage_id",
-    "storages_of",
-    "tensors_in",
-]
-
 
 class MemoryMeter(TorchDispatchMode):
     """An exact count of the bytes of live tensors, by category, while the context is entered.

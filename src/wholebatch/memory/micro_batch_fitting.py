@@ -24,9 +24,6 @@ from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
 from wholebatch.memory.trial_step import choose_on_device, held_bytes, try_out
 
-__all__ = ["Fitting", "Sizing"]
-
-
 _STEP_UP = 1.25
 _SPARE = 0.95
 _MOST_PATIENCE = 1280

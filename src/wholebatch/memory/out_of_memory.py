@@ -28,8 +28,6 @@ from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import OptionError, SplitError
 from wholebatch.memory.meter import MemoryMeter
 
-__all__ = ["Attempt", "Recovered", "Recovery", "within"]
-
 
 @dataclass(frozen=True)
 class Recovered:

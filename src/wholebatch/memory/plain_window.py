@@ -24,14 +24,6 @@ from wholebatch.memory.fsdp_sharding import Sharding, reduces_next
 from wholebatch.offload.parameter_buckets import BUCKET_BYTES, bucket_bytes, only
 from wholebatch.offload.transfer_to_host import ring_bytes
 
-__all__ = [
-    "PlainWindow",
-    "Reduction",
-    "bucket_bytes_of",
-    "check_gradients",
-    "held_on_device",
-]
-
 Reduction: TypeAlias = Literal["overlap", "after"]
 
 

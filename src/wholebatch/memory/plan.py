@@ -24,9 +24,6 @@ from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.make_it_fit import Rung, ladder, lower_precisions
 from wholebatch.memory.predict import Prediction, Predictor
 
-__all__ = ["Plan", "Point", "Variant", "make_plan"]
-
-
 _POINTS = 4
 """The number of sizes to predict: enough to show a line and its bend."""
 

@@ -52,8 +52,6 @@ from wholebatch.memory.plain_window import (
     held_on_device,
 )
 
-__all__ = ["CUDA_WORKSPACES", "Prediction", "Predictor", "predict_peak"]
-
 CUDA_GRANULE = 512
 """CUDA's caching allocator hands out blocks of multiples of this many bytes."""
 

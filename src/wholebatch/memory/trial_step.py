@@ -30,8 +30,6 @@ from wholebatch.memory.meter import MemoryMeter, storage_id, tensors_in
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.memory.predict import CUDA_WORKSPACES, predict_peak
 
-__all__ = ["Correction", "calibrate", "choose_on_device", "held_bytes", "measure_step", "try_out"]
-
 _SMALLER = 7 / 8
 _MOST_TRIALS = 24  # An eighth less each time: down to a twentieth of the predicted size.
 _FULL = 0.97

@@ -22,9 +22,6 @@ from wholebatch.errors import OptionError
 from wholebatch.tune.training_loops import LOOPS, Job, TrainingLoop
 from wholebatch.tune.window_timing import free_device, settle, usual, wait_for
 
-__all__ = ["LoopComparison", "LoopRow", "Reference", "bench"]
-
-
 _ALIKE = 1e-3
 """Two gradients of one batch that differ by more were made with random numbers."""
 

@@ -18,22 +18,13 @@ from torch import nn
 
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.precision import choose as choose_precision
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of, to_device
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WholebatchError
-from wholebatch.memory.budget import bytes_said
 from wholebatch.memory.choose_micro_batch import resize_batch
 from wholebatch.tune.settings import Trial
 from wholebatch.tune.window_timing import Clock, Workload
-
-__all__ = [
-    "RanksModel",
-    "copy_bandwidth",
-    "parse_bandwidth",
-    "reduce_bandwidth",
-    "share_of_arithmetic",
-]
-
 
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from wholebatch.core.options import grouped
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.core.window import Step
 from wholebatch.distributed.process_group import largest_over_ranks
 from wholebatch.errors import WholebatchError
 from wholebatch.memory.activation_checkpointing import with_checkpoints
-from wholebatch.memory.budget import bytes_said, free_memory
+from wholebatch.memory.budget import free_memory
 from wholebatch.tune.settings import Predicted, Setting, Trial, steps_of
 from wholebatch.tune.window_timing import (
     Clock,
@@ -37,17 +38,6 @@ from wholebatch.tune.window_timing import (
     usual,
     wait_for,
 )
-
-__all__ = [
-    "CLEARLY",
-    "Limits",
-    "Running",
-    "SettingMeasurements",
-    "Timing",
-    "TooSlow",
-    "memory_of",
-    "rate_of",
-]
 
 _log = logging.getLogger("wholebatch")
 

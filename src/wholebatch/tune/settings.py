@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from wholebatch.core.readable_sizes import PARTS
 from wholebatch.core.splitting.samples import Static
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import (
@@ -20,8 +19,6 @@ from wholebatch.memory.activation_checkpointing import (
 )
 from wholebatch.memory.choose_micro_batch import resize_batch, spare
 from wholebatch.memory.predict import Prediction, predict_peak
-
-__all__ = ["PARTS", "Predicted", "RunMode", "Setting", "Trial", "modes_of", "sizes_of", "steps_of"]
 
 
 class RunMode(NamedTuple):

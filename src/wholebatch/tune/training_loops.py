@@ -20,17 +20,6 @@ from wholebatch.core.splitting import split, to_device
 from wholebatch.core.whole_batch import WholeBatch
 from wholebatch.tune.window_timing import Make, PeakMeter
 
-__all__ = [
-    "LOOPS",
-    "Job",
-    "TrainingLoop",
-    "accelerate",
-    "driven",
-    "fabric",
-    "lightning",
-    "transformers",
-]
-
 
 @dataclass
 class Job:

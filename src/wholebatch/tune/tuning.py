@@ -13,11 +13,12 @@ from torch import nn
 
 from wholebatch.core.options import Memory, flattened
 from wholebatch.core.plain_files import finite, write_json
+from wholebatch.core.readable_sizes import bytes_said
 from wholebatch.core.splitting import batch_size_of
 from wholebatch.coupled import batchnorms
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError, WindowError
-from wholebatch.memory.budget import Budget, bytes_said, parse_memory, sharing_processes
+from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.tune.bottleneck import Bottleneck, accumulation, fixed_cost, name_bottleneck
 from wholebatch.tune.machine_speed import (
     RanksModel,
@@ -25,12 +26,10 @@ from wholebatch.tune.machine_speed import (
     reduce_bandwidth,
     share_of_arithmetic,
 )
-from wholebatch.tune.search import Limits, Search, SearchObserver
-from wholebatch.tune.setting_measurements import memory_of, rate_of
+from wholebatch.tune.search import Search, SearchObserver
+from wholebatch.tune.setting_measurements import Limits, memory_of, rate_of
 from wholebatch.tune.settings import Predicted, RunMode, Trial, modes_of, sizes_of
 from wholebatch.tune.window_timing import Make, Workload
-
-__all__ = ["Tuned", "tune"]
 
 _PRECISIONS = ("full", "bf16", "fp16")
 _EXECUTES = ("eager", "compile", "graph")

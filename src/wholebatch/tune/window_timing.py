@@ -21,27 +21,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
+from wholebatch.core.readable_sizes import PARTS
 from wholebatch.core.window import Step
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
-from wholebatch.tune.settings import PARTS
-
-__all__ = [
-    "Busy",
-    "Clock",
-    "Make",
-    "PeakMeter",
-    "Ratio",
-    "Stamps",
-    "Turns",
-    "Workload",
-    "additions",
-    "free_device",
-    "ratio_of",
-    "settle",
-    "split_of",
-    "usual",
-    "wait_for",
-]
 
 
 class Busy:

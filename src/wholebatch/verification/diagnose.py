@@ -26,8 +26,6 @@ from wholebatch.verification.run_comparison import Comparison, Vectors, distance
 from wholebatch.verification.undivided_batch import objective
 from wholebatch.verification.verdicts import Cause
 
-__all__ = ["Evidence", "diagnose", "moved_buffers"]
-
 _KEEP_STATE_OUT = "move the state once per update (an after-step hook), or keep it out of the loss"
 
 

@@ -20,19 +20,6 @@ from wholebatch.verification.model_runs import DividedBatch, ModelRuns, joined
 from wholebatch.verification.observed_window import SeenStep, WindowObserver, WindowRun
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, Vectors, distance
 
-__all__ = [
-    "MISTAKES",
-    "RIGHT",
-    "Mistake",
-    "MistakeFit",
-    "always_active",
-    "apart",
-    "fits_of",
-    "flat",
-    "moved_otherwise",
-    "parts_of",
-]
-
 RIGHT = "right"
 
 

@@ -30,8 +30,6 @@ from wholebatch.verification.undivided_batch import (
     sharded,
 )
 
-__all__ = ["DividedBatch", "ModelRuns", "joined"]
-
 # These policies change what the model is; its undivided batch is that of the changed model.
 _CHANGES_THE_MODEL = ("freeze", "group", "layer")
 

@@ -19,19 +19,6 @@ from torch import Tensor
 from wholebatch.verification.model_runs import ModelRuns
 from wholebatch.verification.observed_window import WindowRun
 
-__all__ = [
-    "Comparison",
-    "Line",
-    "Vectors",
-    "compare",
-    "compare_gradients",
-    "compare_updates",
-    "distance",
-    "listed",
-    "norm_of",
-    "percent",
-]
-
 Vectors = Sequence[Tensor | None]
 
 TIMES_THE_FLOOR = 10.0

@@ -19,14 +19,6 @@ from wholebatch.core.close import ClipNorm
 from wholebatch.core.loss import Loss, as_loss
 from wholebatch.core.splitting import to_device
 
-__all__ = [
-    "Numbers",
-    "Objective",
-    "clip",
-    "objective",
-    "sharded",
-]
-
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _TF32 = 2.0**-11

@@ -11,8 +11,6 @@ from wholebatch.core.plain_files import finite
 from wholebatch.verification.mistakes import MISTAKES, RIGHT, Mistake, MistakeFit
 from wholebatch.verification.run_comparison import Comparison, listed, percent
 
-__all__ = ["Cause", "LoopTrial", "LoopVerdict", "Verdict"]
-
 
 @dataclass(frozen=True)
 class Cause:

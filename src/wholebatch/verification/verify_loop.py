@@ -38,8 +38,6 @@ from wholebatch.verification.random_numbers import SILENCES
 from wholebatch.verification.undivided_batch import AUTOCAST, Numbers
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
 
-__all__ = ["Loop", "verify_loop"]
-
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

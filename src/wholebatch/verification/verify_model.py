@@ -35,9 +35,6 @@ from wholebatch.verification.run_comparison import (
 from wholebatch.verification.undivided_batch import Numbers
 from wholebatch.verification.verdicts import Cause, Verdict
 
-__all__ = ["AdamAccumulationError", "adam_accumulation_error", "verify"]
-
-
 _BEFORE = 3
 """Updates of the undivided batch before the one that is compared: the first of all, from moments
 that are zero, has nothing to round."""

@@ -40,17 +40,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from wholebatch.cli.recipes.recipe_batches import Batches
 from wholebatch.errors import RecipeError, WholebatchError
 
-__all__ = [
-    "EMBEDDED",
-    "Horizon",
-    "Recipe",
-    "RecipeDefaults",
-    "load_recipe",
-    "place_of",
-    "run_file",
-    "source_of",
-]
-
 EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
 """The embedded recipes by name, the default first."""
 

@@ -17,23 +17,6 @@ from typing import Any
 from wholebatch.core.plain_files import finite
 from wholebatch.errors import MissingExtraError, OptionError
 
-__all__ = [
-    "ROWS",
-    "SERIES",
-    "Callout",
-    "Chart",
-    "HtmlPage",
-    "Section",
-    "Table",
-    "Text",
-    "axis",
-    "bars",
-    "curve",
-    "render",
-    "series_color",
-    "write_page",
-]
-
 SERIES = 8
 """The number of series colours; `assets/page.css` defines each for light and dark."""
 

@@ -13,8 +13,6 @@ from wholebatch.cli.report.result_sections import benchmarks, memory, split, tun
 from wholebatch.cli.report.training_section import overview, training
 from wholebatch.core.readable_sizes import PARTS
 
-__all__ = ["make_page", "write_report"]
-
 _MOST_SPLITS = 8
 _UNITS = {"bytes-gpt": "bytes", "digits-cnn": "images"}
 

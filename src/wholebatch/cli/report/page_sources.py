@@ -17,8 +17,6 @@ from typing import Any
 from wholebatch.core.plain_files import open_file, read_json, reason
 from wholebatch.errors import StateError
 
-__all__ = ["Sources", "TrainingRun", "kind_of", "read_sources"]
-
 Data = dict[str, Any]
 
 

@@ -20,8 +20,6 @@ from wholebatch.cli.report.html_page import (
 from wholebatch.cli.report.terminal_output import short_count
 from wholebatch.core.readable_sizes import CATEGORIES, PARTS, bytes_said
 
-__all__ = ["benchmarks", "memory", "scale_of", "split", "tuning", "verification"]
-
 Data = Mapping[str, Any]
 
 

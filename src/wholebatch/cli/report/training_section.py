@@ -14,8 +14,6 @@ from wholebatch.cli.report.result_sections import scale_of
 from wholebatch.cli.report.terminal_output import short_count, short_duration
 from wholebatch.core.readable_sizes import bytes_said
 
-__all__ = ["MOST_POINTS", "overview", "thinned", "training"]
-
 MOST_BARS = 60
 """The most points of a curve that are drawn with their intervals."""
 MOST_POINTS = 800

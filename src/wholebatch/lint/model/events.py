@@ -18,20 +18,6 @@ from types import MappingProxyType
 
 from .expressions import dotted, keyword, last_part, positional
 
-__all__ = [
-    "Act",
-    "Context",
-    "Def",
-    "Env",
-    "Event",
-    "Guard",
-    "Loop",
-    "PathItem",
-    "Symbol",
-    "classify",
-    "constructor",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Def:

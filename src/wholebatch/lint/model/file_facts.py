@@ -21,8 +21,6 @@ from .expressions import (
     walk,
 )
 
-__all__ = ["ClassFacts", "Facts", "class_env", "gather"]
-
 _ACTS = {
     "backward", "manual_backward", "loss_scaler", "zero_grad", "unscale_", "clip_grad_norm_",
     "clip_grad_value_", "optimizer_step",

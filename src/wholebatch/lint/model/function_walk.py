@@ -24,8 +24,6 @@ from .expressions import (
 from .file_facts import Facts, class_env
 from .name_resolution import Resolver
 
-__all__ = ["Walker", "walk_file"]
-
 _LoopNode = ast.For | ast.AsyncFor | ast.While
 _Path = tuple[PathItem, ...]
 

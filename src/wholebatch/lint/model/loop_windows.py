@@ -26,8 +26,6 @@ from .loss_origin import Chain, Divisor, trace
 from .name_resolution import Resolver, strip_casts
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
-__all__ = ["LoopWindow", "steps_after"]
-
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 

@@ -20,8 +20,6 @@ from .expressions import (
 )
 from .name_resolution import Resolver, strip_casts
 
-__all__ = ["Chain", "Divisor", "trace"]
-
 _THROUGH = {
     "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
     "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",

@@ -12,8 +12,6 @@ from typing import Any
 from .events import Def, Env, Loop, Symbol
 from .expressions import children, dotted, is_accumulation_name, number, place, text, walk
 
-__all__ = ["Resolver", "strip_casts"]
-
 _PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round"}
 _OPERATIONS = (ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp)
 _MAX_NODES = 80

@@ -28,8 +28,6 @@ from .expressions import (
 )
 from .name_resolution import Resolver, strip_casts
 
-__all__ = ["Boundary", "iterated", "of_guard", "peel", "says_accumulating"]
-
 _LAST_NAME = re.compile(r"last|final|end\b|is_end|len\(|num_batches|total|epoch_steps|nb\b", re.I)
 # Calls that wrap an iterable without changing its items.
 _WRAPPERS = {"tqdm", "trange", "track", "notebook_tqdm", "TQDM", "Progbar", "progress_bar", "iter"}

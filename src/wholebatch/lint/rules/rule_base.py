@@ -13,21 +13,6 @@ from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import keyword, last_part, number, text
 from ..model.loop_windows import steps_after
 
-__all__ = [
-    "Edit",
-    "Report",
-    "Rule",
-    "exclusive",
-    "framework_accumulates",
-    "gradients_rescaled",
-    "is_optimizer_of",
-    "rule",
-    "same_receiver",
-    "scaled_by_count",
-    "stepped",
-    "steps_every_micro_batch",
-]
-
 
 @dataclass(frozen=True)
 class Edit:

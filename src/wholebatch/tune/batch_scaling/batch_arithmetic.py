@@ -9,8 +9,6 @@ from typing import Any
 
 from wholebatch.errors import OptionError
 
-__all__ = ["Arithmetic", "check_count", "over_ranks", "pieces_of", "runs_said", "share_of", "solve"]
-
 
 def share_of(samples: int, *, rank: int, ranks: int) -> slice:
     """Return a rank's samples of a batch: contiguous, and no rank has two more than another.
