@@ -98,14 +98,6 @@ def _switch(value: Any, label: str) -> bool | None:
     return must_be("true or false", lambda it: isinstance(it, bool))(value, label) or None
 
 
-def _batch_schedule(value: Any, label: str) -> str:
-    return str(BatchSchedule.parse(str(value), label))
-
-
-def _warmup(value: Any, label: str) -> str:
-    return str(parse_amount(str(value), label))
-
-
 _zero = must_be("a stage of ZeRO, 0 to 3", lambda it: it in range(4) and not isinstance(it, bool))
 _wandb = must_be('the name of a project, or "off"', lambda it: bool(str(it).strip()))
 
@@ -136,7 +128,11 @@ class Config:
         check=whole_number(),
     )
     batch_schedule: str | None = field(
-        default=None, metadata={"stored": True, "check": _batch_schedule}
+        default=None,
+        metadata={
+            "stored": True,
+            "check": lambda value, label: str(BatchSchedule.parse(str(value), label)),
+        },
     )  # given as --batch-size, which is then its largest
     micro_batch: int | str = _setting(
         "auto",
@@ -245,7 +241,7 @@ class Config:
         "Raise the learning rate over so many updates, epochs (5ep) or tokens (2Mtok), from that "
         "of the base batch (from 0 where --lr-rule does not raise it).",
         _FOLLOWS,
-        check=_warmup,
+        check=lambda value, label: str(parse_amount(str(value), label)),
     )
     steps: int = _setting(
         100, "N", "Updates to make in all.", _RUN, check=whole_number(), may_change=True

@@ -26,6 +26,7 @@ from wholebatch.cli.run_settings import Config
 from wholebatch.core.loss import Loss
 from wholebatch.core.options import Close, Memory
 from wholebatch.core.safe_loading import load_tensors
+from wholebatch.core.splitting import to_device
 from wholebatch.core.window import Step
 from wholebatch.distributed.pipeline import Pipeline
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError, StateError
@@ -291,7 +292,7 @@ class Staged:
         own: dict[str, dict[Any, Any]] = {
             "model": {names[id(t)]: t.detach().cpu() for t in tensors if id(t) in names},
             "state": {
-                place[id(parameter)]: _on_cpu(state)
+                place[id(parameter)]: to_device(dict(state), "cpu")
                 for parameter, state in self._optimizer.state.items()
             },
         }
@@ -433,7 +434,3 @@ class _KnownOutput(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self._output[0]
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

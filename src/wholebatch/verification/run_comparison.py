@@ -229,14 +229,14 @@ def _norms(
 
 def norm_of(tensor: Tensor | None, minus: Tensor | None = None) -> float:
     """Return the L2 norm of a tensor, or of its difference to another; None is zero."""
-    wide = [_in_float64(one) for one in (tensor, minus) if one is not None]
+    wide = [
+        one.to(torch.complex128 if one.is_complex() else torch.float64)
+        for one in (tensor, minus)
+        if one is not None
+    ]
     if not wide:
         return 0.0
     return float(torch.linalg.vector_norm(wide[0] - wide[1] if len(wide) > 1 else wide[0]))
-
-
-def _in_float64(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _ratio(above: float, below: float) -> float:

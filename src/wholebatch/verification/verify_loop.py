@@ -195,7 +195,10 @@ class _CaseTrials:
                 except Exception:  # one that sets things up cannot be called again: not our matter
                     return []
             left = [(one, one.grad) for one in model.parameters()]
-            if len(observer.steps) != 1 or not any(_holds(gradient) for _, gradient in left):
+            held = [gradient for _, gradient in left if gradient is not None]
+            if len(observer.steps) != 1 or not any(
+                bool(one.detach().abs().sum() > 0) for one in held
+            ):
                 return []
             seen.append(flat(observer.steps[0].gradients, trained))
             start.restore()
@@ -276,10 +279,6 @@ class _CaseTrials:
 
     def _copies(self, micros: Sequence[Any]) -> list[Any]:
         return [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
-
-
-def _holds(gradient: Tensor | None) -> bool:
-    return gradient is not None and bool(gradient.detach().abs().sum() > 0)
 
 
 def _found(fits: Sequence[MistakeFit]) -> str | None:

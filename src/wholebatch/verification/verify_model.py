@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -228,7 +228,11 @@ class _Proof:
         self.notes += notes if gradient.same else []
         to_float64 = None
         if reference is not None:
-            to_float64 = _to_float64(runs, ours, [whole, *others], reference)
+            # The undivided batch in its worst order, and ours.
+            *right_off, off = (
+                distance(run.gradients, reference, runs.devices) for run in (whole, *others, ours)
+            )
+            to_float64 = (max(right_off), off)
             self.notes += _further_from_float64(runs, *to_float64)
         same = gradient.same and update.same and (float64 is None or float64.same)
         causes: list[Cause] = []
@@ -472,14 +476,6 @@ def _free_memory() -> None:
     """Give cached device memory back, so that the next try finds it in one piece."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _to_float64(
-    runs: ModelRuns, ours: WindowRun, right: Sequence[WindowRun], reference: Vectors
-) -> tuple[float, float]:
-    """Return how far the undivided batch (in its worst order) and ours are from float64."""
-    whole = max(distance(run.gradients, reference, runs.devices) for run in right)
-    return whole, distance(ours.gradients, reference, runs.devices)
 
 
 def _further_from_float64(runs: ModelRuns, whole: float, ours: float) -> list[str]:

@@ -94,15 +94,12 @@ def kind_of(data: object) -> str | None:
 def _known(path: Path, data: object) -> str:
     kind = kind_of(data)
     if kind is None:
+        beside = f"; give {path.parent}" if (path.parent / "config.json").is_file() else ""
         raise StateError(
             f"{path}: is not what `wholebatch plan --json`, `verify --json`, `tune` or a benchmark "
-            f"writes, nor the folder of a run{_beside(path)}"
+            f"writes, nor the folder of a run{beside}"
         )
     return kind
-
-
-def _beside(path: Path) -> str:
-    return f"; give {path.parent}" if (path.parent / "config.json").is_file() else ""
 
 
 def _read_folder(path: Path, name: str, sources: Sources) -> None:

@@ -105,30 +105,18 @@ def tuning(tunings: Sequence[tuple[str, Data]]) -> Section | None:
     """Return the recommendation, the reasons, and all measurements."""
     parts: list[Any] = []
     for at, (name, tuned) in enumerate(tunings):
-        bottleneck = tuned["bottleneck"]
-        parts.append(
-            Callout(
-                f"{tuned.get('subject') or name}: {tuned['advice'][0]}", tuple(tuned["advice"][1:])
-            )
-        )
-        parts.append(
-            Callout(
-                f"Bottleneck: {bottleneck['kind']}",
-                tuple(
-                    _sentence(line) for line in (*bottleneck["evidence"], *tuned["accumulation"])
-                ),
-            )
-        )
-        measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
-        parts.append(_speeds(at, tuned, measured))
-        parts.append(_trials(tuned))
+        bottleneck, (answer, *more) = tuned["bottleneck"], tuned["advice"]
+        said = (*bottleneck["evidence"], *tuned["accumulation"])
+        sentences = (f"{line[:1].upper()}{line[1:].removesuffix('.')}." for line in said)
+        parts += [
+            Callout(f"{tuned.get('subject') or name}: {answer}", tuple(more)),
+            Callout(f"Bottleneck: {bottleneck['kind']}", tuple(sentences)),
+            _speeds(at, tuned),
+            _trials(tuned),
+        ]
         if tuned.get("ranks"):
             parts.append(_ranks(at, tuned["ranks"]))
     return Section("tuning", "Tuning", tuple(parts)) if parts else None
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def _way(trial: Data) -> str:
@@ -139,7 +127,8 @@ def _way(trial: Data) -> str:
     return ", ".join(words)
 
 
-def _speeds(at: int, tuned: Data, measured: Sequence[Data]) -> Chart:
+def _speeds(at: int, tuned: Data) -> Chart:
+    measured = [trial for trial in tuned["trials"] if trial.get("units_per_second")]
     traces: list[dict[str, Any]] = []
     for number, way in enumerate(dict.fromkeys(_way(trial) for trial in measured)):
         ours = sorted(
@@ -343,7 +332,7 @@ def _loop(at: int, verdict: Data) -> list[Chart | Table]:
                 name,
                 str(trial["optimizer_steps"]),
                 _distance(fit["distance"]),
-                _found(trial["found"]),
+                (trial["found"] or "no known mistake fits").replace("_", " ").replace("-", " "),
             )
             for name, trial, fit in zip(names, trials, right, strict=True)
         ),
@@ -351,10 +340,6 @@ def _loop(at: int, verdict: Data) -> list[Chart | Table]:
         frozenset(n for n, trial in enumerate(trials) if trial["found"] != "right"),
     )
     return [chart, table]
-
-
-def _found(key: str | None) -> str:
-    return "no known mistake fits" if key is None else key.replace("_", " ").replace("-", " ")
 
 
 def _distances(
@@ -405,7 +390,8 @@ def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
         numbers = [key for key in columns if any(_is_number(row.get(key)) for row in rows)]
         parts: list[Any] = [Text(_about(data))]
         parts += [Text(str(note)) for note in data.get("notes", ())]
-        shown = [key for key in numbers if _is_time(key)][:3]
+        times = ("ms", "seconds")
+        shown = [key for key in numbers if key.rpartition("_")[2] in times][:3]
         if shown:
             parts.append(_times(f"benchmark-{at}", labels, rows, shown))
         parts.append(
@@ -469,10 +455,6 @@ def _times(name: str, labels: Sequence[str], rows: Sequence[Row], keys: Sequence
     }
     height = 110 + len(labels) * (24 + 14 * len(keys))
     return Chart(name, "Times", traces, layout, height=height, wide=True)
-
-
-def _is_time(key: str) -> bool:
-    return key in ("ms", "seconds") or key.endswith(("_ms", "_seconds"))
 
 
 def _is_number(value: object) -> bool:

@@ -207,6 +207,10 @@ class File:
         """Return the windows that accumulate the gradients of several micro-batches."""
         return [w for w in self.windows if w.accumulates]
 
+    def shaped(self, *shapes: str) -> list[LoopWindow]:
+        """Return the windows of these shapes."""
+        return [w for w in self.windows if w.shape in shapes]
+
 
 def read(source: str) -> File:
     """Parse and model one file; raise SyntaxError as Python does."""

@@ -70,10 +70,8 @@ def _in_trainers(file: File) -> Iterator[Report]:
             continue
         if "num_items_in_batch" in text(method):
             continue
-        for node in walk(method):
-            if isinstance(node, ast.Call) and _masks_mean(node):
-                yield Report(node, _MESSAGE)
-                break
+        found = [n for n in walk(method) if isinstance(n, ast.Call) and _masks_mean(n)]
+        yield from (Report(node, _MESSAGE) for node in found[:1])
 
 
 def _in_lightning(file: File) -> Iterator[Report]:
@@ -84,13 +82,13 @@ def _in_lightning(file: File) -> Iterator[Report]:
         method = owner.methods.get("training_step")
         if method is None or "automatic_optimization = False" in text(owner.node):
             continue
-        for node in walk(method):
-            if isinstance(node, ast.Call) and _masks_mean(node):
-                yield Report(node, _MESSAGE)
-                break
-            if isinstance(node, ast.Return) and _returns_masked_loss(node, method, file):
-                yield Report(node, _MESSAGE)
-                break
+        found = [
+            node
+            for node in walk(method)
+            if (isinstance(node, ast.Call) and _masks_mean(node))
+            or (isinstance(node, ast.Return) and _returns_masked_loss(node, method, file))
+        ]
+        yield from (Report(node, _MESSAGE) for node in found[:1])
 
 
 def _returns_masked_loss(node: ast.Return, method: ast.AST, file: File) -> bool:

@@ -18,9 +18,7 @@ from .rule_base import Edit, Report, is_optimizer_of, rule, same_receiver, stepp
 )
 def check(file: File) -> Iterator[Report]:
     """Yield every clearing call that is not at the boundary."""
-    for window in file.accumulating:
-        if window.shape not in {"boundary", "nested"}:
-            continue
+    for window in file.shaped("boundary", "nested"):
         steps = stepped(window)
         zeros = window.of("zero")
         for zero in zeros:

@@ -19,9 +19,7 @@ from .rule_base import Edit, Report, rule, stepped
 )
 def check(file: File) -> Iterator[Report]:
     """Yield every clipping call that is not at the boundary."""
-    for window in file.accumulating:
-        if window.shape == "deepspeed":
-            continue
+    for window in file.shaped("boundary", "nested", "accelerate"):
         for clip in window.of("clip"):
             if window.when(clip) != "always":
                 continue

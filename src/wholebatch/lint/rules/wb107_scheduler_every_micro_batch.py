@@ -18,9 +18,7 @@ from .rule_base import Report, rule
 )
 def check(file: File) -> Iterator[Report]:
     """Yield every schedule step that is not at the boundary."""
-    for window in file.accumulating:
-        if window.shape == "deepspeed":
-            continue
+    for window in file.shaped("boundary", "nested", "accelerate"):
         for event in window.of("sched"):
             call = event.node
             has_argument = isinstance(call, ast.Call) and bool(call.args or call.keywords)

@@ -18,9 +18,7 @@ from .rule_base import Edit, Report, rule
 )
 def check(file: File) -> Iterator[Report]:
     """Yield scaler calls, and steps beside a conditional clearing, that are not at the boundary."""
-    for window in file.accumulating:
-        if window.shape not in {"boundary", "nested"}:
-            continue
+    for window in file.shaped("boundary", "nested"):
         for update in window.of("scaler_update"):
             if window.when(update) == "always":
                 yield Report(

@@ -25,9 +25,7 @@ _LOCAL = {"tensor", "native", "wrapper", "lightning"}
 )
 def check(file: File) -> Iterator[Report]:
     """Yield windows under DDP that never disable the synchronisation, or do so too late."""
-    for window in file.accumulating:
-        if window.shape not in {"boundary", "nested"}:
-            continue
+    for window in file.shaped("boundary", "nested"):
         if not _HELD.search(file.facts.source):
             local = {e.detail for e in window.backwards} <= _LOCAL
             if _wrapped(file) and local and not steps_every_micro_batch(window):

@@ -26,7 +26,7 @@ _LARGE_PARTS = re.compile(
 )
 def check(file: File) -> Iterator[Report]:
     """Yield at most one note per file."""
-    windows = [w for w in file.accumulating if w.shape in {"boundary", "nested"}]
+    windows = file.shaped("boundary", "nested")
     if not windows or _LARGE_PARTS.search(file.facts.source):
         return
     parameters = _parameters(file)
