@@ -62,42 +62,40 @@ def run_loop(
         return _Loop(session, folder, terminal, sinks, stop).run(mid_window)
 
 
+@dataclass(eq=False)
 class _Loop:
-    def __init__(
-        self,
-        session: Session,
-        folder: RunFolder,
-        terminal: Terminal,
-        sinks: Sequence[Sink],  # of the first rank
-        stop: StopRequest,
-    ) -> None:
-        self._session = session
-        self._folder = folder
-        self._checkpoints = Checkpoints(folder.checkpoints)
-        self._terminal = terminal
-        self._memory = session.memory
-        self._sinks = sinks
-        self._log = WindowLog(session)
-        self._first_loss: float | None = None
-        self._last_loss: float | None = None
-        for sink in sinks:
+    session: Session
+    folder: RunFolder
+    terminal: Terminal
+    sinks: Sequence[Sink]  # of the first rank
+    stop: StopRequest
+    _first_loss: float | None = None
+    _last_loss: float | None = None
+    _units: float = 0.0
+    _seconds: float = 0.0
+    _metered: bool = True
+    _skipped_in_a_row: int = 0
+    _largest: tuple[int, Any] = (0, None)
+
+    def __post_init__(self) -> None:
+        self._checkpoints = Checkpoints(self.folder.checkpoints)
+        self._memory = self.session.memory
+        self._log = WindowLog(self.session)
+        self._began = time.perf_counter()
+        for sink in self.sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
                 self._note_losses(sink.first, sink.last)
                 if sink.lost:
-                    terminal.note(f"note: {sink.path.name} does not have windows 1 to {sink.lost}")
-        self._stop = stop
-        self._began = time.perf_counter()
-        self._units = self._seconds = 0.0
-        self._metered = True
-        self._skipped_in_a_row = 0
-        self._largest: tuple[int, Any] = (0, None)
+                    self.terminal.note(
+                        f"note: {sink.path.name} does not have windows 1 to {sink.lost}"
+                    )
 
     def run(self, mid_window: bool) -> Outcome:
-        session = self._session
+        session = self.session
         is_new = session.world.first(lambda: not self._checkpoints.paths())
         checkpoint = self._save() if is_new else None
         while session.train.updates < session.config.steps:
-            if session.world.any(self._stop.requested):
+            if session.world.any(self.stop.requested):
                 return self._outcome(self._save(), 0, 0)
             batch = session.batches.peek()
             session.position = session.batches.position
@@ -116,7 +114,7 @@ class _Loop:
         return self._outcome(checkpoint or self._save(), 0, 0, finished=True)
 
     def _window(self, batch: Any, rates: list[float], *, whole: bool) -> None:
-        session = self._session
+        session = self.session
         metered = not self._memory.settled
         began = time.perf_counter()
         with self._memory.around(whole_window=whole, full_batch=self._is_full(batch)):
@@ -142,7 +140,7 @@ class _Loop:
         self._write(record)
         self._note_losses(record, record)
         session.position = session.batches.position
-        self._terminal.update(
+        self.terminal.update(
             updates=session.train.updates,
             loss=step.loss,
             units_per_second=self._rate,
@@ -151,10 +149,10 @@ class _Loop:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         try:
-            for sink in self._sinks:
+            for sink in self.sinks:
                 sink.write(record)
         except StateError:
-            self._folder.check_there()  # the better reason
+            self.folder.check_there()  # the better reason
             raise
 
     def _note_losses(self, first: Mapping[str, Any] | None, last: Mapping[str, Any] | None) -> None:
@@ -164,24 +162,24 @@ class _Loop:
             self._last_loss = last["loss"]
 
     def _after_micro(self, done: int, of: int) -> None:
-        self._terminal.micro(done, of)
+        self.terminal.micro(done, of)
         # Several ranks stop together, between windows: see `run`.
-        if self._stop.requested and done < of and self._session.world.ranks == 1:
+        if self.stop.requested and done < of and self.session.world.ranks == 1:
             raise _Stopped(self._save(micro_batches=done), done, of)
 
     def _save(self, *, micro_batches: int = 0) -> Path:
-        if self._session.world.is_first:
-            self._folder.check_there()
-        for sink in self._sinks:
+        if self.session.world.is_first:
+            self.folder.check_there()
+        for sink in self.sinks:
             sink.sync()
-        return save_run(self._session, self._checkpoints, micro_batches=micro_batches)
+        return save_run(self.session, self._checkpoints, micro_batches=micro_batches)
 
     def _watch_skipped(self, reason: str | None) -> None:
         if reason is None:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        self._terminal.note(f"window {self._session.windows} made no update: {reason}")
+        self.terminal.note(f"window {self.session.windows} made no update: {reason}")
         if self._skipped_in_a_row == _MOST_SKIPPED_IN_A_ROW:
             raise WindowError(
                 f"{_MOST_SKIPPED_IN_A_ROW} windows in a row made no update ({reason}); the run "
@@ -190,7 +188,7 @@ class _Loop:
 
     def _remember(self, batch: Any) -> None:
         """Keep a full batch: how much memory it would have needed at once is asked at the end."""
-        if self._largest[0] < self._session.config.batch_size:
+        if self._largest[0] < self.session.config.batch_size:
             size = batch_size_of(batch)
             if size > self._largest[0]:
                 self._largest = (size, batch)
@@ -198,7 +196,7 @@ class _Loop:
     def _is_full(self, batch: Any) -> bool:
         if self._memory.settled or isinstance(batch, Nothing):
             return True
-        world, wanted = self._session.world, self._session.batches.batch_size
+        world, wanted = self.session.world, self.session.batches.batch_size
         return world.ranks > 1 or batch_size_of(batch) >= wanted
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ class Sizing:
 _log = logging.getLogger("wholebatch")
 
 
+@dataclass(eq=False)
 class Fitting:
     """Sizes of micro-batches: as given, or the largest that the memory is predicted to hold.
 
@@ -106,46 +107,34 @@ class Fitting:
     there is room, a size that was given does not.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[Any, Any], Any],
-        optimizer: torch.optim.Optimizer,
-        *,
-        micro_batch: int | Tokens | str,
-        memory: Budget | None,
-        precision: str,
-        layout: dict[str, Any],
-        scale: LossScale | None,
-        sync: Sync,
-        is_coupled: Callable[[], bool],
-        hold: Callable[[Hold], None] = lambda hold: None,
-        gradients: str = "device",
-    ) -> None:
-        self._gradients = gradients
-        self.measures_noise = False
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._loss = loss
-        self._optimizer = optimizer
-        self._micro_batch = micro_batch
-        self._precision = precision
-        self._layout = layout
-        self._sync = sync
-        self._is_coupled = is_coupled
-        self._hold = hold
-        self._device = _device_of(model)
-        self._budget = None if memory is None else self._bytes(memory)
-        is_auto = micro_batch == "auto"
-        if sync.counts_must_agree and (is_auto or memory is not None):
+    model: nn.Module
+    loss: Callable[[Any, Any], Any]
+    optimizer: torch.optim.Optimizer
+    micro_batch: int | Tokens | str
+    memory: Budget | None
+    precision: str
+    layout: dict[str, Any]
+    scale: LossScale | None
+    sync: Sync
+    is_coupled: Callable[[], bool]
+    hold: Callable[[Hold], None] = lambda hold: None
+    gradients: str = "device"
+    measures_noise: bool = False
+
+    def __post_init__(self) -> None:
+        self._recovery = Recovery(self.model, scale=self.scale, static=self.layout["static"])
+        self._device = _device_of(self.model)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.model.module
+        self._budget = None if self.memory is None else self._bytes(self.memory)
+        asks = self.micro_batch == "auto" or self.memory is not None
+        if self.sync.counts_must_agree and asks:
             raise OptionError(
                 'micro_batch="auto" or memory= on a sharded model: its collectives cannot begin '
                 "again with smaller micro-batches; say how many samples a micro-batch has"
             )
         # On several ranks only where it was asked for: the reduction then waits for the window.
-        self.recovers = not sync.counts_must_agree and (
-            sync.ranks == 1 or is_auto or memory is not None
-        )
-        self._recovery = Recovery(model, scale=scale, static=layout["static"])
+        self.recovers = not self.sync.counts_must_agree and (self.sync.ranks == 1 or asks)
         self.relieved: Callable[[], bool] = lambda: False
         self.sizing: Sizing | None = None
         self.said: str | None = None
@@ -162,23 +151,23 @@ class Fitting:
     @property
     def size(self) -> int | None:
         """Samples that were found to fit; None if what was given does, or before "auto" chose."""
-        if self.sizing is None or isinstance(self._micro_batch, Tokens):
+        if self.sizing is None or isinstance(self.micro_batch, Tokens):
             return None
         return self.sizing.size
 
     def split(self, batch: Any) -> list[Any]:
         """The micro-batches of this batch."""
-        if self._micro_batch != "auto":
-            return self._numbered(split_numbered(batch, self._fitting_size(), **self._layout))
-        samples = batch_size_of(batch, **self._layout)
+        if self.micro_batch != "auto":
+            return self._numbered(split_numbered(batch, self._fitting_size(), **self.layout))
+        samples = batch_size_of(batch, **self.layout)
         if self.sizing is None:
             self.sizing = Sizing(min(self._agreed_choice(batch, samples), samples), most=samples)
         self.sizing.most = max(self.sizing.most, samples)
-        return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self._layout))
+        return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self.layout))
 
     def _fitting_size(self) -> int | Tokens:
         """Return what was given, or as much of it as was found to fit."""
-        given = self._micro_batch
+        given = self.micro_batch
         assert not isinstance(given, str)
         if self.sizing is None:
             return given
@@ -189,7 +178,7 @@ class Fitting:
     def _learn(self, recovered: Sequence[Recovered]) -> None:
         """Let later windows begin with the size that went through; said once for each size."""
         for recovery in recovered:
-            if self._micro_batch == "auto":
+            if self.micro_batch == "auto":
                 assert self.sizing is not None
                 self.sizing.failed(recovery.samples, into=recovery.into)
             _log.warning(
@@ -198,7 +187,7 @@ class Fitting:
                 recovery.samples,
                 recovery.into,
             )
-        if not recovered or self._micro_batch == "auto":
+        if not recovered or self.micro_batch == "auto":
             return
         now = self._fitting_size()
         if isinstance(now, Tokens):
@@ -213,7 +202,7 @@ class Fitting:
         _log.warning(
             "micro_batch=%s does not fit: from now on micro-batches have %d %s; what was asked for "
             "is tried again after %d windows",
-            self._micro_batch,
+            self.micro_batch,
             size,
             unit,
             self.sizing.patience,
@@ -235,7 +224,7 @@ class Fitting:
         found: list[list[int]] = []
         start = 0
         for part in parts:  # a cut leaves the order as it was
-            size = sizes.get(id(part)) or batch_size_of(part, static=self._layout["static"])
+            size = sizes.get(id(part)) or batch_size_of(part, static=self.layout["static"])
             found.append(order[start : start + size])
             start += size
         return found
@@ -249,7 +238,7 @@ class Fitting:
             torch.cuda.reset_peak_memory_stats(self._device)
 
         def inside() -> AbstractContextManager[Any]:
-            return within(self._budget, model=self._model, optimizer=self._optimizer)
+            return within(self._budget, model=self.model, optimizer=self.optimizer)
 
         last = None
         for last in self._recovery.attempts(
@@ -257,7 +246,7 @@ class Fitting:
         ):
             yield last
         assert last is not None
-        if on_cuda and self.sizing is not None and not self._optimizer.state:
+        if on_cuda and self.sizing is not None and not self.optimizer.state:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
             # would hold on to all of their memory.
             torch.cuda.empty_cache()
@@ -272,13 +261,13 @@ class Fitting:
         return {
             "sizing": None if sizing is None else sizing.state_dict(),
             "most": None if sizing is None else sizing.most,
-            "given": str(self._micro_batch),
+            "given": str(self.micro_batch),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with those sizes, unless another `micro_batch` is given now."""
-        if saved["sizing"] is not None and saved.get("given", "auto") == str(self._micro_batch):
-            returns = self._micro_batch != "auto"
+        if saved["sizing"] is not None and saved.get("given", "auto") == str(self.micro_batch):
+            returns = self.micro_batch != "auto"
             self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"], returns=returns)
             self.sizing.load_state_dict(saved["sizing"])
 
@@ -299,8 +288,8 @@ class Fitting:
         return parse_memory(
             memory,
             device=self._device,
-            held=held_bytes(self._model, self._optimizer),
-            processes=sharing_processes(self._device, self._sync.ranks),
+            held=held_bytes(self.model, self.optimizer),
+            processes=sharing_processes(self._device, self.sync.ranks),
         )
 
     def _agreed_choice(self, batch: Any, samples: int) -> int:
@@ -310,11 +299,11 @@ class Fitting:
         try:
             chosen = self._choose(batch, samples)
         except Exception as error:
-            if self._sync.ranks == 1:
+            if self.sync.ranks == 1:
                 raise
             problem = error
-        if self._sync.ranks > 1:
-            chosen = -int(self._sync.largest(torch.tensor(-float(chosen), device=self._device)))
+        if self.sync.ranks > 1:
+            chosen = -int(self.sync.largest(torch.tensor(-float(chosen), device=self._device)))
         if problem is not None:
             raise problem
         if chosen == 0:
@@ -327,20 +316,18 @@ class Fitting:
             return samples
         budget = self._budget or self._bytes("free")
         self._chosen_for = budget
-        args, options = (self._model, self._loss, batch), self._how()
+        args, options = (self.model, self.loss, batch), self._how()
         if self._device.type == "cuda":  # in force from here on, for the trial step too
-            within(self._budget, model=self._model)
+            within(self._budget, model=self.model)
         try:
-            if self._is_coupled():
+            if self.is_coupled():
                 choice, hold = choose_in_lock_step(*args, budget=budget, **options)
-                self._hold(hold)
+                self.hold(hold)
             else:
-                options["noise"] = self.measures_noise and self._gradients == "device"
-                choice = choose_on_device(
-                    *args, budget=budget, gradients=self._gradients, **options
-                )
+                options["noise"] = self.measures_noise and self.gradients == "device"
+                choice = choose_on_device(*args, budget=budget, gradients=self.gradients, **options)
                 del options["noise"]
-                if self._gradients == "device":  # a trial step would keep the others there too
+                if self.gradients == "device":  # a trial step would keep the others there too
                     choice = try_out(*args, choice, **options)
                 if not choice.fits:
                     raise self._refused(batch, choice)
@@ -354,15 +341,15 @@ class Fitting:
     def _refused(self, batch: Any, choice: Choice) -> OptionError:
         how = self._how()
         sample = resize_batch(batch, 1, static=how.pop("static"))
-        rungs = ladder(self._model, self._loss, sample, budget=choice.budget, **how)
+        rungs = ladder(self.model, self.loss, sample, budget=choice.budget, **how)
         return OptionError(refusal(rungs, choice.budget))
 
     def _how(self) -> dict[str, Any]:
         """Return the options of every prediction and trial."""
         return {
-            "optimizer": self._optimizer,
-            "precision": self._precision,
-            "static": self._layout["static"],
+            "optimizer": self.optimizer,
+            "precision": self.precision,
+            "static": self.layout["static"],
         }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -108,34 +108,25 @@ def joined(micros: Sequence[Any]) -> Any | None:
         return None
 
 
+@dataclass(eq=False)
 class ModelRuns:
     """Runs one model with its optimizer and loss, each time from the same start."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[Any, Any], Any],
-        *,
-        numbers: Numbers,
-        clip_norm: ClipNorm = None,
-        clip_value: float | None = None,
-        batchnorm: str = "exact",
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = loss
-        self.numbers = numbers
-        self.clip_norm = clip_norm
-        self.clip_value = clip_value
-        self.batchnorm = batchnorm
-        self.options = dict(options or {})
-        self.start = StartingState(model, optimizer)
-        self.is_sharded = sharded(model)  # now: a forward leaves the root's parameters whole
-        self.silences: list[Callable[[nn.Module], None]] = []
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = [(n, p) for n, p in model.named_parameters() if id(p) in trained]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, Any], Any]
+    numbers: Numbers
+    clip_norm: ClipNorm = None
+    clip_value: float | None = None
+    batchnorm: str = "exact"
+    options: dict[str, Any] = field(default_factory=dict)
+    silences: list[Callable[[nn.Module], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = StartingState(self.model, self.optimizer)
+        self.is_sharded = sharded(self.model)  # now: a forward leaves the root's parameters whole
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = [(n, p) for n, p in self.model.named_parameters() if id(p) in trained]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.devices = [parameter.device for parameter in self.parameters]
@@ -173,18 +164,9 @@ class ModelRuns:
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         model.double()
         optimizer.load_state_dict(optimizer.state_dict())  # casts its state like the parameters
-        wide = ModelRuns(
-            model,
-            optimizer,
-            self.loss,
-            numbers=Numbers(),
-            clip_norm=self.clip_norm,
-            clip_value=self.clip_value,
-            batchnorm=self.batchnorm,
-            options={k: v for k, v in self.options.items() if k != "scaler"},
-        )
+        options = {k: v for k, v in self.options.items() if k != "scaler"}
+        wide = replace(self, model=model, optimizer=optimizer, numbers=Numbers(), options=options)
         wide.start.random = self.start.random
-        wide.silences = self.silences
         return wide
 
     # -------------------------------------------------------- the undivided batch
