@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import wholebatch as wb
 from tests.support import Whole, distance, mean, mlp, pieces, samples
+from wholebatch.core.compiled_loss import CompiledLoss
 from wholebatch.errors import WindowError
 from wholebatch.integrations.host_window import AdapterOptions, HostLedger, HostLoss
 
@@ -74,6 +76,65 @@ def error(kind: str) -> float:
     return distance(trained, whole.updates())
 
 
+def as_traced(loss: CompiledLoss) -> CompiledLoss:
+    loss.executor._plan.compiles = False
+    return loss
+
+
+def compiled(mixed: bool) -> float:
+    """Relative error of four updates by graphs, or by graphs and a host's backward in turn."""
+    hosted = nn.parallel.DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(hosted.parameters(), lr=0.1)
+    window = HostLedger([hosted], [optimizer], device=CPU)
+    whole = Whole(mlp())
+
+    def loss(micro: Any) -> wb.Loss:
+        return wb.cross_entropy(hosted(micro["x"]), micro["y"])
+
+    step, modes = as_traced(window.compile(loss, "compile")), set()
+    for number in (16, 16, 18, 16):
+        own = pieces(samples(number), [number // 2] * 2)[dist.get_rank()]
+        micros = pieces(own, [3, 1, number // 2 - 4])
+        for micro in micros if not mixed else micros[:2]:
+            window.take(step(micro))
+            modes.add(step.executor.mode)
+        if mixed:
+            run(window, hosted, micros[2:])
+        window.settle(averaged_by=2)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.step(samples(number))
+    assert "operations" in modes
+    return distance(hosted.parameters(), whole.model.parameters())
+
+
+def compiled_in_own_loop() -> float:
+    """Relative error of updates by `Accumulator.compile`; one rank has fewer micro-batches."""
+    hosted = nn.parallel.DistributedDataParallel(mlp())
+    acc = wb.Accumulator(hosted, torch.optim.SGD(hosted.parameters(), lr=0.1), steps=3)
+    whole = Whole(mlp())
+
+    @acc.compile(execute="compile")
+    def loss(micro: Any) -> wb.Loss:
+        return wb.cross_entropy(hosted(micro["x"]), micro["y"])
+
+    modes = set()
+    as_traced(loss)
+    sizes = [[3, 3, 2]] * 5, [[3, 1, 4]] * 4 + [[8]]
+    mine = []
+    for window in range(5):
+        own = pieces(samples(16 + window), [8 + window, 8])[1 - dist.get_rank()]
+        cut = sizes[dist.get_rank()][window]
+        cut = [*cut[:-1], len(own["y"]) - sum(cut[:-1])]
+        mine += pieces(own, cut)
+        whole.step(samples(16 + window))
+    for micro in acc.over(mine):
+        acc.backward(loss(micro))
+        modes.add(loss.executor.mode)
+    assert "operations" in modes
+    return distance(hosted.parameters(), whole.model.parameters())
+
+
 def statistics() -> float:
     """Relative error of running statistics, merged over two windows and the ranks."""
     norm = nn.BatchNorm1d(5).double()
@@ -92,7 +153,7 @@ def statistics() -> float:
     ours, theirs = (
         [getattr(one, name) for name in ("running_mean", "running_var")] for one in (norm, whole)
     )
-    return distance(ours, theirs)  # type: ignore[arg-type]
+    return distance(ours, theirs)
 
 
 def in_16_bit() -> float:
@@ -132,6 +193,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     found = {kind: error(kind) for kind in ("ddp", "ddp resumed", "fsdp2")}
     found |= {"statistics": statistics(), "held back": held_back(), "bf16": in_16_bit()}
+    found |= {"compiled": compiled(mixed=False), "mixed": compiled(mixed=True)}
+    found |= {"own loop": compiled_in_own_loop()}
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(found, file)

@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "core.noise_scale",
         }
     ),
-    frozenset({"coupled"}),
+    frozenset({"core.compiled_loss", "coupled"}),
     frozenset({"compile", "compile.triton_kernels", "core.foreign_writes", "core.window"}),
     frozenset(
         {

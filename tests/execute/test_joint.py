@@ -291,3 +291,18 @@ def test_losses_of_a_hundred_updates_agree_with_eager_code() -> None:
     assert mode_of(train) == "operations"
     assert losses["compile"] == pytest.approx(losses["eager"], rel=1e-5)
     assert losses["eager"][-1] < 0.9 * losses["eager"][0]
+
+
+def test_a_module_with_two_names_keeps_its_own_tensors() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 5)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.Linear(5, 3)).double()
+    own = [id(parameter) for parameter in layer.parameters()]
+    whole = Whole(model)
+    train = traced(model, loss=lambda m, micro: wb.cross_entropy(m(micro["x"]), micro["y"]))
+    for number in (9, 9, 7, 9):
+        whole.step(samples(number))
+        train.step(samples(number))
+    assert mode_of(train) == "operations"
+    assert [id(parameter) for parameter in layer.parameters()] == own
+    whole.assert_same(model)

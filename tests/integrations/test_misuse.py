@@ -28,7 +28,7 @@ from wholebatch.integrations.accelerate import ExactWindows, accumulator
 from wholebatch.integrations.host_window import HostLoss
 from wholebatch.integrations.lightning import FabricWindows
 from wholebatch.integrations.transformers import exact
-from wholebatch.integrations.transformers.exact_trainer import stepped_here
+from wholebatch.integrations.transformers.host_steps import stepped_here
 
 pytestmark = [
     pytest.mark.slow,
@@ -190,7 +190,7 @@ def test_a_backward_that_failed_is_not_gone_on_with(library: str) -> None:
 def test_a_loss_without_its_backward_is_refused(library: str) -> None:
     loop = Loop(library, steps=2)
     given = HostLoss.of(mean=mean(loop.model, samples(4)), units=4)
-    loop.windows._window.weigh(given, divided_by=2 if library == "accelerate" else 1)
+    loop.windows._window.weigh(given)
     loop.add()
     with pytest.raises(WindowError, match="3 losses were weighed in this window, and 2 backwards"):
         loop.add()

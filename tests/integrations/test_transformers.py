@@ -33,7 +33,9 @@ from transformers import (
 )
 
 from wholebatch.integrations.transformers import ExactWindows, exact
-from wholebatch.integrations.transformers.exact_trainer import EpochEnd, measured_shift, zero_loss
+from wholebatch.integrations.transformers.exact_trainer import EpochEnd
+from wholebatch.integrations.transformers.host_steps import zero_loss
+from wholebatch.integrations.transformers.label_units import measured_shift
 
 pytestmark = [
     pytest.mark.slow,
@@ -246,9 +248,9 @@ def test_batches_cut_further_make_the_same_update(hosts: Any, problem: Any, tmp_
         kind = exact(Trainer, **options)  # type: ignore[arg-type]
         ours = trained(hosts, problem, kind, "whole", arguments=folder)
         assert distance(problem, ours, whole) <= EXACT
-        assert ours._chosen in range(1, 16)
+        assert ours._whole.micro_batch_size in range(1, 16)
     assert trained(hosts, problem, exact(Trainer, micro_batch="auto"), "whole", arguments=folder)
-    with pytest.raises(OptionError, match="not even one sample fits"):
+    with pytest.raises(OptionError, match="a micro-batch of one sample needs"):
         kind = exact(Trainer, micro_batch="auto", memory="10KiB")
         trained(hosts, problem, kind, "whole", arguments=folder)
 
@@ -354,7 +356,7 @@ def test_what_is_refused(hosts: Any, problem: Any, tmp_path: Path) -> None:
         trained(
             hosts,
             problem,
-            exact(Trainer),
+            exact(Trainer, batchnorm="refuse"),
             "ours",
             model=norm,
             arguments={"folder": str(tmp_path)},

@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 
-__all__ = ["PLAIN", "Fingerprint", "Reach", "only_reads", "refuse_hooks"]
+__all__ = [
+    "FUNCTIONS",
+    "PLAIN",
+    "Fingerprint",
+    "Reach",
+    "only_reads",
+    "reached",
+    "refuse_hooks",
+]
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
@@ -41,10 +49,14 @@ _SMALL = 16
 Later changes to such a tensor would be missed. Larger ones are read from memory at every run.
 """
 _KEPT = 2**16
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_FOREIGN = {"torch", "numpy", "logging", "threading", "wholebatch", "builtins", "typing"}
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FOREIGN = {
+    *("torch", "numpy", "accelerate", "logging", "threading", "wholebatch", "builtins", "typing")
+}
 
 _Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
+_BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "named_modules", "modules"}
+"""Names whose use means that code may read attributes that it does not name."""
 _OF_RNNS = ("_flat_weights", "_flat_weight_refs")
 """Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
@@ -57,23 +69,28 @@ _HOOKS = (
 
 
 class Reach:
-    """A snapshot of the state that the code of `loss` and `model` may read or change."""
+    """A snapshot of the state that the code of `loss` and `model` may read or change.
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
+    With `every`, that is every public attribute of a module, also one that no code of its forward
+    or of the loss names (the losses that a LightningModule collects at the end of a batch).
+    """
+
+    def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
         self._names: set[str] = set()
         self._things: list[_Thing] = []
         self._read_code(loss)
         self._visit(loss, "the loss function", 0, mentioned=True)
-        kinds: set[type[Any]] = set()
+        methods = {kind: _methods(kind) for kind in map(type, model.modules())}
+        in_forward = set(self._names)
+        for function in (function for found in methods.values() for function in found):
+            in_forward |= set(function.__code__.co_names)
+        every |= not in_forward.isdisjoint(_BY_NAME)
         for prefix, module in model.named_modules():
             for name, value in vars(module).items():
-                if not name.startswith("_"):
+                if not name.startswith("_") and (every or name in in_forward):
                     self._visit(value, f"{prefix}.{name}".lstrip("."), 1, mentioned=False)
-            if type(module) in kinds:
-                continue
-            kinds.add(type(module))
-            for function in _methods(type(module)):
+            for function in methods.pop(type(module), ()):
                 self._visit(function, function.__qualname__, _DEPTH - 1, mentioned=True)
 
     def changed(self) -> str | None:
@@ -94,23 +111,34 @@ class Reach:
     def _read_code(self, function: Any) -> None:
         """Collect all names mentioned by this code and by the functions it calls by name."""
         codes: set[types.CodeType] = set()
-        stack = [function]
+        stack = [(function, getattr(function, "__self__", function))]
         while stack and len(codes) < _THINGS:
-            one = _bare(stack.pop())
+            found, owner = stack.pop()
+            stack += [
+                (item, getattr(item, "__self__", item))
+                for _, item in _given(found)
+                if isinstance(item, FUNCTIONS)
+            ]
+            one = _bare(found)
             code = one if isinstance(one, types.CodeType) else getattr(one, "__code__", None)
             if code is None or code in codes:
                 continue
             codes.add(code)
             self._names.update(code.co_names)
-            stack += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            owner = getattr(function, "__self__", function)
-            for name in code.co_names:
-                for found in (
-                    getattr(one, "__globals__", {}).get(name),
-                    getattr(type(owner), name, None),
-                ):
-                    if isinstance(found, types.FunctionType) and not _is_foreign(found):
-                        stack.append(found)
+            inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
+            stack += [(item, owner) for item in inner]
+            named = [getattr(one, "__globals__", {}).get(name) for name in code.co_names]
+            named += [getattr(type(owner), name, None) for name in code.co_names]
+            libraries = [one for one in named if isinstance(one, types.ModuleType)]
+            named += [
+                getattr(library, name, None)
+                for library in libraries
+                if library.__name__.partition(".")[0] not in _FOREIGN
+                for name in code.co_names
+            ]
+            for called in [*named, *(value for _, _, value in _cells(one))]:
+                if isinstance(called, FUNCTIONS) and not _is_foreign(_bare(called)):
+                    stack.append((called, getattr(called, "__self__", owner)))
 
     def _visit(self, value: Any, name: str, depth: int, *, mentioned: bool) -> None:
         """Record this value and the values inside it.
@@ -126,8 +154,8 @@ class Reach:
         look, inner = self._inside(value, name, mentioned=mentioned)
         if look is not None:
             self._things.append(_Thing(name, value, look))
-        if isinstance(value, nn.Module):
-            depth -= 1  # Modules are nested deeply.
+        if isinstance(value, (nn.Module, functools.partial)):
+            depth -= 1  # Modules are nested deeply, and a partial is no level of its own.
         for key, item in inner[:_ITEMS]:
             self._visit(item, key, depth + 1, mentioned=mentioned)
 
@@ -141,10 +169,10 @@ class Reach:
             # A different tuple has a different identity.
             look = None if isinstance(value, tuple) else _items
             return look, [(f"{name}[{key!r}]", item) for key, item in _children(value)]
-        if isinstance(value, _FUNCTIONS):
+        if isinstance(value, FUNCTIONS):
             if _is_foreign(_bare(value)):
-                return None, []
-            return _bindings, list(_reached(value))
+                return None, list(_given(value))
+            return _bindings, list(reached(value))
         if not _is_own_object(value):
             return None, []
         # If the code names none of its attributes, the object may use `__getattr__`: record all.
@@ -181,7 +209,7 @@ class _Thing:
             with torch.no_grad():
                 value.copy_(copy)
             self._was, self._version = self._look(value), value._version
-        elif isinstance(value, _FUNCTIONS):
+        elif isinstance(value, FUNCTIONS):
             for place, name, was in copy:
                 if isinstance(place, types.CellType):
                     place.cell_contents = was
@@ -203,7 +231,7 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, _CONTAINERS):
         return value.copy()
-    if isinstance(value, _FUNCTIONS):
+    if isinstance(value, FUNCTIONS):
         return list(_places(value))
     if isinstance(value, nn.Module):  # The trace itself checks modules.
         return None
@@ -261,25 +289,38 @@ def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
     code = getattr(bare, "__code__", None)
     if code is None:
         return
-    for name, cell in zip(code.co_freevars, bare.__closure__ or (), strict=False):
+    yield from _cells(bare)
+    for name in code.co_names:
+        if name in bare.__globals__:
+            yield bare.__globals__, name, bare.__globals__[name]
+
+
+def _cells(bare: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the values in a function's closure."""
+    names = getattr(getattr(bare, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(bare, "__closure__", None) or (), strict=False):
         try:
             yield cell, name, cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
-    for name in code.co_names:
-        if name in bare.__globals__:
-            yield bare.__globals__, name, bare.__globals__[name]
 
 
 def _bindings(function: Any) -> Any:
     return [(name, _plain(value)) for _, name, value in _places(function)]
 
 
-def _reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function can reach besides its arguments, by name."""
+def _given(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments that a partial holds, by name."""
     while isinstance(function, functools.partial):
         yield from ((f"argument {n}", value) for n, value in enumerate(function.args))
         yield from function.keywords.items()
+        function = function.func
+
+
+def reached(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function can reach besides its arguments, by name."""
+    yield from _given(function)
+    while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
     if owner is not None:
@@ -328,7 +369,7 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
-        self._reach = Reach(model, loss)
+        self._reach = Reach(model, loss, every=False)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
 
     def changed(self) -> str | None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,6 @@ from torch.nn import functional
 
 from wholebatch.core.loss import Loss, Terms
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
-
-if TYPE_CHECKING:
-    from wholebatch.core.window import Window
 
 __all__ = ["Adding", "add_product", "can_add_any_product", "can_add_products"]
 _CAN_LOOK = (
@@ -115,13 +112,15 @@ class Adding:
     def __init__(
         self,
         model: nn.Module,
-        window: Window,
+        window: Any,
         precision: Precision,
         device: torch.device,
         eager: Callable[[Any, LossFunction], Loss | Terms],
+        *,
+        allowed: bool = True,
     ) -> None:
         self.plain = eager
-        self.allowed = True
+        self.allowed = allowed
         """Set to False to measure the gain."""
         self.added = 0
         """The number of gradients added without autograd."""

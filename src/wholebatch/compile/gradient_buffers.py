@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.precision import SIXTEEN_BIT
-
-if TYPE_CHECKING:
-    from wholebatch.core.window import Window
 
 __all__ = [
     "Casts",
@@ -25,7 +21,6 @@ __all__ = [
     "buffer_dtype",
     "eager_into",
     "empty_cache",
-    "may_lend",
     "take_workspace",
 ]
 
@@ -73,25 +68,13 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def may_lend(model: nn.Module, window: Window) -> bool:
-    """True if eager code may add into the buffers from the start.
-
-    It may not if ranks must know which parameters have no gradient. It may not if a layer produces
-    sparse gradients or an optimizer requires them: in a buffer they would become dense.
-    """
-    sparse = any(getattr(module, "sparse", False) is True for module in model.modules()) or any(
-        isinstance(optimizer, torch.optim.SparseAdam) for optimizer in window.target.optimizers
-    )
-    return window.sync.ranks == 1 and type(window.store) is DeviceStore and not sparse
-
-
 @contextmanager
-def eager_into(gradients: Gradients, window: Window) -> Iterator[None]:
+def eager_into(gradients: Gradients, window: Any) -> Iterator[None]:
     """Let eager code add into the buffers within this context, if that is allowed."""
-    store = window.store
-    if not gradients.lends or not isinstance(store, DeviceStore):
+    if not gradients.lends:
         yield
         return
+    store = window.store
     if window.is_open:
         gradients.lend()
     else:
@@ -137,9 +120,8 @@ class Gradients:
 
     def are_in_place(self, used: tuple[int, ...]) -> bool:
         """True if the buffers are these parameters' `.grad` now."""
-        first = used[0]
-        return self._entered == used and (
-            self.parameters[first].grad is self._buffers.get(first, self)
+        return self._entered == used and all(
+            self.parameters[index].grad is self._buffers[index] for index in used
         )
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ class EagerResult:
 
     inputs: Inputs
     form: Form
-    totals: list[Tensor]
+    results: list[Tensor]
+    """The totals, and the tensors that were handed back beside them."""
     before: ForwardState
     earlier: Sequence[Tensor | None] | None
     """The gradients of the window's earlier micro-batches, by parameter, if they were kept."""
@@ -50,13 +51,10 @@ class EagerResult:
 
 
 class Check:
-    """Compares the result of a graph with that of eager code, in this precision."""
+    """Compares the result of a graph, of which a part may be in 16 bit, with that of eager code."""
 
-    def __init__(self, precision: str, parameters: Sequence[nn.Parameter]) -> None:
-        self._autocasts = precision in ("bf16", "fp16")
-        self._sixteen_bit = self._autocasts or any(
-            parameter.dtype in SIXTEEN_BIT for parameter in parameters
-        )
+    def __init__(self, *, sixteen_bit: bool) -> None:
+        self._sixteen_bit = sixteen_bit
 
     def hold_against(
         self,
@@ -70,7 +68,7 @@ class Check:
         reason = differs(found, wanted, what, sixteen_bit=self._sixteen_bit)
         if reason is None:
             return
-        if truth is not None and self._autocasts:
+        if truth is not None and self._sixteen_bit:
             with contextlib.suppress(torch.OutOfMemoryError):
                 if is_as_near(found, wanted, truth()):
                     return
@@ -115,7 +113,7 @@ def gradients_in_full(
     seeds: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return the gradients of a micro-batch without autocast, in the parameters' own dtype."""
-    with torch.enable_grad():
+    with torch.enable_grad(), _without_autocast():
         totals = totals_of(as_loss(loss(model, micro)))
         found = torch.autograd.grad(
             totals,
@@ -125,6 +123,18 @@ def gradients_in_full(
             allow_unused=True,
         )
     return list(found)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Keep autocast off within this context, also where the model switches it on by itself."""
+    switch = torch.set_autocast_enabled
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        torch.set_autocast_enabled = lambda *_: None
+        stack.callback(setattr, torch, "set_autocast_enabled", switch)
+        yield
 
 
 def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

@@ -127,6 +127,7 @@ class JointStep:
         self.used = traced.used
         self.random = traced.random
         self.sizes = traced.sizes
+        self.sixteen_bit = traced.sixteen_bit
         self.compiled = compiled
         self.runs = 1
         """The number of runs, replays included; the trial run counts."""

@@ -8,9 +8,8 @@ the same micro-batch, and must give the same gradients before it is used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from wholebatch.compile.execute_mode import (
     Execute,
     ExecutePlan,
     Notes,
+    Speed,
     first_line,
     reason_of,
 )
@@ -32,31 +32,78 @@ from wholebatch.compile.gradient_buffers import (
     Gradients,
     eager_into,
     empty_cache,
-    may_lend,
     take_workspace,
 )
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
-from wholebatch.compile.trace import Form, State, Traced, totals_of, trace
+from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Terms
+from wholebatch.core.loss import Loss, Terms, Units
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
-if TYPE_CHECKING:
-    from wholebatch.core.window import Window
+__all__ = ["CompiledForward", "Executor", "Ledger"]
 
-__all__ = ["CompiledForward", "Executor"]
+
+class Ledger(Protocol):
+    """The window that micro-steps belong to, as far as they need to know it."""
+
+    updates: int
+
+    @property
+    def inputs(self) -> list[nn.Parameter]:
+        """The parameters that the open window trains."""
+
+    @property
+    def broken(self) -> bool:
+        """True if a backward of the open window failed half way."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that are complete in the open window."""
+
+    @property
+    def entered(self) -> int:
+        """Losses that the open window has recorded."""
+
+    @property
+    def known(self) -> Mapping[str, float] | None:
+        """The units of the whole window, if they were counted before."""
+
+    @property
+    def only_eager(self) -> str | None:
+        """The reason why only eager code can run here."""
+
+    @property
+    def lends_buffers(self) -> bool:
+        """True if eager code may add into the graphs' buffers from the start."""
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters to train, also before the window is open."""
+
+    def open_early(self) -> bool:
+        """Open the window if its seed is known without a loss; return True if it is open."""
+
+    def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
+        """Return the number that the backward of a total starts from."""
+
+    def record(
+        self,
+        totals: Mapping[str, Tensor],
+        units: Mapping[str, Units],
+        weights: Mapping[str, float],
+    ) -> None:
+        """Record a micro-step whose gradients are added."""
 
 
 class Executor:
-    """Runs the micro-steps of one WholeBatch.
+    """Runs the micro-steps of one window after the other.
 
     `eager(micro, loss)` runs forward and backward with this loss function, records them in the
     window, and returns the loss.
     `keeps_moments`: the model's BatchNorms collect their statistics in Python, so only eager code
-    works.
+    works. `adds`: eager code may add weight gradients by the matrix product itself.
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -68,12 +115,13 @@ class Executor:
         *,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        window: Window,
+        window: Ledger,
         precision: Precision,
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
         single: str,
         keeps_moments: bool = False,
+        adds: bool = True,
     ) -> None:
         self.execute = execute
         self.notes = Notes(asked=execute in ("compile", "graph"))
@@ -83,21 +131,18 @@ class Executor:
         self._window = window
         self._precision = precision
         self._device = device
-        self._eager = Adding(self._model, window, precision, device, eager)
+        self._eager = Adding(self._model, window, precision, device, eager, allowed=adds)
         self._single = single
         self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
+        self.speed = Speed(device, self.notes)
         self._next_place = 0
         self._pool: Any = None
         self._forward: CompiledForward | None = None
         self._reset()
-        reason = None
-        if not window.sync.takes_graphs or window.sync.counts_must_agree:
-            reason = "this engine's collectives run in its forwards and backwards, by eager code"
-        elif window.store.only_eager is not None:
-            reason = window.store.only_eager
-        elif keeps_moments:
+        reason = window.only_eager
+        if reason is None and keeps_moments:
             reason = 'batchnorm="statistics" collects its moments in Python'
         if reason is not None and not self._plan.eager:
             self._plan.compiles = False
@@ -116,28 +161,29 @@ class Executor:
 
     # ------------------------------------------------------------- micro-step
 
-    def micro_step(self, micro: Any) -> None:
-        """Add one micro-batch's gradients, and record its sums in the window."""
+    def micro_step(self, micro: Any) -> Added:
+        """Add one micro-batch's gradients, record its sums in the window, and return them."""
         micro = self._copies(micro)
         if not self._plan.eager:
             try:
                 self._reserve()
-                if self._graph_step(micro):
-                    return
+                added = self._graph_step(micro)
+                if added is not None:
+                    return added
             except CannotTrace as reason:
                 self._give_up(str(reason))
         if self._forward is not None:
             try:
                 self.mode = "compiled forward"
-                self._forward(micro)
-                return
+                return Added.of(self._forward(micro), self._single)
             except CannotTrace as reason:
                 self._forward = None
                 self.notes.fell_back(self.execute, "eagerly", f"torch.compile fails ({reason})")
         self.mode = "eager"
-        with eager_into(self._gradients, self._window):
-            self._eager(micro, self._loss)
+        with eager_into(self._gradients, self._window), self.speed.timed(self.mode):
+            loss = self._eager(micro, self._loss)
         self._settle()
+        return Added.of(loss, self._single)
 
     def let_go(self) -> None:
         """Drop every graph and its memory after an out-of-memory error. They are made again."""
@@ -160,11 +206,12 @@ class Executor:
             return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
-        self._parameters = [p for group in self._window.target.groups() for p in group]
+        self._parameters = self._window.trained()
         self._fingerprint = Fingerprint(self._model, self._loss)
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))
-        self._gradients.lends = may_lend(self._model, self._window)
+        sparse = any(getattr(one, "sparse", False) is True for one in self._model.modules())
+        self._gradients.lends = self._window.lends_buffers and not sparse
 
     def _settle(self, *, always: bool = False) -> None:
         """In the first window, move the gradients into their buffers and release cached memory."""
@@ -177,11 +224,11 @@ class Executor:
         parameters = list(state.trained.values())
         self._gradients, self._casts = Gradients(parameters), Casts(parameters)
 
-    def _graph_step(self, micro: Any) -> bool:
-        """Run this micro-batch in a graph if possible; return False if eager code must run it."""
+    def _graph_step(self, micro: Any) -> Added | None:
+        """Run this micro-batch in a graph if possible; return None if eager code must run it."""
         inputs = take_apart(micro)
-        if not self._window_is_open():
-            return False
+        if not self._window.open_early():
+            return None
         self._look_at_the_window()
         self._plan.micro_batches += 1
         prepared = self._steps.get(inputs.key)
@@ -189,21 +236,21 @@ class Executor:
             self._seen[inputs.key] = self._seen.get(inputs.key, 0) + 1
             shared = self._shapes.find(inputs)
             if not self._prepares(inputs, shared):
-                return False
+                return None
             at_once = self._plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
-            self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
-            return True
+            return self._prepare(inputs, micro, compiled=at_once or self._shapes.ready(inputs))
         joint = prepared.joint
         if not joint.compiled and self._upgrades(inputs, joint):
-            self._prepare(inputs, micro, compiled=True)
-            return True
+            return self._prepare(inputs, micro, compiled=True)
         if not self._gradients.are_in_place(joint.used):
             self._gradients.put_in_place(joint.used)
         self.mode = prepared.mode
         joint.runs += 1
-        totals, units = prepared.run(inputs.tensors, self._seeds(prepared.form))
-        self._record(prepared.form, totals, units)
-        return True
+        with self.speed.timed(self.mode):
+            results = prepared.run(inputs.tensors, self._seeds(prepared.form))
+        added = prepared.form.read(*results)
+        self._window.record(added.totals, added.units, added.weights)
+        return added
 
     def _seeds(self, form: Form) -> list[Tensor]:
         """Return the seed for the backward of each total; it stays on the device."""
@@ -215,22 +262,11 @@ class Executor:
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
-    def _record(self, form: Form, totals: list[Tensor], units: list[Tensor]) -> None:
-        """Record a micro-step whose gradients have been added."""
-        counted = iter(units)
-        self._window.record(
-            dict(zip(form.names, totals, strict=True)),
-            {
-                name: next(counted) if number is None else number
-                for name, number in zip(form.names, form.units, strict=True)
-            },
-            dict(zip(form.names, form.weights, strict=True)),
-        )
-
     def _prepares(self, inputs: Inputs, shared: SharedGraph | None) -> bool:
         own = sum(step.joint.sizes is None for step in self._steps.values())
         others = None if shared is None else len(self._steps) - own
-        first = not self._window.owners
+        # A second loss of each micro-batch is never the window's first.
+        first = not self._window.micro_batches
         return self._plan.prepares(own, self._seen[inputs.key], first=first, shared=others)
 
     def _upgrades(self, inputs: Inputs, joint: JointStep) -> bool:
@@ -238,13 +274,6 @@ class Executor:
             # It is compiled already and only needs a new CUDA graph capture.
             return self._plan.compiles
         return self._plan.upgrades(joint.operations, self._compiled(), joint.runs)
-
-    def _window_is_open(self) -> bool:
-        """Open the window if its seed is known without a loss; return True if it is open."""
-        window = self._window
-        if not window.is_open and window.next_seed is not None:
-            window.begin()
-        return window.is_open
 
     def _look_at_the_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
@@ -283,18 +312,24 @@ class Executor:
 
     # ---------------------------------------------------------------- prepare
 
-    def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> None:
+    def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> Added:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
-        alone = not self._window.owners
+        alone = not self._window.entered
         earlier = None
-        if not alone and self._shapes.wants_proof(inputs, self._traced, compiled=compiled):
+        if not alone and (
+            not self._window.micro_batches
+            or self._shapes.wants_proof(inputs, self._traced, compiled=compiled)
+        ):
+            if not self._gradients.parameters:
+                self._make_buffers(State.of(self._model, self._parameters))
             earlier = self._gradients.in_all()
         before = ForwardState(self._model)
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
-        totals = [total.detach() for total in totals_of(loss)]
-        done = EagerResult(inputs, Form.of(loss, self._single), totals, before, earlier, alone)
+        added = Added.of(loss, self._single)
+        results = [*(total.detach() for total in totals_of(loss)), *_fractions(added)]
+        done = EagerResult(inputs, Form.of(loss, self._single), results, before, earlier, alone)
         del loss
         self._precision.let_go()
         self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
@@ -305,7 +340,7 @@ class Executor:
             self._steps[inputs.key] = step
         except CannotTrace as reason:
             self._give_up(str(reason))
-            return
+            return added
         finally:
             after.restore()
             self._plan.spent += time.perf_counter() - began
@@ -317,6 +352,7 @@ class Executor:
             f"{time.perf_counter() - began:.1f} s; {step.joint.fused[0]} weight gradients and "
             f"{step.joint.fused[1]} embeddings add themselves"
         )
+        return added
 
     def _made(self, done: EagerResult, *, compiled: bool) -> Prepared:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
@@ -352,7 +388,7 @@ class Executor:
                     return step
             self._traced[inputs.key] = traced()
         joint = self._joint(make, self._traced[inputs.key], compiled)
-        return self._proven(joint, replace(done, earlier=None))
+        return self._proven(joint, done)
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
         """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
@@ -381,7 +417,8 @@ class Executor:
         def run() -> list[Tensor]:
             done.before.restore()
             torch._foreach_zero_(buffers)
-            return joint(inputs.tensors, seeds)[0]
+            totals, rest = joint(inputs.tensors, seeds)
+            return [*totals, *_fractions(done.form.read(totals, rest))]
 
         def in_full() -> list[Tensor]:
             used = [self._gradients.parameters[index] for index in joint.used]
@@ -392,8 +429,8 @@ class Executor:
         try:
             found = rehearse(run, self._device, captures=self._plan.captures)
             if not joint.random:
-                check = Check(self._precision.name, self._parameters)
-                check.hold_against(found, done.totals, "loss")
+                check = Check(sixteen_bit=joint.sixteen_bit)
+                check.hold_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
                     check.hold_against(buffers, wanted, "gradient", truth=in_full)
@@ -432,6 +469,11 @@ class Executor:
         self.notes.fell_back(self.execute, how, reason)
 
 
+def _fractions(added: Added) -> list[Tensor]:
+    """Return the extras that can be compared: not whole numbers, such as predicted classes."""
+    return [extra for extra in added.extras.values() if extra.is_floating_point()]
+
+
 class CompiledForward:
     """Micro-steps by torch.compile over ordinary autograd, where one joint graph is impossible.
 
@@ -445,7 +487,7 @@ class CompiledForward:
         self,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        window: Window,
+        window: Ledger,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
     ) -> None:
         self._model = model
@@ -454,20 +496,20 @@ class CompiledForward:
         self._loss: Callable[[Any, Any], Any] = torch.compile(loss)
         self._proven = False
 
-    def __call__(self, micro: Any) -> None:
+    def __call__(self, micro: Any) -> Loss | Terms:
         if self._proven:
-            self._eager(micro, self._loss)
-            return
+            return self._eager(micro, self._loss)
         before = ForwardState(self._model)
-        entered = len(self._window.owners)
+        entered = self._window.entered
         try:
-            self._eager(micro, self._loss)
+            loss = self._eager(micro, self._loss)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # A compiler may raise anything.
-            if self._window.broken or len(self._window.owners) != entered:
+            if self._window.broken or self._window.entered != entered:
                 # It failed after the backward began: some of its gradients are already added.
                 raise
             before.restore()
             raise CannotTrace(reason_of(problem)) from problem
         self._proven = True
+        return loss

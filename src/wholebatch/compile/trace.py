@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,13 +23,13 @@ from torch import Tensor, fx, nn
 from wholebatch.compile.captured_state import only_reads, refuse_hooks
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.core.loss import Loss, Term, Terms, as_loss
-from wholebatch.core.precision import Precision
+from wholebatch.core.loss import Loss, Term, Terms, Units, as_loss
+from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
     from wholebatch.compile.symbolic_sizes import Sizes
 
-__all__ = ["Form", "State", "Traced", "totals_of", "trace"]
+__all__ = ["Added", "Form", "State", "Traced", "extras_of", "totals_of", "trace"]
 
 _LEN = builtins.len
 _ONE_AT_A_TIME = threading.Lock()
@@ -45,6 +45,8 @@ class Form:
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
     """Units that are numbers; None for a tensor, which is an output of the graph."""
+    extras: tuple[str, ...] = ()
+    """The names of the tensors to hand back beside the loss, which are outputs too."""
 
     @staticmethod
     def of(loss: Loss | Terms, single: str) -> Form:
@@ -58,6 +60,42 @@ class Form:
             units=tuple(
                 None if isinstance(term.units, Tensor) else term.units for term in terms.values()
             ),
+            extras=tuple(extras_of(loss)),
+        )
+
+    def read(self, totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Added:
+        """Return the outputs of a graph by name: its totals, and its units and extras."""
+        outputs = iter(rest)
+        units = {
+            name: next(outputs) if number is None else number
+            for name, number in zip(self.names, self.units, strict=True)
+        }
+        return Added(
+            totals=dict(zip(self.names, totals, strict=True)),
+            units=units,
+            weights=dict(zip(self.names, self.weights, strict=True)),
+            extras=dict(zip(self.extras, outputs, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Added:
+    """The outcome of a micro-step whose gradients are added: numbers by term, and extras."""
+
+    totals: Mapping[str, Tensor]
+    units: Mapping[str, Units]
+    weights: Mapping[str, float]
+    extras: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(loss: Loss | Terms, single: str) -> Added:
+        """Return the outcome of a micro-step that eager code has made."""
+        terms = _terms(loss, single)
+        return Added(
+            totals={name: term.total.detach() for name, term in terms.items()},
+            units={name: term.units for name, term in terms.items()},
+            weights={name: term.weight for name, term in terms.items()},
+            extras={name: extra.detach() for name, extra in extras_of(loss).items()},
         )
 
 
@@ -105,6 +143,12 @@ class Traced:
     units: tuple[Any, ...] = ()
     """The units of the form, before symbols were replaced with numbers."""
 
+    @property
+    def sixteen_bit(self) -> bool:
+        """True if a part of the graph computes in 16 bit."""
+        values = (node.meta.get("val") for node in self.graph.graph.nodes)
+        return any(getattr(value, "dtype", None) in SIXTEEN_BIT for value in values)
+
     def form_for(self, tensors: Sequence[Tensor]) -> Form:
         """Return the form of the loss for a micro-batch with these tensors."""
         if self.sizes is None:
@@ -113,18 +157,28 @@ class Traced:
         return replace(self.form, units=units)
 
 
-class _Within(nn.Module):
-    """Calls a function while functional_call has swapped the model's tensors.
+@contextmanager
+def _swapped(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the model have these tensors, by name, instead of its own within this context.
 
-    The backward must run inside too: checkpointing recomputes the forward there.
+    torch.func.functional_call does not put back the tensors of a module with two names.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        return function()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    new = {id(old): tensors[name] for name, old in named}
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (held, name, old)
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for name, old in held.items()
+        if old is not None
+    ]
+    for held, name, old in places:
+        held[name] = new[id(old)]
+    try:
+        yield
+    finally:
+        for held, name, old in places:
+            held[name] = old
 
 
 @dataclass
@@ -143,6 +197,8 @@ class _MicroStep:
     """The parameters that got a gradient."""
     units: tuple[Any, ...] = ()
     """The units of the loss; they may be symbols."""
+    extras: tuple[Tensor, ...] = ()
+    """The tensors to hand back beside the loss."""
     drawn: int = 0
     """The number of operations of the forward that draw random numbers."""
     draws_again: bool = False
@@ -155,20 +211,18 @@ class _MicroStep:
         held = dict(zip(self.state.others, flat[one:two], strict=True))
         micro, seeds = flat[two:three], flat[three:]
 
-        def run() -> list[Tensor]:
+        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
+        # The backward must run inside too: checkpointing recomputes the forward there.
+        with _swapped(self.model, tensors):
             terms = self._forward(self.inputs.around(micro), held)
             return self._backward(terms, leaves, seeds)
-
-        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
-        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        made: list[Tensor] = torch.func.functional_call(_Within(self.model), named, (run,))
-        return made
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
         with torch.enable_grad(), self.precision.forward():
             result = as_loss(self.loss(self.model, micro))
         found = Form.of(result, self.single)
         self.units = found.units
+        self.extras = tuple(extras_of(result).values())
         if self.sizes is not None:
             found = replace(found, units=tuple(map(self.sizes.value, found.units)))
         if found != self.form:
@@ -189,6 +243,8 @@ class _MicroStep:
         return [
             *(total.detach() for total in totals),
             *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+            # A copy: a fused kernel may overwrite the logits.
+            *(extra.detach().clone() for extra in self.extras),
             *(gradient for gradient in gradients if gradient is not None),
         ]
 
@@ -274,6 +330,11 @@ def _symbolic_lengths() -> Iterator[None]:
 def totals_of(loss: Loss | Terms) -> list[Tensor]:
     """Return the total of each term of a loss."""
     return [term.total for term in _terms(loss, "").values()]
+
+
+def extras_of(loss: Loss | Terms) -> Mapping[str, Tensor]:
+    """Return the tensors that a loss hands back beside its total."""
+    return loss.extras if isinstance(loss, Loss) else {}
 
 
 def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:

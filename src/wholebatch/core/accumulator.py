@@ -7,17 +7,21 @@ take part in the updates of the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, overload
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.compile import Execute
 from wholebatch.core import state_dict as state
 from wholebatch.core.close import ClipNorm
+from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, Pending
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
 from wholebatch.core.lookahead_loader import Feed
@@ -172,6 +176,7 @@ class Accumulator:
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
         self._before: list[ForwardState] = []  # models as they were before a stand-in's forward
+        self.pending = Pending()
         self._watch(self._next_size())
 
     # ------------------------------------------------------------- the window
@@ -206,7 +211,7 @@ class Accumulator:
 
     def backward(
         self,
-        total: Tensor | Loss | Terms | None = None,
+        total: Tensor | Loss | AddedLoss | Terms | None = None,
         units: Units | None = None,
         *,
         mean: Tensor | None = None,
@@ -215,32 +220,31 @@ class Accumulator:
         """Add one micro-batch's gradient; the window's last backward closes it.
 
         Give `total`, the sum over `units` (or a wb.Loss, which is both), or `mean=`, the mean over
-        them. `more=True` says that another backward of the same micro-batch follows. The units of a
-        micro-batch are the sum over its backwards: give 0 with all but one if they are terms over
-        the same units.
+        them. The loss of a function of `compile` is only entered. `more=True` says that another
+        backward of the same micro-batch follows. The units of a micro-batch are the sum over its
+        backwards: give 0 with all but one if they are terms over the same units.
         """
         with self._turn:
             return self._backward(total, units, mean, more)
 
     def _backward(
         self,
-        total: Tensor | Loss | Terms | None,
+        total: Tensor | Loss | AddedLoss | Terms | None,
         units: Units | None,
         mean: Tensor | None,
         more: bool,
     ) -> Step | None:
-        if self._place_done and self._driver is not None:
-            raise WindowError(
-                "a second backward for one micro-batch: pass more=True on all but its last"
-            )
-        if self._places == 0 and self._driver is None:
-            self._open_place()
-        summed, counted = self._read(total, units, mean)
+        self._begin_backward()
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
-        self._window.closing = is_last and not more
-        self._untouched.check()
-        self._window.add(summed, counted)
-        self._untouched.remember()
+        if isinstance(total, AddedLoss):
+            self.pending.take(total, self)
+        else:
+            self.pending.refuse()
+            summed, counted = self._read(total, units, mean)
+            self._window.closing = is_last and not more
+            self._untouched.check()
+            self._window.add(summed, counted)
+            self._untouched.remember()
         if more:
             return None
         if self._look.active:
@@ -254,6 +258,74 @@ class Accumulator:
         if not is_last:
             return None
         return self._close()
+
+    def _begin_backward(self) -> None:
+        """Begin a window at its first backward; refuse a second one for a micro-batch."""
+        if self._place_done and self._driver is not None:
+            raise WindowError(
+                "a second backward for one micro-batch: pass more=True on all but its last"
+            )
+        if self._places == 0 and self._driver is None:
+            self._open_place()
+
+    # ------------------------------------------------- compiled loss functions
+
+    @overload
+    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
+
+    @overload
+    def compile(
+        self, loss: None = None, *, execute: Execute = "auto"
+    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
+
+    def compile(
+        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
+    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
+        """Return the loss function as one that runs at the speed of `WholeBatch`.
+
+        ```python
+        @acc.compile
+        def loss(micro):
+            logits = model(micro["x"])
+            return wb.cross_entropy(logits, micro["y"])
+
+        for micro in acc.over(loader):
+            acc.backward(loss(micro))
+        ```
+
+        The function returns a `wb.Loss` (or a tensor of per-unit losses). A call runs forward,
+        backward and addition as one graph, where that is possible, and by eager code where it is
+        not. `backward` then only enters the loss. Tensors to look at (an accuracy) go into
+        `wb.Loss(total, units, extras={...})`, and come back in `loss.extras`.
+        """
+        if loss is None:
+            return partial(self.compile, execute=execute)
+        return CompiledLoss(
+            loss,
+            door=self,
+            window=self._window,
+            models=self._window.target.models,
+            device=self._window.target.device,
+            execute=execute,
+            keeps_moments=bool(self._counting),
+        )
+
+    @contextmanager
+    def micro_step(self) -> Iterator[bool]:
+        """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
+        self.pending.refuse()
+        self._begin_backward()
+        self._window.closing = False  # another backward may follow: the close reduces
+        self._untouched.check()
+        yield not self._look.active
+        self._untouched.remember()
+
+    def add_eagerly(self, loss: Loss) -> None:
+        """Make the backward of a compiled function's loss by eager code."""
+        if self._look.active:
+            self._look.at_backward(loss, in_parts=self._in_parts)
+        with self._turn:
+            self._window.add_loss(loss)
 
     def _read(
         self, total: Tensor | Loss | Terms | None, units: Units | None, mean: Tensor | None
@@ -313,6 +385,7 @@ class Accumulator:
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
         with self._turn:
+            self.pending.refuse()
             if not self._window.is_open:
                 self._places = 0
                 return None
@@ -322,6 +395,7 @@ class Accumulator:
         """Drop what the window holds; the next micro-batch begins a new one."""
         self._window.discard()
         self._untouched.forget()
+        self.pending.forget()
         self._places = 0
         for policy in self._counting:
             policy.discard_window()
@@ -403,6 +477,7 @@ class Accumulator:
         """End the loop's body. One without a backward has used its place all the same."""
         if self._place_done:
             return
+        self.pending.refuse()
         self._places += 1
         if not self._is_last:
             return

@@ -465,17 +465,21 @@ class DeviceStore(Store):
     def hand_over(self, remaining: float) -> None:
         """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
 
-        They are new tensors: a compiled micro-step writes into the old ones in every window.
+        They are new tensors: a compiled micro-step writes into the old ones in every window. The
+        fp32 sum of a 16-bit parameter is left as it is where the optimizer takes it.
         """
+        sixteen_bit = self.target.sixteen_bit
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
-            if gradient.dtype is not parameter.dtype:  # the sum of a 16-bit one is float32
+            rounds = not self.target.steps or sixteen_bit.rounds(parameter)
+            if gradient.dtype is not parameter.dtype and rounds:
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype
-            parameter.grad = gradient.to(parameter.dtype)
+                gradient = gradient.to(parameter.dtype)
+            parameter.grad = gradient
         self.parameters = []
 
     def saved(self) -> list[Tensor | None]:

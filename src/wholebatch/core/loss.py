@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -44,6 +44,8 @@ __all__ = [
 
 
 Units: TypeAlias = int | float | Tensor
+SINGLE = "loss"
+"""The name under which a loss without named terms is kept."""
 
 _SUM_OR_MEAN = (
     "is this scalar a sum or a mean? For a sum return wb.Loss(total, units), "
@@ -123,14 +125,20 @@ class Loss:
     """A sum over units; the window's loss is the sum of totals over the sum of units.
 
     `units` may be a 0-dim tensor on the device: it is read once per window, not per micro-batch.
+    `extras` are tensors by name that a compiled loss function hands back beside the loss (an
+    accuracy, logits): no gradient flows through them.
     """
 
     total: Tensor
     units: Units
+    extras: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         check_total(self.total)
         check_units(self.units)
+        for name, extra in self.extras.items():
+            if not isinstance(extra, Tensor):
+                raise LossError(f"extras[{name!r}] is {extra!r}: must be a tensor")
 
     @staticmethod
     def terms(terms: Mapping[str, tuple[Any, ...]]) -> Terms:

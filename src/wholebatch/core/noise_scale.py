@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from wholebatch.core.close import dense_gradients, read_scalars
+from wholebatch.core.loss import SINGLE
 from wholebatch.core.precision import SIXTEEN_BIT
-from wholebatch.core.window import SINGLE
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.distributed.sync_strategy import Single
 from wholebatch.errors import OptionError, UnsupportedError

@@ -26,6 +26,7 @@ __all__ = [
     "Autocast",
     "Full",
     "LossScale",
+    "OwnAutocast",
     "Precision",
     "SixteenBit",
     "choose",
@@ -129,6 +130,12 @@ class Autocast(Precision):
                 torch.clear_autocast_cache()
 
 
+class OwnAutocast(Autocast):
+    """The autocast that the model's forward enters by itself, as Accelerate makes it."""
+
+    forward = nullcontext
+
+
 def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision:
     """Return the precision with this name, or raise an OptionError that lists the names.
 
@@ -140,6 +147,8 @@ def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision
         return Autocast(device_type, torch.bfloat16, keeps=keeps)
     if precision == "fp16":
         return Autocast(device_type, torch.float16, keeps=keeps)
+    if precision == "model's bf16":
+        return OwnAutocast(device_type, torch.bfloat16, keeps=keeps)
     raise OptionError(
         f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
         "'bf16' or 'fp16' (autocast)"
@@ -234,9 +243,10 @@ class SixteenBit:
             round_gradient(parameter)
 
     def end(self) -> None:
-        """Restore the parameters' `grad_dtype`, after the gradients are cleared."""
+        """Restore the parameters' `grad_dtype`, unless an fp32 gradient was left to the user."""
         for parameter in self.parameters:
-            parameter.grad_dtype = parameter.dtype
+            if parameter.grad is None or parameter.grad.dtype is parameter.dtype:
+                parameter.grad_dtype = parameter.dtype
 
 
 def round_gradient(parameter: torch.nn.Parameter) -> None:

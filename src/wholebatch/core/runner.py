@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from wholebatch.compile import Execute, Executor, check_execute
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import ForwardState, restore_random
-from wholebatch.core.loss import Loss, Terms, as_loss
+from wholebatch.core.loss import SINGLE, Loss, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import batch_size_of, to_device
-from wholebatch.core.window import SINGLE, Window
+from wholebatch.core.window import Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.audit import SplitGuard
@@ -132,6 +132,11 @@ class Runner:
         return execute if why is None else "eager"
 
     # --------------------------------------------------------------- the look
+
+    @property
+    def is_checked(self) -> bool:
+        """True if no look is to come."""
+        return self._guard is None
 
     def look_at(self, batch: Any, micros: Sequence[Any], layout: Mapping[str, Any]) -> None:
         """Refuse what does not add up, before the first window that is split."""

@@ -24,7 +24,7 @@ from wholebatch.core.runner import (
     find_nonfinite,
     modules_of,
 )
-from wholebatch.core.splitting import Tokens
+from wholebatch.core.splitting import Batches, Tokens
 from wholebatch.core.window import Step, Turn, UnitsCount, UnitsFunction, make_window
 from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
@@ -232,7 +232,7 @@ class WholeBatch:
 
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         micros = self._fitting.split(batch)
-        self._runner.look_at(batch, micros, self._layout)
+        self._look(batch, micros)
         window = self._window
         first = self._resume_at(micros) if window.is_open else 0
         known = None if self._count is None or window.is_open else self._count(micros)
@@ -252,6 +252,11 @@ class WholeBatch:
             if window.is_open:
                 window.discard()
             self._runner.discard_window()
+
+    def _look(self, batch: Any, micros: Sequence[Any]) -> None:
+        """Refuse what does not add up, before the first window that is split."""
+        like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
+        self._runner.look_at(like, micros, self._layout)
 
     def _attempts(self, micros: list[Any], first: int) -> Iterable[Attempt]:
         """Return attempts at the window; a resumed one cannot begin again."""

@@ -38,7 +38,7 @@ from wholebatch.core.close import (
 )
 from wholebatch.core.close_on_device import WindowSums
 from wholebatch.core.gradient_store import DeviceStore, Store, refuse_stray
-from wholebatch.core.loss import Loss, Terms, Units, check_total, check_units
+from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_total, check_units
 from wholebatch.core.model_and_optimizer import Scheduler, Target, build_target, step_scheduler
 from wholebatch.core.options import Close, Memory
 from wholebatch.distributed import Sync
@@ -53,7 +53,6 @@ from wholebatch.errors import (
 from wholebatch.offload import choose as choose_store
 
 __all__ = [
-    "SINGLE",
     "Backward",
     "Step",
     "Turn",
@@ -134,9 +133,6 @@ def is_reentrant(totals: Iterable[Tensor]) -> bool:
         stack.extend(successor for successor, _ in node.next_functions)
     return False
 
-
-SINGLE = "loss"
-"""The name under which a loss without named terms is kept."""
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
 
@@ -319,6 +315,38 @@ class Window:
             self.loss_scale = self.target.scale.value()
         self.started = time.perf_counter()
         self.is_open = True
+
+    def open_early(self) -> bool:
+        """Open the window if its seed is known without a loss; return True if it is open."""
+        if not self.is_open and self.next_seed is not None:
+            self.begin()
+        return self.is_open
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizers train now."""
+        return [parameter for group in self.target.groups() for parameter in group]
+
+    @property
+    def entered(self) -> int:
+        """Losses that the open window has recorded."""
+        return len(self.owners)
+
+    @property
+    def only_eager(self) -> str | None:
+        """The reason why micro-steps can only run by eager code; None where there is none."""
+        if not self.sync.takes_graphs or self.sync.counts_must_agree:
+            return "this engine's collectives run in its forwards and backwards, by eager code"
+        return self.store.only_eager
+
+    @property
+    def lends_buffers(self) -> bool:
+        """True if eager code may add into the buffers of graphs from the start.
+
+        It may not if ranks must know which parameters have no gradient, nor if an optimizer
+        requires sparse gradients: in a buffer they would become dense.
+        """
+        sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
+        return self.sync.ranks == 1 and type(self.store) is DeviceStore and not sparse
 
     # -------------------------------------------------------------------- add
 

@@ -13,9 +13,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.forward_state import capture_random, restore_random
+from wholebatch.core.loss import SINGLE
 from wholebatch.core.model_and_optimizer import Scheduler, build_target
 from wholebatch.core.options import Close
-from wholebatch.core.window import SINGLE, Step, Window
+from wholebatch.core.window import Step, Window
 from wholebatch.coupled import batchnorms, tracked_instance_norms
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.pipeline_stages import LossFunction, Pipelined, PipelineRunner

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from wholebatch.core.accumulator import Accumulator
 from wholebatch.core.close import Policy
+from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.loss import Loss, Units
 from wholebatch.core.optional_packages import require
 from wholebatch.core.options import Close
@@ -115,6 +116,7 @@ class ExactWindows(LoopWindows):
             options=AdapterOptions(batchnorm, zero_units, nonfinite, audit),
             gradients=_gradients_in(accelerator),
             scaled_by=accelerator,
+            divided_by=self._divided_by,
         )
         super().__init__(
             window,
@@ -127,23 +129,33 @@ class ExactWindows(LoopWindows):
 
     def backward(
         self,
-        total: Tensor | Loss | None = None,
+        total: Tensor | Loss | AddedLoss | None = None,
         *,
         units: Units | None = None,
         mean: Tensor | None = None,
         **kwargs: Any,
     ) -> Settled | None:
-        """Make the backward of one micro-batch's loss: its sum, or its mean, over `units`."""
+        """Make the backward of one micro-batch's loss: its sum, or its mean, over `units`.
+
+        The loss of a function of `compile` is only entered.
+        """
         accelerator, is_last = self._accelerator, self._accelerator.sync_gradients
+        if isinstance(total, AddedLoss):
+            self._refuse_loop_without_accumulate(is_last)
+            self._window.take(total)
+            return self.settle() if is_last else None
         given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
         self._refuse_loop_without_accumulate(is_last)
         if self._engine is not None:
             return self._backward_in_engine(self._engine, given, is_last)
-        steps = accelerator.gradient_accumulation_steps
-        self._window.weigh(given, divided_by=steps, is_last=is_last)
+        self._window.weigh(given, is_last=is_last)
         with self._window.backward():
             accelerator.backward(given.loss, **kwargs)
         return self.settle() if is_last else None
+
+    def _divided_by(self) -> float:
+        """Return what Accelerate divides every loss by; in DeepSpeed it divides none."""
+        return 1.0 if self._engine is not None else self._accelerator.gradient_accumulation_steps
 
     def settle(self) -> Settled | None:
         """Complete the window by hand, where its last micro-batch made no backward."""

@@ -16,12 +16,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.compile import Execute
 from wholebatch.core.close import Policy
+from wholebatch.core.compiled_loss import AddedLoss
 from wholebatch.core.loss import Loss, Units, mean_loss
 from wholebatch.core.optional_packages import require
 from wholebatch.errors import LossError, OptionError, UnsupportedError
@@ -127,18 +129,24 @@ class FabricWindows(LoopWindows):
 
     def backward(
         self,
-        total: Tensor | Loss | None = None,
+        total: Tensor | Loss | AddedLoss | None = None,
         *,
         units: Units | None = None,
         mean: Tensor | None = None,
         last: bool,
         **kwargs: Any,
     ) -> Settled | None:
-        """Make the backward of one micro-batch's loss; `last` completes the window."""
-        given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
-        self._window.weigh(given, is_last=last)
-        with self._window.backward():
-            self._fabric.backward(given.loss, **kwargs)
+        """Make the backward of one micro-batch's loss; `last` completes the window.
+
+        The loss of a function of `compile` is only entered.
+        """
+        if isinstance(total, AddedLoss):
+            self._window.take(total)
+        else:
+            given = HostLoss.of(total, units, mean, audit=self._window.options.audit)
+            self._window.weigh(given, is_last=last)
+            with self._window.backward():
+                self._fabric.backward(given.loss, **kwargs)
         return self._window.settle(averaged_by=self._window.group.ranks) if last else None
 
 
@@ -156,12 +164,16 @@ class ExactWindows(Callback):
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
     is left; with `nonfinite="skip"` such a window makes no update (schedulers are stepped all the
     same). The precision plugin's loss scale skips by itself, as Lightning has it.
+
+    On a GPU, training_step, its backward and the addition run as one graph (`execute="auto"`), as
+    far as its code allows that: what it logs must be tensors, and it must not read batch_idx.
     """
 
     def __init__(
         self,
         units: Callable[[Any], Units] | None = None,
         *,
+        execute: Execute = "auto",
         batchnorm: str = "refuse",
         zero_units: Policy = "raise",
         nonfinite: Policy = "raise",
@@ -172,12 +184,13 @@ class ExactWindows(Callback):
                 f"units={units!r}: must be a function of the batch, or None where training_step "
                 'returns {"loss": ..., "units": ...}'
             )
-        self._units = units
+        self._units, self._execute = units, execute
         self._options = AdapterOptions(batchnorm, zero_units, nonfinite, audit)
         self._window: HostLedger | None = None
         self._look: FirstLook | None = None
         self._saved: dict[str, Any] | None = None
-        self._replaced: tuple[LightningModule, Any] | None = None
+        self._replaced: tuple[LightningModule, dict[str, Any]] | None = None
+        self._compiled: CompiledStep | None = None
         self.last: Settled | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -190,6 +203,7 @@ class ExactWindows(Callback):
             scaled_by=trainer.precision_plugin,
             options=self._options,
             owns_forward=True,
+            divided_by=lambda: trainer.accumulate_grad_batches,
         )
         self._look = FirstLook(
             pl_module, self._window, host=self, off="ExactWindows(..., audit=False)"
@@ -202,8 +216,12 @@ class ExactWindows(Callback):
 
     def _take_training_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace training_step by one that weighs the loss on its way to the Trainer."""
-        found = pl_module.__dict__.get("training_step")  # a compiled one, or none of its own
-        inner = pl_module.training_step
+        assert self._window is not None
+        names = ("training_step", "optimizer_zero_grad")
+        own = pl_module.__dict__  # a compiled training_step, or none of its own
+        self._replaced = (pl_module, {name: own[name] for name in names if name in own})
+        inner, clear = pl_module.training_step, pl_module.optimizer_zero_grad
+        self._compiled = CompiledStep(pl_module, self._window, self._units_of, self._execute)
 
         @functools.wraps(inner)  # Lightning looks at what arguments it takes
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -217,12 +235,21 @@ class ExactWindows(Callback):
                 return inner(**{**kwargs, name: batch})
 
             self._look_first(trainer, pl_module, step, batch)
+            assert self._compiled is not None
+            if self._compiled.runs:
+                if self._window is not None and not self._window.is_open:
+                    for optimizer in trainer.optimizers:  # Lightning would do it too late
+                        clear(trainer.current_epoch, trainer.global_step, optimizer)
+                return self._compiled(args, kwargs)
             output = step(batch)
             self._weigh(trainer, output, batch)
             return output
 
-        self._replaced = (pl_module, found)
-        pl_module.__dict__["training_step"] = training_step
+        def zero_grad(epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+            if self._compiled is None or not self._compiled.runs:
+                clear(epoch, batch_idx, optimizer)
+
+        own["training_step"], own["optimizer_zero_grad"] = training_step, zero_grad
 
     def _look_first(
         self, trainer: Trainer, module: LightningModule, step: Callable[[Any], Any], batch: Any
@@ -263,19 +290,23 @@ class ExactWindows(Callback):
         if not isinstance(mean, Tensor):
             return  # Lightning says what is wrong with it
         given = HostLoss.of(mean=mean, units=self._units_of(output, batch))
-        steps = trainer.accumulate_grad_batches
-        self._window.weigh(given, divided_by=steps, is_last=steps == 1)
+        self._window.weigh(given, is_last=trainer.accumulate_grad_batches == 1)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """Check the gradients; Lightning has cleared them where a window begins."""
-        if self._window is not None and self._window.is_open:
+        if self._window is not None and self._window.is_open and not self._is_compiled:
             self._window.before_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._window is not None and self._window.is_open:
+        if self._window is not None and self._window.is_open and not self._is_compiled:
             self._window.after_backward()
+
+    @property
+    def _is_compiled(self) -> bool:
+        """True if training_step has made the backward of its loss already."""
+        return self._compiled is not None and self._compiled.runs
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -306,11 +337,10 @@ class ExactWindows(Callback):
         if self._replaced is None:
             return
         module, found = self._replaced
-        self._replaced = None
-        if found is None:
-            del module.__dict__["training_step"]
-        else:
-            module.__dict__["training_step"] = found
+        self._replaced = self._compiled = None
+        for name in ("training_step", "optimizer_zero_grad"):
+            del module.__dict__[name]
+        module.__dict__.update(found)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of windows, and an open one with its gradients (of all ranks)."""
@@ -325,6 +355,116 @@ class ExactWindows(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = dict(state_dict)
+
+
+class CompiledStep:
+    """A training_step with its backward as one graph. What it logs is logged after every call."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        window: HostLedger,
+        units_of: Callable[[Any, Any], Units],
+        execute: Execute,
+    ) -> None:
+        self._module, self._window, self._units_of = module, window, units_of
+        self._step: Callable[..., Any] = module.training_step
+        self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
+        self._ran = False  # True if this call has run the code itself, with its log
+        self._output: dict[str, Any] = {}  # of the code itself
+        self._loss = window.compile(self._run, execute, reads=self._step)
+        self.runs = window.group.ranks == 1 and not self._loss.executor.is_plain
+        """True if training_step runs this way: in one process, where graphs may pay."""
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        """Run training_step; return its output, whose loss has had its backward."""
+        name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
+        self._rest = args[1:], {key: value for key, value in kwargs.items() if key != name}
+        self._ran = False
+        try:
+            added = self._loss(batch, name)
+        except _NoLoss as skipped:
+            return skipped.output
+        self._window.take(added)
+        extras = dict(added.extras)
+        for place, (key, options) in self._logged.items():
+            if place in extras:
+                value = extras.pop(place)
+                if not self._ran:
+                    self._module.log(key, value, **options)
+        mean = extras.pop("loss").requires_grad_()  # Lightning's backward ends at this leaf
+        others = (
+            self._output if self._ran else {k.removeprefix("output "): extras[k] for k in extras}
+        )
+        return {**others, "loss": mean}
+
+    def _run(self, batch: Any, name: str | None) -> Loss:
+        """Run training_step on a batch, and return its loss with everything that it logs."""
+        is_traced = bool(torch._C._len_torch_dispatch_stack())
+        self._ran |= not is_traced
+        rest, options = self._rest
+        if is_traced:
+            rest = tuple(map(_unread, rest))
+            options = {key: _unread(value) for key, value in options.items()}
+        logged: dict[str, Tensor] = {}
+        log = self._log_into(logged, is_traced)
+
+        def log_dict(values: Mapping[str, Any], **given: Any) -> None:
+            for key, value in values.items():
+                log(key, value, **given)
+
+        with replaced_attributes(self._module, log=log, log_dict=log_dict):
+            named = {} if name is None else {name: batch}
+            output = self._step(*(() if named else (batch,)), *rest, **named, **options)
+        mean = _mean_in(output)
+        if not isinstance(mean, Tensor):
+            raise _NoLoss(output)
+        loss = mean_loss(mean, self._units_of(output, batch))
+        self._output = dict(output) if isinstance(output, Mapping) else {}
+        extras = {f"output {k}": v for k, v in self._output.items() if k not in ("loss", "units")}
+        if not is_traced:
+            extras = {name: v for name, v in extras.items() if isinstance(v, Tensor)}
+        return Loss(loss.total, loss.units, extras={"loss": mean, **logged, **extras})
+
+    def _log_into(self, logged: dict[str, Tensor], is_traced: bool) -> Callable[..., None]:
+        """Return a log that keeps tensors to be logged again; a graph cannot log anything else."""
+        plain = self._module.log
+
+        def log(key: str, value: Any, **options: Any) -> None:
+            if isinstance(value, Tensor):
+                place = f"{len(logged)} {key}"
+                logged[place], self._logged[place] = value.detach(), (key, options)
+            elif is_traced:
+                raise UnsupportedError(f"training_step logs {key!r}, which is not a tensor")
+            if not is_traced:
+                plain(key, value, **options)
+
+        return log
+
+
+class _NoLoss(Exception):
+    """A training_step has returned no loss: Lightning skips the batch."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("no loss")
+        self.output = output
+
+
+def _unread(value: Any) -> Any:
+    return Unread(value) if type(value) is int else value
+
+
+class Unread(int):
+    """A number that the code of a graph must not read: it differs from call to call."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedError("training_step reads batch_idx, which differs from call to call")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = _refuse
+    __floordiv__ = __truediv__ = __neg__ = __bool__ = __index__ = __int__ = __float__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __str__ = __format__ = _refuse
+    __hash__ = _refuse
 
 
 def _kept_parameters(window: HostLedger) -> list[nn.Parameter] | None:

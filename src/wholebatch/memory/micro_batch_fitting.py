@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.precision import LossScale
-from wholebatch.core.splitting import Tokens, batch_size_of, split_numbered
+from wholebatch.core.splitting import Batches, Tokens, batch_size_of, split_numbered
+from wholebatch.core.splitting.samples import readable_layout
 from wholebatch.coupled.batchnorm.lock_step import Hold
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
@@ -96,7 +98,6 @@ class Sizing:
 _log = logging.getLogger("wholebatch")
 
 
-@dataclass(eq=False)
 class Fitting:
     """Sizes of micro-batches: as given, or the largest that the memory is predicted to hold.
 
@@ -104,37 +105,50 @@ class Fitting:
     budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. One trial step,
     whose effects are undone, shows that it fits. A window that runs out of memory all the same
     begins again with smaller micro-batches. Later windows begin with those: "auto" grows again when
-    there is room, a size that was given does not.
+    there is room, a size that was given does not. With `micro_batch=None` each batch is one
+    micro-batch, unless it does not fit.
     """
 
-    model: nn.Module
-    loss: Callable[[Any, Any], Any]
-    optimizer: torch.optim.Optimizer
-    micro_batch: int | Tokens | str
-    memory: Budget | None
-    precision: str
-    layout: dict[str, Any]
-    scale: LossScale | None
-    sync: Sync
-    is_coupled: Callable[[], bool]
-    hold: Callable[[Hold], None] = lambda hold: None
-    gradients: str = "device"
-    measures_noise: bool = False
-
-    def __post_init__(self) -> None:
-        self._recovery = Recovery(self.model, scale=self.scale, static=self.layout["static"])
-        self._device = _device_of(self.model)
-        if isinstance(self.model, DistributedDataParallel):
-            self.model = self.model.module
-        self._budget = None if self.memory is None else self._bytes(self.memory)
-        asks = self.micro_batch == "auto" or self.memory is not None
-        if self.sync.counts_must_agree and asks:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        micro_batch: int | Tokens | str | None,
+        memory: Budget | None,
+        precision: str,
+        layout: dict[str, Any],
+        scale: LossScale | None,
+        sync: Sync,
+        is_coupled: Callable[[], bool],
+        hold: Callable[[Hold], None] = lambda hold: None,
+        gradients: str = "device",
+    ) -> None:
+        self._gradients = gradients
+        self.measures_noise = False
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._micro_batch = micro_batch
+        self._precision = precision
+        self._layout = layout
+        self._sync = sync
+        self._is_coupled = is_coupled
+        self._hold = hold
+        self._device = _device_of(model)
+        self._budget = None if memory is None else self._bytes(memory)
+        is_auto = micro_batch == "auto"
+        if sync.counts_must_agree and (is_auto or memory is not None):
             raise OptionError(
                 'micro_batch="auto" or memory= on a sharded model: its collectives cannot begin '
                 "again with smaller micro-batches; say how many samples a micro-batch has"
             )
         # On several ranks only where it was asked for: the reduction then waits for the window.
-        self.recovers = not self.sync.counts_must_agree and (self.sync.ranks == 1 or asks)
+        self.recovers = not sync.counts_must_agree and (
+            sync.ranks == 1 or is_auto or memory is not None
+        )
+        self._recovery = Recovery(model, scale=scale, static=layout["static"])
         self.relieved: Callable[[], bool] = lambda: False
         self.sizing: Sizing | None = None
         self.said: str | None = None
@@ -142,6 +156,7 @@ class Fitting:
         self._chosen_for: int | None = None
         self._peak: int | None = None  # of the last window, where it was counted
         self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
+        self._ends: list[int] = []  # of each batch that was split last, the samples up to its end
 
     @property
     def recovered(self) -> list[Recovered]:
@@ -151,34 +166,63 @@ class Fitting:
     @property
     def size(self) -> int | None:
         """Samples that were found to fit; None if what was given does, or before "auto" chose."""
-        if self.sizing is None or isinstance(self.micro_batch, Tokens):
+        if self.sizing is None or isinstance(self._micro_batch, Tokens):
             return None
         return self.sizing.size
 
     def split(self, batch: Any) -> list[Any]:
-        """The micro-batches of this batch."""
-        if self.micro_batch != "auto":
-            return self._numbered(split_numbered(batch, self._fitting_size(), **self.layout))
-        samples = batch_size_of(batch, **self.layout)
-        if self.sizing is None:
-            self.sizing = Sizing(min(self._agreed_choice(batch, samples), samples), most=samples)
-        self.sizing.most = max(self.sizing.most, samples)
-        return self._numbered(split_numbered(batch, min(samples, self.sizing.size), **self.layout))
+        """Return the micro-batches of this batch, or of `Batches`, one batch after the other."""
+        batches = batch if isinstance(batch, Batches) else (batch,)
+        size = self._chosen_size(batches) if self._micro_batch == "auto" else self._fitting_size()
+        split: list[tuple[Any, Sequence[int]]] = []
+        self._ends = []
+        for one in batches:
+            start = self._ends[-1] if self._ends else 0
+            parts = self._parts(one, size)
+            self._ends.append(start + sum(len(numbers) for _, numbers in parts))
+            if start:
+                parts = [(micro, [start + n for n in numbers]) for micro, numbers in parts]
+            split += parts
+        self._split = [(id(micro), numbers) for micro, numbers in split]
+        return [micro for micro, _ in split]
 
-    def _fitting_size(self) -> int | Tokens:
+    def _parts(self, batch: Any, size: int | Tokens | None) -> list[tuple[Any, Sequence[int]]]:
+        """Return the micro-batches of one batch, with the places of their samples in it."""
+        if size is not None:
+            return split_numbered(batch, size, **self._layout)
+        layout = readable_layout(batch, **self._layout)
+        return [(batch, range(1 if layout is None else layout.size))]
+
+    def _chosen_size(self, batches: Sequence[Any]) -> int:
+        """Return how many samples "auto" takes; it chooses on the largest batch."""
+        largest = self.largest_of(batches)
+        samples = batch_size_of(largest, **self._layout)
+        if self.sizing is None:
+            chosen = min(self._agreed_choice(largest, samples), samples)
+            self.sizing = Sizing(chosen, most=samples)
+        self.sizing.most = max(self.sizing.most, samples)
+        return self.sizing.size
+
+    def largest_of(self, batches: Sequence[Any]) -> Any:
+        """Return the batch with the most samples."""
+        if len(batches) == 1:
+            return batches[0]
+        return max(batches, key=lambda batch: batch_size_of(batch, **self._layout))
+
+    def _fitting_size(self) -> int | Tokens | None:
         """Return what was given, or as much of it as was found to fit."""
-        given = self.micro_batch
+        given = self._micro_batch
         assert not isinstance(given, str)
         if self.sizing is None:
             return given
         if isinstance(given, Tokens):
             return replace(given, budget=max(1, self.sizing.size))
-        return min(given, self.sizing.size)
+        return self.sizing.size if given is None else min(given, self.sizing.size)
 
     def _learn(self, recovered: Sequence[Recovered]) -> None:
         """Let later windows begin with the size that went through; said once for each size."""
         for recovery in recovered:
-            if self.micro_batch == "auto":
+            if self._micro_batch == "auto":
                 assert self.sizing is not None
                 self.sizing.failed(recovery.samples, into=recovery.into)
             _log.warning(
@@ -187,14 +231,14 @@ class Fitting:
                 recovery.samples,
                 recovery.into,
             )
-        if not recovered or self.micro_batch == "auto":
+        if not recovered or self._micro_batch == "auto":
             return
         now = self._fitting_size()
         if isinstance(now, Tokens):
             unit, asked = "tokens", now.budget
             size = max(1, int(asked * _share_left(recovered)))
         else:
-            unit, asked = "samples", now
+            unit, asked = "samples", now or max(recovery.samples for recovery in recovered)
             size = min(recovery.into for recovery in recovered)
         if self.sizing is None:
             self.sizing = Sizing(asked, most=asked, returns=True)
@@ -202,15 +246,11 @@ class Fitting:
         _log.warning(
             "micro_batch=%s does not fit: from now on micro-batches have %d %s; what was asked for "
             "is tried again after %d windows",
-            self.micro_batch,
+            self._micro_batch,
             size,
             unit,
             self.sizing.patience,
         )
-
-    def _numbered(self, split: list[tuple[Any, Sequence[int]]]) -> list[Any]:
-        self._split = [(id(micro), numbers) for micro, numbers in split]
-        return [micro for micro, _ in split]
 
     @property
     def samples(self) -> int:
@@ -224,10 +264,14 @@ class Fitting:
         found: list[list[int]] = []
         start = 0
         for part in parts:  # a cut leaves the order as it was
-            size = sizes.get(id(part)) or batch_size_of(part, static=self.layout["static"])
+            size = sizes.get(id(part)) or batch_size_of(part, static=self._layout["static"])
             found.append(order[start : start + size])
             start += size
         return found
+
+    def batch_of(self, parts: Sequence[Any]) -> list[int]:
+        """Return the place of each part's batch among those that were split last."""
+        return [bisect_right(self._ends, numbers[0]) for numbers in self.numbers_of(parts)]
 
     def attempts(self, micros: Sequence[Any], discard: Callable[[], None]) -> Iterator[Attempt]:
         """Yield attempts at a window until one fits; later windows begin with its sizes."""
@@ -238,7 +282,7 @@ class Fitting:
             torch.cuda.reset_peak_memory_stats(self._device)
 
         def inside() -> AbstractContextManager[Any]:
-            return within(self._budget, model=self.model, optimizer=self.optimizer)
+            return within(self._budget, model=self._model, optimizer=self._optimizer)
 
         last = None
         for last in self._recovery.attempts(
@@ -246,7 +290,7 @@ class Fitting:
         ):
             yield last
         assert last is not None
-        if on_cuda and self.sizing is not None and not self.optimizer.state:
+        if on_cuda and self.sizing is not None and not self._optimizer.state:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
             # would hold on to all of their memory.
             torch.cuda.empty_cache()
@@ -261,13 +305,13 @@ class Fitting:
         return {
             "sizing": None if sizing is None else sizing.state_dict(),
             "most": None if sizing is None else sizing.most,
-            "given": str(self.micro_batch),
+            "given": str(self._micro_batch),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with those sizes, unless another `micro_batch` is given now."""
-        if saved["sizing"] is not None and saved.get("given", "auto") == str(self.micro_batch):
-            returns = self.micro_batch != "auto"
+        if saved["sizing"] is not None and saved.get("given", "auto") == str(self._micro_batch):
+            returns = self._micro_batch != "auto"
             self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"], returns=returns)
             self.sizing.load_state_dict(saved["sizing"])
 
@@ -288,8 +332,8 @@ class Fitting:
         return parse_memory(
             memory,
             device=self._device,
-            held=held_bytes(self.model, self.optimizer),
-            processes=sharing_processes(self._device, self.sync.ranks),
+            held=held_bytes(self._model, self._optimizer),
+            processes=sharing_processes(self._device, self._sync.ranks),
         )
 
     def _agreed_choice(self, batch: Any, samples: int) -> int:
@@ -299,11 +343,11 @@ class Fitting:
         try:
             chosen = self._choose(batch, samples)
         except Exception as error:
-            if self.sync.ranks == 1:
+            if self._sync.ranks == 1:
                 raise
             problem = error
-        if self.sync.ranks > 1:
-            chosen = -int(self.sync.largest(torch.tensor(-float(chosen), device=self._device)))
+        if self._sync.ranks > 1:
+            chosen = -int(self._sync.largest(torch.tensor(-float(chosen), device=self._device)))
         if problem is not None:
             raise problem
         if chosen == 0:
@@ -316,18 +360,20 @@ class Fitting:
             return samples
         budget = self._budget or self._bytes("free")
         self._chosen_for = budget
-        args, options = (self.model, self.loss, batch), self._how()
+        args, options = (self._model, self._loss, batch), self._how()
         if self._device.type == "cuda":  # in force from here on, for the trial step too
-            within(self._budget, model=self.model)
+            within(self._budget, model=self._model)
         try:
-            if self.is_coupled():
+            if self._is_coupled():
                 choice, hold = choose_in_lock_step(*args, budget=budget, **options)
-                self.hold(hold)
+                self._hold(hold)
             else:
-                options["noise"] = self.measures_noise and self.gradients == "device"
-                choice = choose_on_device(*args, budget=budget, gradients=self.gradients, **options)
+                options["noise"] = self.measures_noise and self._gradients == "device"
+                choice = choose_on_device(
+                    *args, budget=budget, gradients=self._gradients, **options
+                )
                 del options["noise"]
-                if self.gradients == "device":  # a trial step would keep the others there too
+                if self._gradients == "device":  # a trial step would keep the others there too
                     choice = try_out(*args, choice, **options)
                 if not choice.fits:
                     raise self._refused(batch, choice)
@@ -341,15 +387,15 @@ class Fitting:
     def _refused(self, batch: Any, choice: Choice) -> OptionError:
         how = self._how()
         sample = resize_batch(batch, 1, static=how.pop("static"))
-        rungs = ladder(self.model, self.loss, sample, budget=choice.budget, **how)
+        rungs = ladder(self._model, self._loss, sample, budget=choice.budget, **how)
         return OptionError(refusal(rungs, choice.budget))
 
     def _how(self) -> dict[str, Any]:
         """Return the options of every prediction and trial."""
         return {
-            "optimizer": self.optimizer,
-            "precision": self.precision,
-            "static": self.layout["static"],
+            "optimizer": self._optimizer,
+            "precision": self._precision,
+            "static": self._layout["static"],
         }
 
 

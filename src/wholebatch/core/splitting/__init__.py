@@ -1,6 +1,7 @@
 """Splitting of any nested batch into micro-batches, by samples or by tokens."""
 
 from wholebatch.core.splitting.micro_batches import (
+    Batches,
     Tokens,
     drop_samples,
     split,
@@ -10,6 +11,7 @@ from wholebatch.core.splitting.micro_batches import (
 from wholebatch.core.splitting.samples import batch_size_of, to_device
 
 __all__ = [
+    "Batches",
     "Tokens",
     "batch_size_of",
     "drop_samples",

@@ -30,6 +30,7 @@ from wholebatch.core.splitting.samples import (
 from wholebatch.errors import OptionError, SplitError
 
 __all__ = [
+    "Batches",
     "Tokens",
     "check_micro_batch",
     "drop_samples",
@@ -40,6 +41,10 @@ __all__ = [
     "token_micro_batches",
     "tokens",
 ]
+
+
+class Batches(tuple[Any, ...]):
+    """A window that is given as several batches; each is split by itself."""
 
 
 def split(

@@ -27,8 +27,8 @@ from wholebatch.compile.graph_check import differs
 from wholebatch.compile.graph_inputs import Inputs, Key, take_apart
 from wholebatch.compile.trace import Form
 from wholebatch.core.forward_state import ForwardState
-from wholebatch.core.loss import Loss, Terms
-from wholebatch.core.window import SINGLE, Backward, Window, backward_into
+from wholebatch.core.loss import SINGLE, Loss, Terms
+from wholebatch.core.window import Backward, Window, backward_into
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.turn_taking_threads import RecordedStreams, draw
 from wholebatch.distributed.sync_strategy import Single

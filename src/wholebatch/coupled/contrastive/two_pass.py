@@ -22,10 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from wholebatch.core.close import power_of_two_near, read_scalars
 from wholebatch.core.foreign_writes import Untouched
 from wholebatch.core.forward_state import capture_random, restore_random
-from wholebatch.core.loss import Loss, Term, Terms, as_loss
+from wholebatch.core.loss import SINGLE, Loss, Term, Terms, as_loss
 from wholebatch.core.precision import Precision
 from wholebatch.core.splitting import to_device
-from wholebatch.core.window import SINGLE, Window
+from wholebatch.core.window import Window
 from wholebatch.coupled.batchnorm.activation_offload import storage_key
 from wholebatch.coupled.batchnorm.lock_step import LockStep
 from wholebatch.coupled.batchnorm.policies import Policy

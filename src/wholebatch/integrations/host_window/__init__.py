@@ -8,6 +8,7 @@ from wholebatch.integrations.host_window.host_ledger import (
     HostLoss,
     LoopWindows,
     Settled,
+    attributes_restored,
     refuse_shared_batches,
     replaced_attributes,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "HostLoss",
     "LoopWindows",
     "Settled",
+    "attributes_restored",
     "refuse_shared_batches",
     "replaced_attributes",
 ]

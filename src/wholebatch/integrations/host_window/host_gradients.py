@@ -55,9 +55,11 @@ class HostGradients:
     ) -> None:
         self._models, self._optimizers, self.kept = models, optimizers, kept
         self._watch = Watch(optimizers)
-        self._trained: list[nn.Parameter] = []
+        self.trained: list[nn.Parameter] = []
         self._sixteen_bit = SixteenBit(optimizers if kept == "whole" else ())
         self._sums: dict[int, Tensor] = {}  # of 16-bit parameters, by id
+        self.wide = False
+        """True if 16-bit parameters have fp32 gradients in `.grad` itself, as graphs need it."""
         self.unused = False  # True if a window was settled and no optimizer has stepped since
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._stepped)
@@ -73,17 +75,23 @@ class HostGradients:
 
     def begin(self) -> None:
         """Begin a window; refuse gradients that are there before its first backward."""
-        self._find_trained()
+        self.trained = self.find_trained()
         if self.kept != "elsewhere":
             self._refuse_left_over()
         self._begin_sums()
 
-    def _find_trained(self) -> None:
+    def find_trained(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizers train now."""
         found = all_parameters(() if self._optimizers else self._models, self._optimizers)
-        self._trained = [parameter for parameter in found if parameter.requires_grad]
+        return [parameter for parameter in found if parameter.requires_grad]
+
+    @property
+    def has_sixteen_bit(self) -> bool:
+        """True if a parameter that is trained has 16 bit."""
+        return bool(self._sixteen_bit.parameters)
 
     def _refuse_left_over(self) -> None:
-        holders = [parameter for parameter in self._trained if parameter.grad is not None]
+        holders = [parameter for parameter in self.trained if parameter.grad is not None]
         dirty = read_scalars([local.any() for local in _local_gradients(holders)])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
             if is_dirty:
@@ -104,11 +112,13 @@ class HostGradients:
         for parameter in self._sixteen_bit.parameters:
             parameter.grad = None
         self._sixteen_bit.end()
+        if self.wide:
+            self._sixteen_bit.begin()
 
     @torch.no_grad()
     def add(self) -> None:
         """Take over what a backward has made, and remember how it leaves the others."""
-        for parameter in self._sixteen_bit.parameters:
+        for parameter in () if self.wide else self._sixteen_bit.parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -118,13 +128,13 @@ class HostGradients:
                 self._sums[id(parameter)] = gradient.float()
             parameter.grad = None
         if self.kept == "whole":
-            if not self._trained:  # a window that was loaded
-                self._find_trained()
-            self._watch.remember(self._trained)
+            if not self.trained:  # a window that was loaded
+                self.trained = self.find_trained()
+            self._watch.remember(self.trained)
 
     def check(self, micro_batches: int) -> None:
         """Refuse to go on if others have written the gradients or parameters of the window."""
-        found = self._watch.changed(self._trained)
+        found = self._watch.changed(self.trained)
         if found is None:
             self._watch.warn_of_rates()
             return
@@ -133,6 +143,15 @@ class HostGradients:
             f"{_TOUCHED[what].format(name_of(parameter, self._models))}; discard() and zero_grad() "
             f"drop the {micro_batches} micro-batches that this window holds"
         )
+
+    @torch.no_grad()
+    def reduce(self, group: RankGroup, averaged_by: float) -> None:
+        """Average the gradients over the ranks, where no backward of the host did."""
+        gradients = [parameter.grad for parameter in self.trained]
+        for parameter, total in zip(
+            self.trained, _summed(gradients, self.trained, group), strict=True
+        ):
+            parameter.grad = None if total is None else total.div_(averaged_by)
 
     @torch.no_grad()
     def finish(self, group: RankGroup, averaged_by: float) -> None:

@@ -21,16 +21,18 @@ import copy
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.compile import Execute
 from wholebatch.core.close import (
     CloseOptions,
     Holder,
@@ -40,15 +42,18 @@ from wholebatch.core.close import (
     power_of_two_near,
     read_scalars,
     read_units,
+    scalar_on,
     where_nonfinite,
 )
+from wholebatch.core.compiled_loss import AddedLoss, CompiledLoss, Pending
 from wholebatch.core.gradient_store import Store
-from wholebatch.core.loss import Loss, Terms, Units, check_units
+from wholebatch.core.loss import SINGLE, Loss, Terms, Units, check_units
 from wholebatch.core.splitting.samples import readable_layout
+from wholebatch.core.window import backward_into
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.adds_up import LookResult, check_adds_up
 from wholebatch.coupled.audit import audit as audit_of
-from wholebatch.coupled.batchnorm.policies import Refuse
+from wholebatch.coupled.batchnorm.policies import Refuse, Statistics
 from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.local_collectives import local_collectives
 from wholebatch.coupled.stream_look import StreamLook
@@ -79,6 +84,7 @@ __all__ = [
     "HostLoss",
     "LoopWindows",
     "Settled",
+    "attributes_restored",
     "refuse_shared_batches",
     "replaced_attributes",
 ]
@@ -207,7 +213,7 @@ class Settled:
 class _OpenWindow:
     """The losses that were weighed, and how many of their backwards were made."""
 
-    seed: float = 1.0
+    seed: float | None = None
     divided_by: float = 1.0
     totals: list[Tensor | float] = field(default_factory=list)
     units: list[Units] = field(default_factory=list)
@@ -215,6 +221,7 @@ class _OpenWindow:
     backwards: int = 0
     broken: bool = False
     reduced: bool = True  # True if the engine reduced in the last backward
+    compiled: bool = False  # True if a compiled loss function made the last micro-step
 
     def weighing(self, weight: Units) -> Callable[[Tensor], Tensor]:
         """Return the hook on a loss that multiplies the gradient its backward begins with."""
@@ -263,7 +270,8 @@ class HostLedger:
 
     `gradients` says where the host keeps them within a window. `owns_forward`: the adapter calls
     the forward itself, so that it looks at it by a `FirstLook`. `scaled_by` has the host's
-    GradScaler as its attribute `scaler`, if there is one.
+    GradScaler as its attribute `scaler`, if there is one. `divided_by()` is what the host itself
+    divides a loss by on the way (its number of micro-batches), to be undone.
     """
 
     def __init__(
@@ -276,17 +284,19 @@ class HostLedger:
         gradients: GradientsIn = "whole",
         owns_forward: bool = False,
         scaled_by: object = None,
+        divided_by: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.options = options or AdapterOptions()
         self.group = _group_on(device)
         self.updates = 0
         self.skipped = 0
         self.last: Settled | None = None
-        self._device, self._scaled_by = device, scaled_by
+        self._device, self._scaled_by, self._divided_by = device, scaled_by, divided_by
         reduce = self.group.sum_tensor if self.group.ranks > 1 else None
         self._batchnorms = [
             choose_batchnorm(self.options.batchnorm, model, reduce=reduce) for model in models
         ]
+        self._models = models
         modules = [module for model in models for module in model.modules()]
         self._replicas = [one for one in modules if isinstance(one, DistributedDataParallel)]
         self._look = StreamLook(models, audit=self.options.audit, policies=self._batchnorms)
@@ -302,6 +312,8 @@ class HostLedger:
         self.gradients = HostGradients(models, optimizers, gradients)
         self._next_seed: float | None = None
         self._open = _OpenWindow()
+        self.pending = Pending()
+        self._seeds: dict[torch.dtype, Tensor] = {}
 
     def _warn_of_plain_model(self) -> None:
         if self.group.ranks > 1 and not self._replicas:
@@ -319,8 +331,8 @@ class HostLedger:
 
     @property
     def is_open(self) -> bool:
-        """True if micro-batches were weighed that are not settled yet."""
-        return self.micro_batches > 0
+        """True if micro-batches were weighed, or added, that are not settled yet."""
+        return self.micro_batches > 0 or self._open.backwards > 0
 
     @property
     def _is_scaled(self) -> bool:
@@ -329,45 +341,56 @@ class HostLedger:
 
     # -------------------------------------------------------------------- add
 
-    def weigh(self, given: HostLoss, *, divided_by: float = 1.0, is_last: bool = False) -> None:
+    def weigh(self, given: HostLoss, *, is_last: bool = False) -> None:
         """Give this micro-batch's loss its weight; the host's backward of it comes next.
 
-        `divided_by` is what the host itself divides the loss by on the way (its number of
-        micro-batches), to be undone; it must be the same for the whole window. `is_last`: it is
-        known to be the window's last.
+        `is_last`: it is known to be the window's last.
         """
-        window = self._open
-        if not self.is_open:
-            seed = self._next_seed or first_seed(float(given.units), self.group, self._device)
+        seed = self._seed(given.units)
+        weight = given.weight * seed * self._open.divided_by
+        self.enter(given, given.loss, weight, is_last=is_last)
+
+    def _seed(self, units: Units) -> float:
+        """Return the seed of the window, which its first loss may have to choose."""
+        window, divided_by = self._open, self._divided_by()
+        if window.seed is None:
+            seed = self._next_seed or first_seed(float(units), self.group, self._device)
             window.seed, window.divided_by = float(seed), divided_by
         elif divided_by != window.divided_by:
             raise WindowError(
                 f"the window's first loss was divided by {window.divided_by:g}, this one is by "
                 f"{divided_by:g}: change the number of micro-batches between windows"
             )
-        self.enter(given, given.loss, given.weight * window.seed, is_last=is_last)
+        return window.seed
 
     def enter(
         self, given: HostLoss, flowing: Tensor, weight: Units = 1.0, *, is_last: bool = False
     ) -> None:
         """Enter a loss into the ledger; its backward, which starts at `flowing`, comes next."""
         window = self._open
-        if window.broken:
+        self.pending.refuse()
+        self._begin_loss(given, is_whole=is_last and not self.is_open and self.group.ranks == 1)
+        flowing.register_hook(window.weighing(weight))
+        window.totals.append(given.total)
+        window.units.append(given.units)
+        self._count_micro_batch()
+
+    def _begin_loss(self, given: HostLoss, *, is_whole: bool = False) -> None:
+        """Refuse a loss that does not belong into this window."""
+        if self._open.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
                 "behind: call discard() and optimizer.zero_grad() before going on"
             )
-        is_whole = is_last and not self.is_open and self.group.ranks == 1
         loss = {"mean" if given.is_mean else "total": given.loss}
         self._look.at_backward(**loss, units=given.units, in_parts=not is_whole)
         if not self.is_open:
             for policy in self._batchnorms:
                 if isinstance(policy, Refuse):  # others have recorded the first forward already
                     policy.begin_window()
-        flowing.register_hook(window.weighing(weight))
-        window.totals.append(given.total)
-        window.units.append(given.units)
-        window.micro_batches += 1
+
+    def _count_micro_batch(self) -> None:
+        self._open.micro_batches += 1
         for policy in self._batchnorms:
             policy.micro()
 
@@ -397,7 +420,121 @@ class HostLedger:
         """Note how the host's backward leaves the gradients."""
         self.gradients.add()
         self._look.done()
+        self._open.compiled = False
         self._open.reduced = all(one.require_backward_grad_sync for one in self._replicas)
+
+    # ------------------------------------------------- compiled loss functions
+
+    def compile(
+        self,
+        loss: Callable[..., Any],
+        execute: Execute,
+        reads: Callable[..., Any] | None = None,
+    ) -> CompiledLoss:
+        """Return the loss function as one that adds the gradient of its micro-batch itself."""
+        self.gradients.wide = self.group.ranks == 1
+        return CompiledLoss(
+            loss,
+            door=self,
+            window=self,
+            models=self._models,
+            device=self._device,
+            execute=execute,
+            keeps_moments=any(isinstance(one, Statistics) for one in self._batchnorms),
+            adds=False,
+            reads=reads,
+        )
+
+    @contextmanager
+    def micro_step(self) -> Iterator[bool]:
+        """Make room for a micro-step of a compiled loss function (this is a `Door` of it)."""
+        self.pending.refuse()
+        self.before_backward()
+        with ExitStack() as stack:
+            for one in self._replicas:
+                stack.enter_context(one.no_sync())  # a graph does not reduce: `settle` does
+            yield not self._look.active
+        self.gradients.add()
+        self._look.done()
+        self._open.reduced, self._open.compiled = self.group.ranks == 1, True
+
+    def add_eagerly(self, loss: Loss) -> None:
+        """Make the backward of a compiled function's loss by eager code."""
+        given, total = HostLoss.of(loss, audit=self.options.audit), loss.total
+        self._begin_loss(given)
+        self._seed(given.units)
+        into = backward_into(self.inputs, self._models, [total])
+        try:
+            into.run([total], [self.seed_of(SINGLE, total, 1.0)])
+        except BaseException:
+            self._open.broken = True
+            raise
+        self.record({SINGLE: total.detach()}, {SINGLE: given.units}, {SINGLE: 1.0})
+
+    def take(self, loss: AddedLoss) -> None:
+        """Enter the loss of a compiled function, whose gradient is in the window."""
+        self.pending.take(loss, self)
+        self._count_micro_batch()
+
+    # The window as graphs see it (`compile.Ledger`).
+
+    known = None
+    lends_buffers = False
+
+    @property
+    def broken(self) -> bool:
+        """True if a backward of the open window failed half way."""
+        return self._open.broken
+
+    @property
+    def inputs(self) -> list[nn.Parameter]:
+        """The parameters that the open window trains."""
+        return self.gradients.trained
+
+    @property
+    def entered(self) -> int:
+        """Losses that the open window has recorded."""
+        return len(self._open.totals)
+
+    @property
+    def only_eager(self) -> str | None:
+        """The reason why micro-steps can only run by eager code; None where there is none."""
+        if self.gradients.kept != "whole":
+            return "this engine's collectives run in its forwards and backwards, by eager code"
+        if self.group.ranks > 1 and self.gradients.has_sixteen_bit:
+            return "16-bit parameters on several ranks, whose gradients DDP reduces in 16 bit"
+        return None
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizers train now."""
+        return self.gradients.find_trained()
+
+    def open_early(self) -> bool:
+        """Choose the seed of the window if it is known without a loss."""
+        if self._open.seed is None and self._next_seed is not None:
+            self._seed(1)
+        return self._open.seed is not None
+
+    def seed_of(self, name: str, total: Tensor, weight: float) -> Tensor:
+        """Return the number that the backward of a total starts from."""
+        assert self._open.seed is not None
+        if total.dtype not in self._seeds:
+            seed = scalar_on(total.device, self._open.seed, total.dtype)
+            if self._is_scaled:
+                seed = getattr(self._scaled_by, "scaler").scale(seed).to(total.dtype)  # noqa: B009
+            self._seeds[total.dtype] = seed
+        return self._seeds[total.dtype]
+
+    def record(
+        self,
+        totals: Mapping[str, Tensor],
+        units: Mapping[str, Units],
+        weights: Mapping[str, float],
+    ) -> None:
+        """Record a micro-step whose gradients are added."""
+        self._open.totals.append(totals[SINGLE])
+        self._open.units.append(units[SINGLE])
+        self._open.backwards += 1
 
     # ----------------------------------------------------------------- settle
 
@@ -419,6 +556,7 @@ class HostLedger:
         """
         if not self.is_open:
             raise WindowError("settle() without a micro-batch: no backward was weighed")
+        self.pending.refuse()
         try:
             return self._settle(holders, averaged_by, announced)
         except BaseException:
@@ -432,6 +570,8 @@ class HostLedger:
     ) -> Settled | None:
         window = self._open
         self._check_complete()
+        if not window.reduced:
+            self.gradients.reduce(self.group, averaged_by)
         self.gradients.finish(self.group, averaged_by)
         held = self.gradients.holders() if holders is None else list(holders)
         totals = read_scalars(window.totals)
@@ -456,7 +596,8 @@ class HostLedger:
             self._skip(held)
             return None
         if announced is None:
-            multiply(held, averaged_by * window.divided_by / (units * window.seed))
+            assert window.seed is not None
+            multiply(held, averaged_by / (units * window.seed))
         self.gradients.round_once()
         for policy in self._batchnorms:
             policy.end_window() if finite else policy.discard_window()
@@ -480,7 +621,7 @@ class HostLedger:
                 f"{window.backwards} backwards came: every loss needs its one backward, so that "
                 "its units are counted with its gradient"
             )
-        if ranks > 1 and not window.reduced:
+        if ranks > 1 and not window.reduced and not window.compiled:
             raise WindowError(
                 "the last backward of this window did not reduce the gradients over the "
                 f"{ranks} processes: the last micro-batch must make its backward, outside of "
@@ -524,6 +665,8 @@ class HostLedger:
 
     def _forget(self) -> None:
         self._open = _OpenWindow()
+        self.pending.forget()
+        self._seeds.clear()
         self.gradients.forget()
 
     def detach(self) -> None:
@@ -617,6 +760,32 @@ class LoopWindows:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._refuse_open_window)
 
+    @overload
+    def compile(self, loss: Callable[..., Any], *, execute: Execute = "auto") -> CompiledLoss: ...
+
+    @overload
+    def compile(
+        self, loss: None = None, *, execute: Execute = "auto"
+    ) -> Callable[[Callable[..., Any]], CompiledLoss]: ...
+
+    def compile(
+        self, loss: Callable[..., Any] | None = None, *, execute: Execute = "auto"
+    ) -> CompiledLoss | Callable[[Callable[..., Any]], CompiledLoss]:
+        """Return the loss function as one that runs at the speed of `WholeBatch`.
+
+        ```python
+        @windows.compile
+        def loss(batch):
+            return wb.cross_entropy(model(batch["x"]), batch["y"])
+        ```
+
+        It returns a `wb.Loss`, and its result is given to `windows.backward`. A call makes forward,
+        backward and addition as one graph, where that is possible.
+        """
+        if loss is None:
+            return partial(self.compile, execute=execute)
+        return self._window.compile(loss, execute)
+
     def _refuse_open_window(self, *_: Any) -> None:
         if self._window.is_open:
             raise WindowError(f"optimizer.step() while the window is open: {self._step_after}")
@@ -695,7 +864,7 @@ class FirstLook:
         Samples without units tell nothing; one process then looks at the next window's first.
         """
         group, made = self._window.group, LookResult()
-        with _attributes_restored(self._host), local_collectives():
+        with attributes_restored(self._host), local_collectives():
             try:
                 layout = readable_layout(batch, None, ())
                 made = check_adds_up(
@@ -709,7 +878,7 @@ class FirstLook:
 
 
 @contextmanager
-def _attributes_restored(host: object) -> Iterator[None]:
+def attributes_restored(host: object) -> Iterator[None]:
     """Put back the attributes of an object, and the contents of small containers among them."""
     found: list[tuple[Any, Any]] = []
     _copy_containers(vars(host), found)

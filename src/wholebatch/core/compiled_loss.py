@@ -1,0 +1,268 @@
+"""Loss functions of a loop of the user's own, run as one graph: forward, backward and addition.
+
+`compile` of an Accumulator, and of the adapters for other libraries, returns a `CompiledLoss`. A
+call makes the whole micro-step, because the seed of the window is known by then, and returns an
+`AddedLoss`. `backward` of the same window only enters that one. Until it does, the window refuses
+everything else, so that no gradient is in it without its units.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.compile import Execute, Executor, Ledger, check_execute
+from wholebatch.compile.captured_state import FUNCTIONS, reached
+from wholebatch.core.loss import SINGLE, Loss, Terms, Units, as_loss
+from wholebatch.core.precision import Full
+from wholebatch.errors import LossError, OptionError, WindowError
+
+__all__ = ["AddedLoss", "CompiledLoss", "Door", "Pending"]
+
+
+class AddedLoss:
+    """The loss of a micro-batch whose gradient is in the window already.
+
+    Give it to `backward` of that window. It can be read (`loss.mean`, `float(loss)`, `loss.total`,
+    `loss.extras["accuracy"]`), but not computed with: its backward is made.
+    """
+
+    def __init__(
+        self, total: Tensor, units: Units, extras: Mapping[str, Tensor], owner: object
+    ) -> None:
+        self.total = total
+        self.units = units
+        self.extras = extras
+        self.owner = owner
+        """The window that has its gradient."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the units, on the device; 0 where there are none."""
+        units = torch.as_tensor(self.units, device=self.total.device)
+        return self.total / units.clamp(min=torch.finfo(torch.float32).tiny)
+
+    def detach(self) -> Tensor:
+        """Return the mean, to log it."""
+        return self.mean
+
+    def item(self) -> float:
+        """Return the mean as a number; this waits for the device."""
+        return float(self.mean)
+
+    __float__ = item
+
+    def __repr__(self) -> str:
+        return f"AddedLoss(total={self.total!r}, units={self.units!r})"
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise LossError(
+            "a compiled loss function has made the backward of its loss already, so that nothing "
+            "can be computed with it: do that inside the function, and give the loss to backward() "
+            "as it is (loss.mean and loss.total are for logging)"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = _refuse
+    backward = sum = _refuse
+
+
+class Pending:
+    """The loss of a compiled function that a window waits for, if any."""
+
+    def __init__(self) -> None:
+        self._loss: AddedLoss | None = None
+
+    def expect(self, loss: AddedLoss) -> None:
+        """Wait for this loss."""
+        self._loss = loss
+
+    def forget(self) -> None:
+        """Wait no longer: the window was discarded."""
+        self._loss = None
+
+    def take(self, loss: AddedLoss, owner: object) -> None:
+        """Take the loss that was given to backward; refuse any but the one that is waited for."""
+        if loss.owner is not owner:
+            raise WindowError(
+                "this loss was made by the compiled function of another window, which has its "
+                "gradient: give it to backward() of the object whose compile() made the function"
+            )
+        if loss is not self._loss:
+            raise WindowError(
+                "this loss was given to backward() before, or its window was discarded: each call "
+                "of a compiled loss function needs one backward()"
+            )
+        self._loss = None
+
+    def refuse(self) -> None:
+        """Refuse to go on with a window that has a gradient without its units."""
+        if self._loss is not None:
+            raise WindowError(
+                "a compiled loss function has added the gradient of a micro-batch, and its loss "
+                "was not given to backward(): call backward(loss) once after every call of the "
+                "function; discard() drops what the window holds. To evaluate without training, "
+                "call the function under torch.no_grad()"
+            )
+
+
+class Door(Protocol):
+    """The owner of the window that a compiled loss function adds to."""
+
+    pending: Pending
+
+    def micro_step(self) -> AbstractContextManager[bool]:
+        """Return the context of a micro-step; it gives False if only plain eager code may run."""
+
+    def add_eagerly(self, loss: Loss) -> None:
+        """Make the backward of a loss, and record it in the window."""
+
+
+class CompiledLoss:
+    """A loss function that adds the gradient of its micro-batch when it is called.
+
+    Under `torch.no_grad()` it is the function as it was written. `reads` is the user's own code
+    inside `loss`, if that is not the user's: changes of what it reads are looked for.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        *,
+        door: Door,
+        window: Ledger,
+        models: Sequence[nn.Module],
+        device: torch.device,
+        execute: Execute,
+        keeps_moments: bool = False,
+        adds: bool = True,
+        reads: Callable[..., Any] | None = None,
+    ) -> None:
+        if not callable(loss):
+            raise OptionError(f"compile({loss!r}): must be a function that returns a wb.Loss")
+        functools.update_wrapper(self, loss, updated=())
+        self._loss, self._door, self._device = loss, door, device
+        self._given: Any = None
+        self._call = _on_micro_batch(loss, models, reads or loss)
+        self.executor = Executor(
+            check_execute(execute, device),
+            model=_all_modules(models, reads or loss),
+            loss=self._call,
+            window=window,
+            precision=Full(),
+            device=device,
+            eager=self._eager_step,
+            single=SINGLE,
+            keeps_moments=keeps_moments,
+            adds=adds,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a micro-batch, whose gradient is then in the window."""
+        if not torch.is_grad_enabled():
+            return self._loss(*args, **kwargs)
+        kind = self._device.type
+        is_on = torch.is_autocast_enabled(kind)
+        micro = {
+            "args": args,
+            "kwargs": kwargs,
+            "autocast": torch.get_autocast_dtype(kind) if is_on else None,
+        }
+        self._given = micro
+        try:
+            with (
+                self._door.micro_step() as may_compile,
+                torch.autocast(kind, enabled=False) if is_on else nullcontext(),
+            ):
+                added = self._added(micro, may_compile)
+        finally:
+            self._given = None
+        self._door.pending.expect(added)
+        return added
+
+    def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
+        if not may_compile:
+            loss = self._eager_step(micro, self._call)
+            return AddedLoss(loss.total.detach(), loss.units, _detached(loss.extras), self._door)
+        made = self.executor.micro_step(micro)
+        return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
+
+    def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
+        """Run the micro-step on the arguments as they were given: some may belong on the host."""
+        loss = as_loss(function(None, self._given))
+        if isinstance(loss, Terms):
+            raise LossError(
+                f"a loss of several terms ({', '.join(loss.by_name)}) in a stream: each is divided "
+                "by its own total over the window, which must be known before the first backward; "
+                "use wb.WholeBatch with units="
+            )
+        self._door.add_eagerly(loss)
+        return loss
+
+
+def _detached(extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: extra.detach() for name, extra in extras.items()}
+
+
+def _on_micro_batch(
+    loss: Callable[..., Any], models: Sequence[nn.Module], reads: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the function as one of `(model, micro)`, under the autocast it was called with."""
+    kind = next(models[0].parameters()).device.type
+    replicas = [
+        m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
+    ]
+
+    def call(_: Any, micro: Any, reads: Any = reads) -> Any:
+        dtype = micro["autocast"]
+        with ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if replicas and torch._C._len_torch_dispatch_stack():  # it is being traced
+                stack.enter_context(_without_ddp(replicas))
+            return loss(*micro["args"], **micro["kwargs"])
+
+    # What the user's function reads is looked at for changes; our own functions are not.
+    call.__module__ = getattr(reads, "__module__", None) or "__main__"
+    return call
+
+
+@contextmanager
+def _without_ddp(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Call the modules inside of DDP directly within this context."""
+    for one in replicas:
+        one.__dict__["forward"] = one.module
+    try:
+        yield
+    finally:
+        for one in replicas:
+            del one.__dict__["forward"]
+
+
+def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
+    """Return one module with all models, and with those that only the loss function knows.
+
+    A GAN's generator is trained through a judge that another window trains.
+    """
+    inner = [m.module if isinstance(m, DistributedDataParallel) else m for m in models]
+    known = {module for model in inner for module in model.modules()}
+    more = []
+    for module in _mentioned_modules(loss):
+        own = set(module.modules())
+        if not own & known:
+            more.append(module)
+            known |= own
+    return inner[0] if len(inner) == 1 and not more else nn.ModuleList([*inner, *more])
+
+
+def _mentioned_modules(function: Any) -> list[nn.Module]:
+    """Return the modules that a function reaches, by itself or by the functions that it names."""
+    values = [value for _, value in reached(function)]
+    values += [v for one in values if isinstance(one, FUNCTIONS) for _, v in reached(one)]
+    return [value for value in values if isinstance(value, nn.Module)]

@@ -1,0 +1,134 @@
+"""Windows that a trainer has in hand before their first forward, and whose updates it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.core.foreign_writes import Watch
+from wholebatch.core.loss import SINGLE
+from wholebatch.core.splitting import Batches
+from wholebatch.core.whole_batch import WholeBatch
+from wholebatch.core.window import Step
+from wholebatch.errors import StateError, WindowError
+from wholebatch.integrations.host_window import attributes_restored
+
+__all__ = ["GivenWindows"]
+
+
+class GivenWindows(WholeBatch):
+    """A WholeBatch whose window is a list of batches; the trainer clips, steps and clears.
+
+    A run of the loss may change attributes of `host`, such as a trainer's metrics; after the first
+    look, numbers and small containers among them are put back.
+
+    >>> import wholebatch as wb
+    >>> model = nn.Linear(3, 2)
+    >>> windows = GivenWindows(
+    ...     model,
+    ...     torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     loss=lambda model, micro: wb.cross_entropy(model(micro["x"]), micro["y"]),
+    ...     micro_batch=4,
+    ... )
+    >>> batches = [{"x": torch.randn(n, 3), "y": torch.randint(0, 2, (n,))} for n in (6, 3)]
+    >>> shares = windows.make_gradient(batches, updates=0)
+    >>> len(shares), windows.last_step.micro_batches, windows.last_step.units
+    (2, 3, 9.0)
+    >>> bool(torch.isclose(shares.sum(), torch.tensor(windows.last_step.loss)))
+    True
+    """
+
+    def __init__(self, *given: Any, host: object = None, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._host = host
+        self._batches = 0
+        self._shares = torch.zeros(0)
+        self._watch = Watch(self._window.target.optimizers)
+
+    def make_gradient(self, batches: Sequence[Any], *, updates: int) -> Tensor:
+        """Leave the gradient of this window in `.grad`; return each batch's share of its mean.
+
+        `updates` is how many the trainer has made so far. The shares are on the device, and their
+        average over the ranks is the window's mean loss.
+        """
+        self._window.updates = updates
+        self._batches = len(batches)
+        replica = self.model if isinstance(self.model, DistributedDataParallel) else None
+        with nullcontext() if replica is None else replica.no_sync():
+            step = self.gradient(Batches(batches))
+        self._watch.forget()
+        if step.skipped is None:
+            self._watch.remember(self._trained())
+        return self._shares
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for group in self._window.target.groups() for parameter in group]
+
+    def _look(self, batch: Any, micros: Sequence[Any]) -> None:
+        if self._runner.is_checked:
+            return
+        with nullcontext() if self._host is None else attributes_restored(self._host):
+            super()._look(batch, micros)
+
+    def _close(self, micros: Sequence[Any], start: dict[str, Any] | None, steps: bool) -> Step:
+        totals, owners = self._window.totals.get(SINGLE, ()), list(self._window.owners)
+        step = super()._close(micros, start, steps)
+        device = self._window.target.device
+        if self._runner.whole_loss is not None or not totals:  # one loss of the whole batch
+            self._shares = torch.zeros(self._batches, device=device)
+            self._shares[0] = step.loss
+            return step
+        added = torch.stack([torch.as_tensor(total, device=device) for total in totals])
+        batch_of = self._fitting.batch_of(micros)
+        places = torch.tensor([batch_of[owner] for owner in owners], device=device)
+        sums = torch.zeros(self._batches, dtype=torch.float64, device=device)
+        sums.index_add_(0, places, added.double())
+        self._shares = (sums * (self._window.sync.ranks / step.units)).to(added.dtype)
+        return step
+
+    def check_untouched(self) -> None:
+        """Refuse to go on if others have written the gradient since `make_gradient`."""
+        found = self._watch.changed(self._trained())
+        if found is None:
+            return
+        parameter, what = found
+        raise WindowError(
+            f"the {'gradient' if what == 'gradient' else 'value'} of "
+            f"{self._window.target.name_of(parameter)} has changed in the middle of the window, "
+            "whose gradient is complete before its second batch: leave zero_grad(), clipping and "
+            "step() to the trainer"
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def saved_gradient(self) -> list[Tensor | None]:
+        """Return a copy of the gradient that `make_gradient` has left."""
+        return [None if p.grad is None else p.grad.detach().clone() for p in self._trained()]
+
+    def load_gradient(self, saved: Sequence[Tensor | None]) -> None:
+        """Go on with the gradient of `saved_gradient`."""
+        trained = self._trained()
+        if len(saved) != len(trained):
+            raise StateError(
+                f"the checkpoint has gradients of {len(saved)} parameters, and {len(trained)} are "
+                "trained here: resume with the model and optimizer that saved it"
+            )
+        for parameter, gradient in zip(trained, saved, strict=True):
+            parameter.grad = None
+            if gradient is None:
+                continue
+            if gradient.dtype is not parameter.dtype:
+                parameter.grad_dtype = gradient.dtype
+            parameter.grad = gradient.to(parameter.device)
+        self._watch.forget()
+        self._watch.remember(trained)
+
+    def detach(self) -> None:
+        """Leave the model as it was found (a conversion of BatchNorm is kept)."""
+        if self._runner.policy is not None:
+            self._runner.policy.detach()

@@ -1,0 +1,190 @@
+"""Windows whose forwards and backwards the Trainer makes: FSDP, DeepSpeed, fp16, own steps.
+
+The ledger weighs each loss (a mean over its own units) by its share of the window's units, which
+are counted before the first forward, and holds what was announced against what came.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.core.loss import Loss, Units, mean_loss
+from wholebatch.core.splitting import batch_size_of, split
+from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.integrations.host_window import (
+    AdapterOptions,
+    FirstLook,
+    GradientsIn,
+    HostLedger,
+    HostLoss,
+    replaced_attributes,
+)
+
+__all__ = ["HostSteps", "OpenWindow", "engine_keeps", "stepped_here", "zero_loss"]
+
+
+@dataclass
+class OpenWindow:
+    """The batches from which the Trainer makes its next update."""
+
+    batches: Sequence[Any] = ()
+    size: int = 0
+    place: int = 0
+    """The batches that are done."""
+    counted: float | None = None
+    """The units of the window on all ranks."""
+    divisor: float = 1.0
+    """What the Trainer divides the whole batch's sum by; nearly always the units."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the next batch is the last one."""
+        return self.place + 1 == self.size
+
+
+class HostSteps:
+    """The windows of one trainer and one optimizer, by the Trainer's own `training_step`."""
+
+    def __init__(self, trainer: Any, why: str) -> None:
+        if trainer.coupled is not None:
+            raise OptionError(f"loss=wb.Coupled(...) is not possible where {why}")
+        if trainer.micro_batch is not None and type(trainer.micro_batch) is not int:
+            raise OptionError(
+                f"micro_batch={trainer.micro_batch!r} is not possible where {why}: give a number "
+                "of samples"
+            )
+        trainer.model_wrapped.train()
+        self._trainer, self._model = trainer, trainer.model
+        self._kept = engine_keeps(trainer.model_wrapped)
+        norms = "refuse" if trainer.batchnorm == "exact" else trainer.batchnorm
+        self.ledger = HostLedger(
+            [self._model],
+            stepped_here(trainer),
+            device=trainer.args.device,
+            options=AdapterOptions(norms, "raise", trainer.nonfinite, trainer.audit),
+            gradients=self._kept,
+            owns_forward=True,
+            scaled_by=trainer.accelerator,
+        )
+        off = "exact(..., audit=False)"
+        self._look = FirstLook(self._model, self.ledger, host=trainer, off=off)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """True if the gradients of an open window can be saved."""
+        return self._kept == "whole"
+
+    def step(self, model: nn.Module, inputs: Any, window: OpenWindow, run: Any) -> Tensor:
+        """Make the forward and backward of one batch by `run(model, inputs)`."""
+        trainer, ledger = self._trainer, self.ledger
+        if window.place == 0 and ledger.is_open:  # the Trainer has begun anew
+            ledger.discard()
+        micros = [inputs]
+        if trainer.micro_batch is not None:
+            inputs = dict(inputs)
+            micros = split(inputs, min(trainer.micro_batch, batch_size_of(inputs)))
+        if len(micros) > 1 or window.size > 1 or ledger.group.ranks > 1:
+            self._look_first(inputs)
+        shares = []
+        for index, micro in enumerate(micros):
+            holds = index + 1 < len(micros)
+            with (
+                trainer.accelerator.no_sync(model) if holds else nullcontext(),
+                self._weighing(window, is_last=window.is_last and not holds),
+                ledger.backward(),
+            ):
+                shares.append(run(model, micro))
+        if ledger.is_open and window.is_last:
+            ledger.settle(averaged_by=ledger.group.ranks, announced=window.counted)
+        return torch.stack(shares).sum()
+
+    def _look_first(self, inputs: Any) -> None:
+        """Refuse a loss that does not add up, before the first window in parts."""
+        trainer = self._trainer
+        if not self._look.pending:
+            return
+
+        def run(few: Any) -> Loss:
+            with trainer.compute_loss_context_manager():
+                mean: Any = trainer.compute_loss(self._model, few)
+            return mean_loss(mean, trainer.count_units(few))
+
+        self._look.at(run, trainer._prepared(inputs), micro_batch=trainer.micro_batch)
+
+    def _weighing(self, window: OpenWindow, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return a context in which every loss is weighted by its share of the window's units.
+
+        It replaces compute_loss on the instance, so that one that a subclass has overridden is
+        weighted too. The Trainer's own division by the number of batches becomes one by 1.
+        """
+        trainer, inner = self._trainer, self._trainer.compute_loss
+
+        @functools.wraps(inner)
+        def weighed(
+            model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            units = trainer.count_units(inputs)
+            result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
+            mean: Any = result[0] if return_outputs else result
+            given = HostLoss.of(mean=mean, units=units, audit=trainer.audit)
+            loss = self._share_of(mean, units, window)
+            self.ledger.enter(given, loss, is_last=is_last)
+            if is_last and self._kept == "elsewhere":
+                self.ledger.settle(announced=window.counted)  # its engine steps in the backward
+            return (loss, *result[1:]) if return_outputs else loss
+
+        replaced: dict[str, Any] = {"current_gradient_accumulation_steps": 1}
+        if trainer._prepares:
+            replaced["_prepare_inputs"] = lambda inputs: inputs
+        return replaced_attributes(trainer, compute_loss=weighed, **replaced)
+
+    def _share_of(self, mean: Tensor, units: Units, window: OpenWindow) -> Tensor:
+        """Return what a loss adds to the window's mean; the engine will average over the ranks."""
+        ranks = self._trainer.accelerator.num_processes
+        if ranks > 1 and not units:
+            return zero_loss(self._model)
+        exact_units = units.double() if isinstance(units, Tensor) else units
+        return mean_loss(mean, exact_units / window.divisor * ranks).total
+
+
+def zero_loss(model: nn.Module) -> Tensor:
+    """Return zero, with a gradient of zero for every parameter: engines wait for all of them."""
+    zeros = [(one * 0.0).sum() for one in model.parameters() if one.requires_grad]
+    return torch.stack([one.to(zeros[0].device, zeros[0].dtype) for one in zeros]).sum()
+
+
+def engine_keeps(model: Any) -> GradientsIn:
+    """Return where the engine that wraps the model keeps gradients within a window."""
+    if hasattr(model, "zero_optimization_stage"):
+        return "elsewhere"
+    sharded = hasattr(model, "set_requires_gradient_sync") or "Fully" in type(model).__name__
+    return "sharded" if sharded else "whole"
+
+
+def stepped_here(trainer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose parameters hold their gradients; DeepSpeed's engine has its own.
+
+    Refuse an engine that adds 16-bit gradients in 16 bit, or that cannot leave out a step.
+    """
+    optimizer = trainer.optimizer
+    if engine_keeps(trainer.model_wrapped) != "elsewhere":
+        return [getattr(optimizer, "optimizer", optimizer)]
+    model, sums = trainer.model_wrapped.get_data_types()
+    if model != torch.float32 and sums != torch.float32:
+        raise UnsupportedError(
+            f"DeepSpeed with parameters in {model} adds their gradients in {sums}: set "
+            '"data_types": {"grad_accum_dtype": "fp32"} in its configuration'
+        )
+    if trainer.nonfinite == "skip":
+        raise UnsupportedError(
+            'nonfinite="skip" with DeepSpeed, whose engine steps within the last backward: leave '
+            'it at "raise"'
+        )
+    return []
