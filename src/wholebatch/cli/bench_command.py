@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from wholebatch.tune.loop_comparison import LoopComparison, LoopRow
     from wholebatch.tune.training_loops import Job
 
-_WHAT, _HOW, _OUT = "What is measured", "How long, and beside what", "Output"
+_HOW, _OUT = "How long, and beside what", "Output"
+_what = partial(option, panel="What is measured")
+_how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
 _WRONG = 0.01  # from here on it is no rounding: another gradient than that of the batch
 
 
@@ -44,35 +46,30 @@ class BenchOptions:
     """The options of `wholebatch bench`."""
 
     recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
-    batch_size: int | None = option(
-        None, "N", "Samples that make one update.", _WHAT, check=whole_number()
-    )
-    micro_batch: int | None = option(
+    batch_size: int | None = _what(None, "N", "Samples that make one update.", check=whole_number())
+    micro_batch: int | None = _what(
         None,
         "N",
         "Samples at a time.",
-        _WHAT,
         check=must_be("1 or more", lambda value: value >= 1),
     )
-    precision: str | None = option(
+    precision: str | None = _what(
         None,
         "full|bf16|fp16",
         "Of every loop.",
-        _WHAT,
         check=must_be("full, bf16 or fp16", lambda it: it in ("full", "fp32", "bf16", "fp16")),
     )
-    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _WHAT)
-    beside: str | None = option(
+    device: str = _what("auto", "auto|cpu|cuda", "Where to run.")
+    beside: str | None = _how(
         None,
         "NAMES",
         "Only these, with commas; the first is what the others are compared with. Default: all "
         "that are installed.",
-        _HOW,
     )
     seconds: float = seconds_option(4.0, "Of timed windows for each.", _HOW)
     clock: str = clock_option(_HOW)
     out: Path = result_option("bench.json", "The page is written beside it.", _OUT)
-    as_json: bool = option(False, None, "Print what FILE.json has, too.", _OUT, flag="--json")
+    as_json: bool = _out(False, None, "Print what FILE.json has, too.", flag="--json")
 
 
 @command(BenchOptions)

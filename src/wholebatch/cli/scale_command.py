@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -32,7 +33,7 @@ from wholebatch.tune.batch_scaling import (
 )
 
 _WIDE = 60  # columns that the table needs
-_FOLLOWS = "What follows the batch"
+_follower = partial(option, panel="What follows the batch")
 _COUNT = whole_number()
 _SOURCE = {
     "linear": "Goyal et al. 2017, SGD",
@@ -61,35 +62,31 @@ class ScaleOptions:
         typed=str | None,
         check=whole_numbers("numbers of ranks, such as 8 or 1,2,4,8"),
     )
-    lr: float | None = option(
+    lr: float | None = _follower(
         None,
         "RATE",
         "A learning rate good for --base-batch.",
-        _FOLLOWS,
         check=positive_number,
     )
-    base_batch: int | None = option(
+    base_batch: int | None = _follower(
         None,
         "N",
         "The batch that --lr, --warmup and the betas were good for.",
-        _FOLLOWS,
         check=_COUNT,
     )
-    lr_rule: str | None = option(
+    lr_rule: str | None = _follower(
         None,
         "linear|sqrt|none",
         "How the learning rate follows; without --lr the factor is shown. Default: linear.",
-        _FOLLOWS,
         check=one_of("none", "linear", "sqrt"),
     )
-    warmup: str | None = option(
+    warmup: str | None = _follower(
         None,
         "N|Nep",
         "Warm-up at --base-batch, in updates or epochs (epochs need --samples).",
-        _FOLLOWS,
     )
-    betas: str | None = option(None, "B1,B2", "Adam's betas at --base-batch.", _FOLLOWS)
-    samples: int | None = option(None, "N", "Samples of an epoch.", _FOLLOWS, check=_COUNT)
+    betas: str | None = _follower(None, "B1,B2", "Adam's betas at --base-batch.")
+    samples: int | None = _follower(None, "N", "Samples of an epoch.", check=_COUNT)
     as_json: bool = option(False, None, "Print JSON.", flag="--json")
 
 

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes import Recipe
     from wholebatch.tune import Setting, Trial, Tuned
 
-_WHAT, _HOW, _OUT = "What is tuned", "How long, and over what", "Output"
+_HOW, _OUT = "How long, and over what", "Output"
+_what = partial(option, panel="What is tuned")
+_how, _out = (partial(option, panel=panel) for panel in (_HOW, _OUT))
 _NUMBERS = whole_numbers("whole numbers with commas, such as 8,16,32")
 
 
@@ -70,26 +72,20 @@ class TuneOptions:
     """The options of `wholebatch tune`."""
 
     recipe: str | None = recipe_argument("A recipe as for [bold]wholebatch train[/].")
-    batch_size: int | None = option(
-        None, "N", "Samples that make one update.", _WHAT, check=whole_number()
-    )
-    memory: str = option(
-        "free", "SIZE", 'What may be used: "20GiB", "80%", or what is free.', _WHAT
-    )
-    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _WHAT)
-    precision: tuple[str, ...] | None = option(
+    batch_size: int | None = _what(None, "N", "Samples that make one update.", check=whole_number())
+    memory: str = _what("free", "SIZE", 'What may be used: "20GiB", "80%", or what is free.')
+    device: str = _what("auto", "auto|cpu|cuda", "Where to run.")
+    precision: tuple[str, ...] | None = _how(
         None,
         "NAMES",
         "Of full, bf16, fp16, with commas. Default: the recipe's, and bf16 too on CUDA.",
-        _HOW,
         typed=str | None,
         check=_names(*PRECISIONS),
     )
-    execute: tuple[str, ...] | None = option(
+    execute: tuple[str, ...] | None = _how(
         None,
         "NAMES",
         "Of eager, compile, graph. Default: eager, and graph too on CUDA.",
-        _HOW,
         typed=str | None,
         check=_names("eager", "compile", "graph"),
     )
@@ -103,14 +99,11 @@ class TuneOptions:
     )
     seconds: float = seconds_option(300.0, "Begin no new setting after this long.", _HOW)
     clock: str = clock_option(_HOW)
-    exhaustive: bool = option(
-        False, None, "Measure everything that fits.", _HOW, flag="--exhaustive"
-    )
-    bandwidth: str | None = option(
+    exhaustive: bool = _how(False, None, "Measure everything that fits.", flag="--exhaustive")
+    bandwidth: str | None = _how(
         None,
         "RATE",
         'Of one rank\'s link, such as "25GB/s": adds a model of more ranks.',
-        _HOW,
     )
     ranks: list[int] | None = option(
         None,
@@ -125,7 +118,7 @@ class TuneOptions:
         "For [bold]wholebatch train --from[/]; the page is written beside it.",
         _OUT,
     )
-    as_json: bool = option(False, None, "Print what FILE.json has, too.", _OUT, flag="--json")
+    as_json: bool = _out(False, None, "Print what FILE.json has, too.", flag="--json")
 
 
 @command(TuneOptions)

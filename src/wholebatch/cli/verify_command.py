@@ -23,6 +23,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,9 @@ if TYPE_CHECKING:
     from wholebatch.verification import Case, LoopTrial, LoopVerdict, Verdict
     from wholebatch.verification.run_comparison import Comparison
 
-_BATCH, _LOOP, _OUT = "The batch and the update", "A loop of your own", "Output"
+_BATCH = "The batch and the update"
+_batch, _like_train = partial(option, panel=_BATCH), partial(like_train, panel=_BATCH)
+_loop = partial(option, panel="A loop of your own")
 
 
 @dataclass(frozen=True)
@@ -64,82 +67,71 @@ class VerifyOptions:
         "A Python file with model(), data() and loss(model, micro), or an embedded recipe: "
         "[bold]bytes-gpt[/] (the default) or [bold]digits-cnn[/]."
     )
-    batch_size: int | None = like_train(
-        "batch_size", "Samples that make one update.", _BATCH, metavar="N", of_recipes=True
+    batch_size: int | None = _like_train(
+        "batch_size", "Samples that make one update.", metavar="N", of_recipes=True
     )
-    micro_batch: str | None = like_train(
+    micro_batch: str | None = _like_train(
         "micro_batch",
         "How the batch is divided. Default: the recipe's, else about four, unevenly.",
-        _BATCH,
         metavar='N|"N tokens"',
         of_recipes=True,
     )
-    precision: str | None = like_train(
-        "precision", "full (or fp32), bf16, fp16.", _BATCH, of_recipes=True
-    )
-    clip_norm: float | None = like_train(
+    precision: str | None = _like_train("precision", "full (or fp32), bf16, fp16.", of_recipes=True)
+    clip_norm: float | None = _like_train(
         "clip_norm",
         "Clip to this norm. With --loop: what a loop that clips by hand clips to; torch's "
         "clip_grad_norm_ is noticed by itself.",
-        _BATCH,
     )
-    batchnorm: str = option(
+    batchnorm: str = _batch(
         "exact",
         "POLICY",
         "As in WholeBatch.",
-        _BATCH,
         check=one_of("exact", "statistics", "freeze", "group", "layer", "sync", "refuse"),
         of_recipes=True,
     )
-    execute: str | None = like_train(
-        "execute", "As in WholeBatch.", _BATCH, metavar="MODE", of_recipes=True
+    execute: str | None = _like_train(
+        "execute", "As in WholeBatch.", metavar="MODE", of_recipes=True
     )
-    gradients: str | None = like_train(
+    gradients: str | None = _like_train(
         "gradients",
         "As in WholeBatch; release and moments without the recipe's clipping.",
-        _BATCH,
         of_recipes=True,
     )
-    float64: bool = option(
-        True, None, "Prove it in float64 too, on a copy of the model.", _BATCH, of_recipes=True
+    float64: bool = _batch(
+        True, None, "Prove it in float64 too, on a copy of the model.", of_recipes=True
     )
-    loop: str | None = option(
+    loop: str | None = _loop(
         None,
         "FILE.py:FUNCTION",
         "Hold function(model, optimizer, micro_batches), which trains one window, against the "
         "undivided batch and every known mistake.",
-        _LOOP,
     )
-    model: str = option(
+    model: str = _loop(
         "all",
         "mlp|lm|cnn|all",
         "The built-in models to try the loop on, if FILE.py has no model() of its own.",
-        _LOOP,
     )
-    steps: int | None = option(
+    steps: int | None = _loop(
         None,
         "N",
         "What the loop calls a full window, in micro-batches. Default: 4, or [bold]steps[/] in "
         "FILE.py.",
-        _LOOP,
     )
-    equal: bool = option(
+    equal: bool = _loop(
         False,
         None,
         "The loop's micro-batches always have equally many units: do not try uneven ones.",
-        _LOOP,
         flag="--equal",
     )
-    ddp: bool = option(
+    ddp: bool = _loop(
         False,
         None,
         "Under torchrun: hand the model over in DistributedDataParallel.",
-        _LOOP,
         flag="--ddp",
     )
-    seed: int = like_train("seed", "Of the weights and the data.", _BATCH, default=0)
-    device: str = option("auto", "auto|cpu|cuda", "Where to run.", _BATCH)
-    as_json: bool = option(False, None, "Print JSON instead.", _OUT, flag="--json")
+    seed: int = _like_train("seed", "Of the weights and the data.", default=0)
+    device: str = _batch("auto", "auto|cpu|cuda", "Where to run.")
+    as_json: bool = option(False, None, "Print JSON instead.", "Output", flag="--json")
 
 
 @command(VerifyOptions)
