@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -197,11 +197,10 @@ def choose_device(name: str) -> torch.device:
     """Return the device; `auto` is CUDA where there is one. Refuse one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    device = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", "cuda"):
         raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

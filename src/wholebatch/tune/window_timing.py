@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -129,29 +130,16 @@ def split_of(stamps: Stamps, *, ranks: int = 1) -> dict[str, float]:
     """
     split = dict.fromkeys(PARTS, 0.0)
     backwards: list[float] = []
-    between = stamps.clock.between
     # Between two micro-batches: on CUDA the copy of the next one, on a CPU only Python.
     ahead = "micro-step" if not stamps.tells_apart else "data" if stamps.clock.on_cuda else "idle"
-    for (what, moment), (after, next_moment) in zip(
-        stamps.marks[:-1], stamps.marks[1:], strict=True
-    ):
-        seconds = between(moment, next_moment)
-        if what == "data" or (what == "start" and stamps.tells_apart):
-            split["data"] += seconds
-        elif what == "start":
-            split["micro-step"] += seconds
+    parts = {"data": "data", "start": "data" if stamps.tells_apart else "micro-step"}
+    for (what, moment), (after, next_moment) in pairwise(stamps.marks):
+        seconds = stamps.clock.between(moment, next_moment)
+        part = what if what in ("forward", "backward") else parts.get(what)
+        part = part or ("optimizer" if after == "end" else ahead)
+        split[part] += seconds
+        if part in ("backward", "micro-step"):
             backwards.append(seconds)
-        elif what == "forward":
-            split["forward"] += seconds
-        elif what == "backward":
-            split["backward"] += seconds
-            backwards.append(seconds)
-        elif after == "end":
-            split["optimizer"] += seconds
-        else:
-            split[ahead] += seconds
-            if not stamps.tells_apart:
-                backwards.append(seconds)
     if ranks > 1 and len(backwards) > 1:
         *others, last = backwards
         beyond = max(0.0, last - statistics.median(others))

@@ -43,18 +43,13 @@ class Sources:
 
     runs: list[TrainingRun] = field(default_factory=list)
     plans: list[tuple[str, Data]] = field(default_factory=list)
-    tunings: list[tuple[str, Data]] = field(default_factory=list)
+    tunes: list[tuple[str, Data]] = field(default_factory=list)
     verdicts: list[tuple[str, Data]] = field(default_factory=list)
     benchmarks: list[tuple[str, Data]] = field(default_factory=list)
 
     def add(self, kind: str, name: str, data: Data) -> None:
         """Add the content of a file to its kind."""
-        {
-            "plan": self.plans,
-            "tune": self.tunings,
-            "verdict": self.verdicts,
-            "benchmark": self.benchmarks,
-        }[kind].append((name, data))
+        getattr(self, f"{kind}s").append((name, data))
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
