@@ -321,16 +321,16 @@ def _stored(path: Path) -> dict[str, Any]:
 
 def _purpose(config: Any, auto: Any) -> str | None:
     """Return the purpose of the model, as transformers names its automatic classes."""
-    kind = config.model_type
     is_decoder = getattr(config, "is_decoder", False)
-    if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and config.is_encoder_decoder:
-        return "Seq2SeqLM"
-    if kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
-        return "MaskedLM"
-    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "CausalLM"
-    if kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
-        return "ImageClassification"
+    known = {
+        "Seq2SeqLM": config.is_encoder_decoder and "SEQ_TO_SEQ_CAUSAL_LM",
+        "MaskedLM": not is_decoder and "MASKED_LM",
+        "CausalLM": "CAUSAL_LM",
+        "ImageClassification": "IMAGE_CLASSIFICATION",
+    }
+    for purpose, name in known.items():
+        if name and config.model_type in getattr(auto, f"MODEL_FOR_{name}_MAPPING_NAMES"):
+            return purpose
     return None
 
 
@@ -441,13 +441,9 @@ def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
         at += by_category.get(name, 0) / scale
         bar.append("█" * (round(at) - filled), style=_COLORS[name])
         filled = round(at)
-    if filled < limit:
-        bar.append(" " * (limit - filled) + "│")
-    elif filled > limit:
-        bar = bar[:limit] + Text("│", "bold red") + bar[limit:]
-    else:
-        bar.append("│")
-    return bar
+    if filled > limit:
+        return bar[:limit] + Text("│", "bold red") + bar[limit:]
+    return bar.append(" " * (limit - filled) + "│")
 
 
 def _legend(plan: Plan) -> Text:

@@ -172,6 +172,11 @@ _CLIPS = {
     "clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value", "clip_gradients",
     "dispatch_clip_grad",
 }  # fmt: skip
+_SIMPLE = {
+    "zero_grad": "zero",
+    "unscale_": "unscale",
+    "set_requires_gradient_sync": "fsdp_sync",
+}
 _NATIVE_SCALERS = re.compile(r"loss_scaler|NativeScaler", re.I)
 
 
@@ -253,16 +258,12 @@ def classify(call: ast.Call, env: Env) -> Act | None:
         return _backward(call, owner, env)
     if name == "manual_backward":
         return Act("backward", owner, positional(call, 0), "lightning")
-    if name == "zero_grad":
-        return Act("zero", owner)
-    if name == "unscale_":
-        return Act("unscale", owner, positional(call, 0))
+    if name in _SIMPLE:
+        return Act(_SIMPLE[name], owner, positional(call, 0))
     if name == "step":
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
         return Act("scaler_update", owner)
-    if name == "set_requires_gradient_sync":
-        return Act("fsdp_sync", owner, positional(call, 0))
     if _MODEL_NAME.match(name):
         return Act("forward", func)
     return _native_scaler(call, func)
