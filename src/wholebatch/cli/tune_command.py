@@ -137,7 +137,7 @@ def tune(options: TuneOptions) -> None:
     from wholebatch.cli.parallel_ranks import process_group
     from wholebatch.cli.recipes import load_recipe
     from wholebatch.memory.budget import parse_memory
-    from wholebatch.tune import Limits, parse_bandwidth
+    from wholebatch.tune import parse_bandwidth
 
     link = None if options.bandwidth is None else parse_bandwidth(options.bandwidth)
     with process_group(options.device) as (rank, where), short_warnings(shown=rank == 0):
@@ -147,22 +147,7 @@ def tune(options: TuneOptions) -> None:
         if rank:
             console = Console(quiet=True, force_terminal=False)
         with TuneProgress(console, unit=recipe.unit) as progress:
-            tuned = _tune(
-                recipe,
-                where=where,
-                rank=rank,
-                batch_size=options.batch_size,
-                precisions=options.precision,
-                memory=options.memory,
-                micro_batches=options.micro_batch,
-                executes=options.execute,
-                limits=Limits(total=options.seconds),
-                exhaustive=options.exhaustive,
-                bandwidth=link,
-                ranks=ranks or [2, 4, 8, 16, 32, 64],
-                watch=progress,
-                clock=CLOCKS[options.clock],
-            )
+            tuned = _tune(recipe, options, where=where, rank=rank, bandwidth=link, watch=progress)
     if rank:
         return
     show = partial(_show, console, tuned, subject=recipe.name)
@@ -173,27 +158,22 @@ def tune(options: TuneOptions) -> None:
 
 
 def _tune(
-    recipe: Recipe,
-    *,
-    where: torch.device,
-    rank: int,
-    batch_size: int | None,
-    precisions: tuple[str, ...] | None,
-    **options: Any,
+    recipe: Recipe, options: TuneOptions, *, where: torch.device, rank: int, **more: Any
 ) -> Tuned:
     import torch
 
     from wholebatch.cli.run_folder import about_here
     from wholebatch.distributed.process_group import world_size
+    from wholebatch.tune import Limits
     from wholebatch.tune import tune as tuned_by
 
     # The micro-batch is what is looked for: the recipe's own does not bind.
-    given = {"batch_size": batch_size, "micro_batch": "auto"}
+    given = {"batch_size": options.batch_size, "micro_batch": "auto"}
     config = resolve(given, recipe.defaults, stored=None)
-    is_pure = config.precision == "bf16-pure"
+    is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
-        more = ("bf16",) if where.type == "cuda" and not is_pure else ()
-        precisions = tuple(dict.fromkeys((config.autocast, *more)))
+        also = ("bf16",) if where.type == "cuda" and not is_pure else ()
+        precisions = tuple(dict.fromkeys((config.autocast, *also)))
     elif "bf16-pure" in precisions:
         raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
     world = world_size()
@@ -216,10 +196,17 @@ def _tune(
         loss=recipe.loss if world == 1 else loss,
         batches=take,
         precisions=precisions,
+        memory=options.memory,
+        micro_batches=options.micro_batch,
+        executes=options.execute,
+        limits=Limits(total=options.seconds),
+        exhaustive=options.exhaustive,
+        ranks=options.ranks or [2, 4, 8, 16, 32, 64],
+        clock=CLOCKS[options.clock],
         unit=recipe.unit,
         units=recipe.units,
         clip_norm=config.clip_norm,
-        **options,
+        **more,
     )
     settings = {**tuned.settings, "batch_size": config.batch_size}
     if is_pure:

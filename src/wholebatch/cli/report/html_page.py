@@ -130,8 +130,10 @@ def axis(text: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": text}, **more}
 
 
-ROWS = {"autorange": "reversed", "type": "category", "showgrid": False}
-"""The y axis of a chart with a named row for each bar or point, from the top down."""
+def by_row(xaxis: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the layout of a chart with a named row for each bar or point, from the top down."""
+    rows = {"autorange": "reversed", "type": "category", "showgrid": False}
+    return {"xaxis": xaxis, "yaxis": rows, "hovermode": "closest", **more}
 
 
 def write_page(page: HtmlPage, path: Path) -> Path:

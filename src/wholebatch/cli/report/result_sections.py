@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholebatch.cli.report.html_page import (
-    ROWS,
     Callout,
     Chart,
     Section,
@@ -14,6 +13,7 @@ from wholebatch.cli.report.html_page import (
     Text,
     axis,
     bars,
+    by_row,
     curve,
     series_color,
 )
@@ -23,7 +23,7 @@ from wholebatch.core.readable_sizes import CATEGORIES, PARTS, bytes_said
 Data = Mapping[str, Any]
 
 
-def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
+def memory(plans: Sequence[tuple[str, Data]]) -> Section | None:
     """Return one stacked chart for each plan, with its budget as a line."""
     parts: list[Chart | Table | Text] = []
     for at, (name, plan) in enumerate(plans):
@@ -41,7 +41,7 @@ def memory(plans: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
 
 
 def _chart(
-    name: str, title: str, caption: str, points: Sequence[Mapping[str, Any]], budget: int | None
+    name: str, title: str, caption: str, points: Sequence[Data], budget: int | None
 ) -> Chart:
     sizes = [str(point["micro_batch"]) for point in points]
     highest = max(point["peak"] for point in points)
@@ -88,7 +88,7 @@ def scale_of(most: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def _numbers(points: Sequence[Mapping[str, Any]]) -> Table:
+def _numbers(points: Sequence[Data]) -> Table:
     shown = [name for name in CATEGORIES if any(p["by_category"].get(name) for p in points)]
     rows = tuple(
         (
@@ -233,12 +233,7 @@ def split(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Section | None:
         color = series_color(number)
         hover = "%{x:.3g} ms"
         traces.append(bars(part, values, names, color, orientation="h", hovertemplate=hover))
-    layout = {
-        "barmode": "stack",
-        "xaxis": axis("milliseconds of a window"),
-        "yaxis": ROWS,
-        "hovermode": "closest",
-    }
+    layout = by_row(axis("milliseconds of a window"), barmode="stack")
     chart = Chart(
         "split",
         "Where the time of a window goes",
@@ -354,11 +349,7 @@ def _distances(
         hover = "%{x:.1e}"
         return curve(what, x, [*labels], color, mode="markers", marker=mark, hovertemplate=hover)
 
-    layout = {
-        "xaxis": axis("relative distance (L2)", type="log", exponentformat="power"),
-        "yaxis": ROWS,
-        "hovermode": "closest",
-    }
+    layout = by_row(axis("relative distance (L2)", type="log", exponentformat="power"))
     traces = [
         points("off by", distances, series_color(0), "circle"),
         points("rounding explains up to", tolerances, series_color(1), "line-ns-open"),
@@ -378,10 +369,7 @@ def _distance(value: float | None) -> str:
     return "not finite" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-Row = Mapping[str, Any]
-
-
-def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
+def benchmarks(found: Sequence[tuple[str, Data]]) -> list[Section]:
     """Return one section for every file."""
     sections = []
     for at, (name, data) in enumerate(found):
@@ -407,7 +395,7 @@ def benchmarks(found: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Section]:
     return sections
 
 
-def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
+def _rows(data: Data) -> tuple[list[str], list[Data]]:
     """Return the rows with their labels: the keys of `results`, or the texts in each of `rows`."""
     results = data.get("results")
     if isinstance(results, Mapping):
@@ -415,7 +403,7 @@ def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
         return [name for name, _ in items], [row for _, row in items]
     rows = [row for row in data.get("rows", ()) if isinstance(row, Mapping)]
     labels: list[str] = []
-    rest: list[Row] = []
+    rest: list[Data] = []
     for number, row in enumerate(rows, start=1):
         words = [key for key, value in row.items() if isinstance(value, str)][:2]
         text = ", ".join(str(row[key]) for key in words)
@@ -426,14 +414,14 @@ def _rows(data: Mapping[str, Any]) -> tuple[list[str], list[Row]]:
     return labels, rest
 
 
-def _about(data: Mapping[str, Any]) -> str:
+def _about(data: Data) -> str:
     nested = data.get("about")
     known = {**data, **(nested if isinstance(nested, Mapping) else {})}
     names = ("subject", "date", "device", "machine", "precision", "torch", "python", "threads")
     return ", ".join(f"{name} {known[name]}" for name in names if _is_plain(known.get(name)))
 
 
-def _times(name: str, labels: Sequence[str], rows: Sequence[Row], keys: Sequence[str]) -> Chart:
+def _times(name: str, labels: Sequence[str], rows: Sequence[Data], keys: Sequence[str]) -> Chart:
     traces = [
         bars(
             key.replace("_", " "),
@@ -446,13 +434,7 @@ def _times(name: str, labels: Sequence[str], rows: Sequence[Row], keys: Sequence
         )
         for at, key in enumerate(keys)
     ]
-    layout = {
-        "barmode": "group",
-        "xaxis": {"rangemode": "tozero"},
-        "yaxis": ROWS,
-        "hovermode": "closest",
-        "showlegend": True,
-    }
+    layout = by_row({"rangemode": "tozero"}, barmode="group", showlegend=True)
     height = 110 + len(labels) * (24 + 14 * len(keys))
     return Chart(name, "Times", traces, layout, height=height, wide=True)
 
