@@ -270,11 +270,27 @@ def fit_in(
     the gradients on the host: each makes the update of the whole batch. The model's
     blocks are checkpointed by `apply_checkpointing`, as in a run that is resumed.
     """
+    assert config.budget is not None
     chosen = _REFUSED
     rungs: list[Rung] = []
     problem: WholebatchError | None = None
     try:
-        rungs, budget = _rungs(recipe, config, model, batches, world, lowers=not keeps_precision)
+        budget = parse_memory(
+            config.budget,
+            device=world.device,
+            held=held_bytes(model),
+            processes=sharing_processes(world.device, world.ranks),
+        )
+        batch = batches.peek()
+        rungs = ladder(
+            model,
+            recipe.loss,
+            resize_batch(batch.like if isinstance(batch, Nothing) else batch, 1),
+            budget=budget,
+            optimizer=recipe.build_optimizer(model, lr=config.lr),
+            precision=config.autocast,
+            lowers=not keeps_precision and config.precision != "bf16-pure",
+        )
         own = (place for place, rung in enumerate(rungs) if rung.fits and rung.devices == 1)
         if world.parallel != "ddp":  # engines that shard or cut a model move gradients themselves
             own = (place for place in own if rungs[place].gradients == "device")
@@ -289,20 +305,20 @@ def fit_in(
     if _REFUSED in everyones:
         raise OptionError("--fit: the model does not fit the memory of another rank")
     chosen = max(everyones)
-    rung = rungs[chosen]
-    text = "nothing was needed: one sample fits as it is"
-    if chosen:
-        before, after = bytes_said(rungs[0].peak), bytes_said(rung.peak)
-        text = f"applied {rung.what}: one sample needs {after} instead of {before}"
-    gradients = config.gradients if rung.gradients == "device" else rung.gradients
-    return (
-        replace(
-            config,
-            precision=rung.precision,
-            checkpointing=rung.checkpoints,
-            gradients=gradients,
-        ),
-        text,
+    config = _with_rung(config, rungs[chosen])
+    if not chosen:
+        return config, "nothing was needed: one sample fits as it is"
+    before, after = bytes_said(rungs[0].peak), bytes_said(rungs[chosen].peak)
+    return config, f"applied {rungs[chosen].what}: one sample needs {after} instead of {before}"
+
+
+def _with_rung(config: Config, rung: Rung) -> Config:
+    is_pure = config.precision == "bf16-pure"  # runs without autocast, and keeps its name
+    return replace(
+        config,
+        precision=config.precision if is_pure else rung.precision,
+        checkpointing=rung.checkpoints,
+        gradients=config.gradients if rung.gradients == "device" else rung.gradients,
     )
 
 
@@ -312,38 +328,6 @@ def apply_checkpointing(model: nn.Module) -> None:
         with_checkpoints(model)
     except UnsupportedError as error:
         raise OptionError(f"--checkpointing: {error}") from error
-
-
-def _rungs(
-    recipe: Recipe,
-    config: Config,
-    model: nn.Module,
-    batches: Batches,
-    world: World,
-    *,
-    lowers: bool,
-) -> tuple[list[Rung], int]:
-    assert config.budget is not None
-    budget = parse_memory(
-        config.budget,
-        device=world.device,
-        held=held_bytes(model),
-        processes=sharing_processes(world.device, world.ranks),
-    )
-    batch = batches.peek()
-    whole = batch.like if isinstance(batch, Nothing) else batch
-    rungs = ladder(
-        model,
-        recipe.loss,
-        resize_batch(whole, 1),
-        budget=budget,
-        optimizer=recipe.build_optimizer(model, lr=config.lr),
-        precision=config.autocast,
-        lowers=lowers and config.precision != "bf16-pure",
-    )
-    # Pure 16-bit parameters run without autocast, and keep their name.
-    kept = config.precision if config.precision == "bf16-pure" else None
-    return [replace(rung, precision=kept or rung.precision) for rung in rungs], budget
 
 
 def paced(config: Config, recipe: Recipe, batches: Batches) -> Config:

@@ -28,12 +28,9 @@ from wholebatch.tune.machine_speed import (
 )
 from wholebatch.tune.search import Search, SearchObserver
 from wholebatch.tune.setting_measurements import Limits, memory_of, rate_of
-from wholebatch.tune.settings import Predicted, RunMode, Trial, modes_of, sizes_of
+from wholebatch.tune.settings import Predicted, Trial, modes_of, sizes_of
 from wholebatch.tune.window_timing import Make, Workload
 
-_PRECISIONS = ("full", "bf16", "fp16")
-_EXECUTES = ("eager", "compile", "graph")
-_SYNCS = ("auto", "hold", "every")
 _RANKS = (2, 4, 8, 16, 32, 64)
 
 
@@ -97,7 +94,9 @@ def tune(
     model, optimizer = make()
     facts = _ModelFacts.of(model)
     inner = getattr(model, "module", model)
-    modes = _modes(inner, facts.device, precisions, executes, syncs, checkpointing)
+    if executes is None:
+        executes = ("eager", "graph") if facts.device.type == "cuda" else ("eager",)
+    modes = modes_of(inner, precisions, executes, syncs, checkpointing)
     first = fetch()
     layout = {name: options[name] for name in ("batch_size", "static") if name in options}
     samples = batch_size_of(first, **layout)
@@ -115,23 +114,6 @@ def tune(
     search = Search(workload, samples, sizes, modes, predicted, budget, limits or Limits(), watch)
     search.run_all() if exhaustive else search.run()
     return _result(search, facts, first, unit=unit, bandwidth=bandwidth, ranks=ranks, began=began)
-
-
-def _modes(
-    model: nn.Module,
-    device: torch.device,
-    precisions: Sequence[str],
-    executes: Sequence[str] | None,
-    syncs: Sequence[str],
-    checkpointing: Sequence[bool],
-) -> list[RunMode]:
-    """Return the modes to try, or refuse names that are unknown."""
-    if executes is None:
-        executes = ("eager", "graph") if device.type == "cuda" else ("eager",)
-    _check("precisions", precisions, _PRECISIONS)
-    _check("executes", executes, _EXECUTES)
-    _check("syncs", syncs, _SYNCS)
-    return modes_of(model, precisions, executes, syncs, checkpointing)
 
 
 @dataclass(frozen=True)
@@ -217,14 +199,6 @@ def _result(
         },
         ranks=model_of_ranks,
     )
-
-
-def _check(name: str, given: Sequence[str], allowed: Sequence[str]) -> None:
-    for one in given:
-        if one not in allowed:
-            raise OptionError(f"{name}: {one!r} must be one of {', '.join(allowed)}")
-    if not given:
-        raise OptionError(f"{name}: must name at least one of {', '.join(allowed)}")
 
 
 def _sizes(given: Sequence[int] | None, samples: int) -> list[int]:
