@@ -13,16 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import command, must_be, option, recipe_argument, whole_number
-from wholebatch.cli.recipe_measuring import (
-    CLOCKS,
-    clock_option,
-    full_batches,
-    made,
-    result_option,
-    seconds_option,
-    write_result,
-)
 from wholebatch.cli.report.terminal_output import plain_table
 from wholebatch.cli.run_settings import Config, resolve
 from wholebatch.core.readable_sizes import bytes_said
@@ -66,9 +58,9 @@ class BenchOptions:
         "Only these, with commas; the first is what the others are compared with. Default: all "
         "that are installed.",
     )
-    seconds: float = seconds_option(4.0, "Of timed windows for each.", _HOW)
-    clock: str = clock_option(_HOW)
-    out: Path = result_option("bench.json", "The page is written beside it.", _OUT)
+    seconds: float = measuring.seconds_option(4.0, "Of timed windows for each.", _HOW)
+    clock: str = measuring.clock_option(_HOW)
+    out: Path = measuring.result_option("bench.json", "The page is written beside it.", _OUT)
     as_json: bool = _out(False, None, "Print what FILE.json has, too.", flag="--json")
 
 
@@ -111,11 +103,11 @@ def bench(options: BenchOptions) -> None:
                 seconds=options.seconds,
                 begin=progress.begin,
                 end=progress.end,
-                clock=CLOCKS[options.clock],
+                clock=measuring.CLOCKS[options.clock],
                 about=about,
             )
     show = partial(_show, console, measured)
-    write_result(measured, options.out, console, show, as_json=options.as_json)
+    measuring.write_result(measured, options.out, console, show, as_json=options.as_json)
 
 
 def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Config, Job]:
@@ -130,10 +122,10 @@ def _job(recipe: Recipe, options: BenchOptions, where: torch.device) -> tuple[Co
             f"the recipe's micro_batch {size!r}: other loops take a number of samples only; "
             "give --micro-batch N"
         )
-    config, take = full_batches(recipe, config)
+    config, take = measuring.full_batches(recipe, config)
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model, optimizer = made(recipe, config, where)
+        model, optimizer = measuring.made(recipe, config, where)
         model.train()  # as other libraries' trainers have it
         return model, optimizer
 

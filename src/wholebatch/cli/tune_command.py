@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from wholebatch.cli import recipe_measuring as measuring
 from wholebatch.cli.command_options import (
     Check,
     command,
@@ -22,15 +23,6 @@ from wholebatch.cli.command_options import (
     recipe_argument,
     whole_number,
     whole_numbers,
-)
-from wholebatch.cli.recipe_measuring import (
-    CLOCKS,
-    clock_option,
-    full_batches,
-    made,
-    result_option,
-    seconds_option,
-    write_result,
 )
 from wholebatch.cli.report.terminal_output import (
     path_from_here,
@@ -97,8 +89,8 @@ class TuneOptions:
         typed=str | None,
         check=_NUMBERS,
     )
-    seconds: float = seconds_option(300.0, "Begin no new setting after this long.", _HOW)
-    clock: str = clock_option(_HOW)
+    seconds: float = measuring.seconds_option(300.0, "Begin no new setting after this long.", _HOW)
+    clock: str = measuring.clock_option(_HOW)
     exhaustive: bool = _how(False, None, "Measure everything that fits.", flag="--exhaustive")
     bandwidth: str | None = _how(
         None,
@@ -113,7 +105,7 @@ class TuneOptions:
         typed=str | None,
         check=_NUMBERS,
     )
-    out: Path = result_option(
+    out: Path = measuring.result_option(
         "tune.json",
         "For [bold]wholebatch train --from[/]; the page is written beside it.",
         _OUT,
@@ -151,7 +143,7 @@ def tune(options: TuneOptions) -> None:
     if rank:
         return
     show = partial(_show, console, tuned, subject=recipe.name)
-    write_result(tuned, out, console, show, as_json=options.as_json)
+    measuring.write_result(tuned, out, console, show, as_json=options.as_json)
     if not options.as_json:
         again = f"train so:  wholebatch train --from {escape(path_from_here(out))}"
         console.print(again, highlight=False, soft_wrap=True)
@@ -177,11 +169,11 @@ def _tune(
     elif "bf16-pure" in precisions:
         raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
     world = world_size()
-    config, take = full_batches(recipe, config, rank=rank, ranks=world)
+    config, take = measuring.full_batches(recipe, config, rank=rank, ranks=world)
     inner: list[Any] = []
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model, optimizer = made(recipe, config, where)
+        model, optimizer = measuring.made(recipe, config, where)
         inner[:] = [model]
         if world > 1:
             return torch.nn.parallel.DistributedDataParallel(model), optimizer
@@ -202,7 +194,7 @@ def _tune(
         limits=Limits(total=options.seconds),
         exhaustive=options.exhaustive,
         ranks=options.ranks or [2, 4, 8, 16, 32, 64],
-        clock=CLOCKS[options.clock],
+        clock=measuring.CLOCKS[options.clock],
         unit=recipe.unit,
         units=recipe.units,
         clip_norm=config.clip_norm,

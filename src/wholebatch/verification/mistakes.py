@@ -220,7 +220,7 @@ def fits_of(
     Return also if gradients or updates were compared, and the tolerance.
     """
     tolerance = TIMES_THE_FLOOR * floor
-    if (fit := _without_one_update(runs, run)) is not None:
+    if (fit := _without_one_update(run)) is not None:
         return [fit, MistakeFit(RIGHT, "the undivided batch", 1.0, False)], "steps", tolerance
     candidates = list(_hypotheses(parts))
     if len(run.steps) > 1 and len(run.steps) == parts.count:
@@ -248,7 +248,7 @@ def fits_of(
     return ordered, by, tolerance
 
 
-def _without_one_update(runs: ModelRuns, run: WindowRun) -> MistakeFit | None:
+def _without_one_update(run: WindowRun) -> MistakeFit | None:
     """Return the mistake of a window with no step, or with other numbers of steps on the ranks."""
     moved = any(float(change.double().norm()) > 0 for change in run.update)
     if not largest_over_ranks(bool(run.steps) or moved):
