@@ -21,16 +21,7 @@ from wholebatch.cli.command_options import (
     whole_numbers,
 )
 from wholebatch.errors import OptionError
-from wholebatch.tune.batch_scaling import (
-    Arithmetic,
-    adam_betas,
-    epochs_in_updates,
-    half_life,
-    lr_factor,
-    parse_amount,
-    scale_warmup,
-    solve,
-)
+from wholebatch.tune import batch_scaling as scaling
 
 _WIDE = 60  # columns that the table needs
 _follower = partial(option, panel="What follows the batch")
@@ -110,7 +101,7 @@ def scale(options: ScaleOptions) -> None:
 
 def _solved(
     batch: int | None, micro: int | None, steps: int | None, ranks: list[int] | None
-) -> list[Arithmetic]:
+) -> list[scaling.Arithmetic]:
     known = sum(value is not None for value in (batch, micro, steps))
     if known < 2:
         raise OptionError(
@@ -118,7 +109,9 @@ def _solved(
             "(--ranks: 1, 2, 4 and 8 unless given)"
         )
     over: Sequence[int | None] = ranks or ((None,) if known == 3 else (1, 2, 4, 8))
-    return [solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in over]
+    return [
+        scaling.solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in over
+    ]
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ def _epoch(samples: int, batch: int) -> _Follower:
 
 
 def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
-    factor = lr_factor(base_batch=base, batch=batch, rule=rule)
+    factor = scaling.lr_factor(base_batch=base, batch=batch, rule=rule)
     scaled = None if lr is None else lr * factor
     if scaled == math.inf:
         raise OptionError(f"--lr {lr:g}: times {factor:g} is more than a number can be")
@@ -186,16 +179,16 @@ def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
 
 
 def _warmup(text: str, samples: int | None, base: int, batch: int) -> _Follower:
-    amount = parse_amount(text, f"--warmup {text}")
+    amount = scaling.parse_amount(text, f"--warmup {text}")
     if amount.by == "tokens" or (amount.by == "epochs" and samples is None):
         raise OptionError(f"--warmup {text}: must be updates, or epochs beside --samples")
     at_base = amount.number
     if amount.by == "epochs":
         assert samples is not None
-        at_base = epochs_in_updates(amount.number, samples=samples, batch=base)
-        same = epochs_in_updates(amount.number, samples=samples, batch=batch)
+        at_base = scaling.epochs_in_updates(amount.number, samples=samples, batch=base)
+        same = scaling.epochs_in_updates(amount.number, samples=samples, batch=batch)
     else:
-        same = scale_warmup(at_base, base_batch=base, batch=batch)
+        same = scaling.scale_warmup(at_base, base_batch=base, batch=batch)
     line = (
         f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples "
         f"(Goyal et al. 2017); {at_base:,} over the same updates (You et al. 2019)"
@@ -205,10 +198,11 @@ def _warmup(text: str, samples: int | None, base: int, batch: int) -> _Follower:
 
 
 def _betas(pair: tuple[float, float], base: int, batch: int) -> _Follower:
-    new = adam_betas(pair, base_batch=base, batch=batch, first=True)
+    new = scaling.adam_betas(pair, base_batch=base, batch=batch, first=True)
     line = (
-        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), half-life "
-        f"{half_life(pair[1], tokens=base):,.0f} samples for β2 either way (Marek et al. 2025)"
+        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), "
+        f"half-life {scaling.half_life(pair[1], tokens=base):,.0f} samples for β2 either way "
+        "(Marek et al. 2025)"
     )
     return _Follower("betas", {"base": list(pair), "scaled": list(new)}, "betas", line)
 
@@ -225,7 +219,7 @@ def _pair(text: str) -> tuple[float, float]:
     return first, second
 
 
-def _show(table: list[Arithmetic], follows: list[_Follower]) -> None:
+def _show(table: list[scaling.Arithmetic], follows: list[_Follower]) -> None:
     console = Console()
     if console.width >= _WIDE:
         console.print(_grid(table))
@@ -239,7 +233,7 @@ def _show(table: list[Arithmetic], follows: list[_Follower]) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _grid(table: list[Arithmetic]) -> Table:
+def _grid(table: list[scaling.Arithmetic]) -> Table:
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("ranks", "batch", "micro-batch", "steps", "on a rank"):
         grid.add_column(name, justify="right", no_wrap=True)
