@@ -35,6 +35,7 @@ from wholebatch.tune.batch_scaling import Arithmetic, BatchSchedule, Follow, par
 _ENOUGH = 4
 
 
+@dataclass(eq=False)
 class PeakMemory:
     """Measures a run: CUDA's allocator keeps its own peak, on the CPU a few windows are metered.
 
@@ -43,44 +44,39 @@ class PeakMemory:
     batch, if it comes soon: the last one of an epoch may be short.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, device: torch.device
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._device = device
-        self._measured: int | None = None
-        self._is_first = True
-        self._metered = 0
-        self.settled = self._device.type != "cpu"
-        if self._device.type == "cuda":
-            reset_cuda_peak(self._device)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    measured: int | None = None
+    """The most bytes of tensors alive at one moment; None where nothing can tell."""
+    _is_first: bool = True
+    _metered: int = 0
+
+    def __post_init__(self) -> None:
+        self.settled = self.device.type != "cpu"
+        if self.device.type == "cuda":
+            reset_cuda_peak(self.device)
 
     @contextmanager
     def around(self, *, whole_window: bool, full_batch: bool = True) -> Iterator[None]:
         """Measure one window."""
         if self.settled:
             yield
-            if self._device.type == "cuda":  # a micro-batch that may grow starts it anew
-                self._measured = max(
-                    self._measured or 0, torch.cuda.max_memory_allocated(self._device)
+            if self.device.type == "cuda":  # a micro-batch that may grow starts it anew
+                self.measured = max(
+                    self.measured or 0, torch.cuda.max_memory_allocated(self.device)
                 )
             return
-        has_state = bool(self._optimizer.state)
-        with MemoryMeter(model=self._model, optimizer=self._optimizer) as meter:
+        has_state = bool(self.optimizer.state)
+        with MemoryMeter(model=self.model, optimizer=self.optimizer) as meter:
             yield
         self._metered += 1
         # A run's first window begins with a look at the model, which may take more than a step.
-        before = 0 if self._metered <= 2 or self._measured is None else self._measured
-        self._measured = max(meter.peak, before)
+        before = 0 if self._metered <= 2 or self.measured is None else self.measured
+        self.measured = max(meter.peak, before)
         self._is_first = not has_state
         is_usual = has_state and whole_window and full_batch and self._metered > 1
         self.settled = is_usual or self._metered >= _ENOUGH
-
-    @property
-    def measured(self) -> int | None:
-        """The most bytes of tensors alive at one moment; None where nothing can tell."""
-        return self._measured
 
     def share_text(self) -> str:
         """Return the measurement of a rank that has only its share of the batch."""
@@ -95,13 +91,13 @@ class PeakMemory:
         here = "not measured on this device" if measured is None else f"{bytes_said(measured)}"
         try:
             whole = predict_peak(
-                self._model,
+                self.model,
                 loss,
                 batch,
-                optimizer=self._optimizer,
+                optimizer=self.optimizer,
                 precision=precision,
                 micro_batches=1,
-                first=self._is_first and self._device.type == "cpu",
+                first=self._is_first and self.device.type == "cpu",
             ).peak
         except WholebatchError as error:
             return f"{here}; for the whole batch at once: {error}"

@@ -27,11 +27,11 @@ from wholebatch.core.window import Step
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
 
 
+@dataclass(eq=False)
 class Busy:
     """The share of the observed time in which the device worked; None if unknown."""
 
-    def __init__(self) -> None:
-        self.share: float | None = None
+    share: float | None = None
 
     def taken_out(self, split: dict[str, float]) -> dict[str, float]:
         """Return the split with the device's gaps as idle time, taken from all parts alike."""
@@ -103,13 +103,13 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
+@dataclass(eq=False)
 class Stamps:
     """The timestamps of one window: data, start, (forward, backward, done) × steps, end."""
 
-    def __init__(self, clock: Clock, *, tells_apart: bool) -> None:
-        self.clock = clock
-        self.tells_apart = tells_apart
-        self.marks: list[tuple[str, Any]] = []
+    clock: Clock
+    tells_apart: bool
+    marks: list[tuple[str, Any]] = field(default_factory=list)
 
     def mark(self, what: str) -> None:
         """Record that `what` begins now."""

@@ -80,12 +80,12 @@ def _negated(found: Boundary | None) -> Boundary | None:
     return None if found is None else replace(found, inverse=not found.inverse)
 
 
+@dataclass(eq=False)
 class _LoopConditions:
     """Reads the resolved conditions of one loop."""
 
-    def __init__(self, loop: Loop, resolver: Resolver) -> None:
-        self.loop = loop
-        self.resolver = resolver
+    loop: Loop
+    resolver: Resolver
 
     def boundary(self, expr: ast.expr) -> Boundary | None:
         """Return the boundary in a resolved condition, or None if it is another condition."""
