@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from wholebatch.cli.report.html_page import Chart, Section, Table, Text, axis, series_color
@@ -32,33 +33,30 @@ def training(runs: Sequence[TrainingRun], units: Sequence[str]) -> Section | Non
     peaks = [memory_of(record) or 0.0 for run, _ in shown for record in run.records]
     size, size_name = scale_of(max(peaks))
     zero: dict[str, Any] = {"rangemode": "tozero"}
+    chart = partial(_chart, shown)
     charts = [
-        _chart(shown, "loss", "Loss", axis("mean over the window's units"), _field("loss")),
-        _chart(
-            shown,
+        chart("loss", "Loss", axis("mean over the window's units"), _field("loss")),
+        chart(
             "throughput",
             "Throughput",
             axis(f"{unit} per second", **zero),
             _field("units_per_second"),
         ),
-        _chart(
-            shown,
+        chart(
             "memory-over-time",
             "Memory",
             axis(f"peak, {size_name}", **zero),
             lambda r: None if (bytes_ := memory_of(r)) is None else bytes_ / size,
         ),
-        _chart(shown, "grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
-        _chart(shown, "rate", "Learning rate", axis("", **zero), _field("lr")),
-        _chart(
-            shown,
+        chart("grad-norm", "Gradient norm", axis("before clipping"), _field("grad_norm")),
+        chart("rate", "Learning rate", axis("", **zero), _field("lr")),
+        chart(
             "communication",
             "Communication",
             axis("% of the window's time", **zero),
             lambda r: None if not r.get("communication") else 100 * r["communication"],
         ),
-        _chart(
-            shown,
+        chart(
             "noise",
             "Critical batch by the gradient noise scale",
             axis(f"{unit}, with the 95% interval", type="log"),
