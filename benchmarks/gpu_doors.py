@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import importlib.util
 import logging
 import statistics
@@ -22,7 +23,9 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +35,14 @@ import wholebatch as wb
 
 WARM = 4  # windows that are not counted
 MEASURED = 8
-VOCABULARY = {"llama": 32_000, "tiny": 64}
+VOCABULARY = {"llama": 32_000, "llama-1b": 32_000, "lora": 32_000, "t5": 32_128, "tiny": 64}
+SIZES = {
+    "llama": (768, 2048, 12, 12),
+    "llama-1b": (2048, 5632, 22, 32),
+    "lora": (2048, 5632, 22, 32),
+    "tiny": (32, 64, 2, 2),
+}
+"""Width, width of the perceptrons, layers and heads."""
 
 
 @dataclass
@@ -57,22 +67,12 @@ class Job:
         return VOCABULARY[self.name]
 
     def model(self) -> Any:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         torch.manual_seed(0)
-        sizes = {
-            "llama": (768, 2048, 12, 12),
-            "tiny": (32, 64, 2, 2),
-        }[self.name]
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.length,
-            use_cache=False,
-            **dict(zip(names, sizes, strict=True)),
-        )
-        model = LlamaForCausalLM(config).train()
-        return model.cuda() if self.on_cuda else model
+        made = t5() if self.name == "t5" else llama(self)
+        if self.name == "lora":
+            made = with_lora(made)
+        made.train()
+        return made.cuda() if self.on_cuda else made
 
     def start(self) -> None:
         self.began = time.perf_counter()
@@ -95,6 +95,37 @@ class Job:
     def milliseconds(self) -> float:
         windows = [after - before for before, after in pairwise(self.times[WARM - 1 :])]
         return 1000 * statistics.median(windows)
+
+
+def llama(job: Job) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = LlamaConfig(
+        vocab_size=job.vocabulary,
+        max_position_embeddings=job.length,
+        use_cache=False,
+        **dict(zip(names, SIZES[job.name], strict=True)),
+    )
+    return LlamaForCausalLM(config)
+
+
+def t5() -> Any:
+    """T5-base, without dropout, so that losses compare."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=32_128, d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def with_lora(model: Any) -> Any:
+    """LoRA of rank 16 on every projection of attention, as PEFT makes it."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return get_peft_model(model, LoraConfig(r=16, target_modules=targets))
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
@@ -122,7 +153,8 @@ def batches(job: Job, size: int) -> Any:
 
 
 def adamw(model: Any, job: Job) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=5e-5, fused=job.on_cuda)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=5e-5, fused=job.on_cuda)
 
 
 # ---------------------------------------------------------------------- doors
@@ -149,13 +181,10 @@ def own_loop(job: Job, *, compiled: bool = False) -> None:
 def whole_batch(job: Job) -> None:
     model = job.model()
 
-    def loss(model: Any, micro: Any) -> wb.Loss:
-        return wb.mean_loss(model(**micro).loss, (micro["labels"][:, 1:] != -100).sum())
-
     train = wb.WholeBatch(
         model,
         adamw(model, job),
-        loss=loss,
+        loss=loss_of,
         micro_batch=job.micro,
         precision="bf16" if job.on_cuda else "full",
         clip_norm=1.0,
@@ -166,6 +195,147 @@ def whole_batch(job: Job) -> None:
         train.step(batch)
         if job.window_done():
             return
+
+
+def loss_of(model: Any, batch: Any) -> wb.Loss:
+    return wb.mean_loss(model(**batch).loss, (batch["labels"][:, 1:] != -100).sum())
+
+
+def own_loop_compiled(job: Job) -> None:
+    model = job.model()
+    acc = wb.Accumulator(model, adamw(model, job), steps=job.window // job.micro, clip_norm=1.0)
+
+    on_cuda = job.on_cuda
+
+    @acc.compile(execute=job.execute)  # type: ignore[call-overload]
+    def loss(batch: Any) -> wb.Loss:
+        with torch.autocast("cuda", torch.bfloat16, enabled=on_cuda):
+            return loss_of(model, batch)
+
+    job.start()
+    for batch in batches(job, job.micro):
+        if acc.backward(loss(batch)) is not None and job.window_done():
+            return
+
+
+def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from wholebatch.integrations.accelerate import ExactWindows
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=not job.on_cuda,
+        mixed_precision="bf16" if job.on_cuda else "no",
+        gradient_accumulation_steps=job.window // job.micro,
+        **options,
+    )
+    model = job.model()
+    model, optimizer = accelerator.prepare(model, adamw(model, job))
+    windows = ExactWindows(accelerator, model, optimizer) if ours else None
+    loss = None
+    if windows is not None:
+        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.execute)  # type: ignore[call-overload]
+    job.start()
+    for batch in batches(job, job.micro):
+        with accelerator.accumulate(model):
+            if windows is None:
+                accelerator.backward(model(**batch).loss)
+            else:
+                windows.backward(loss(batch))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and job.window_done():
+            return
+
+
+def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
+    from lightning.fabric import Fabric
+
+    from wholebatch.integrations.lightning import FabricWindows
+
+    host = Fabric(
+        accelerator="cuda" if job.on_cuda else "cpu",
+        devices=1,
+        precision="bf16-mixed" if job.on_cuda else "32-true",
+    )
+    model = job.model()
+    model, optimizer = host.setup(torch.compile(model) if compiled else model, adamw(model, job))
+    windows = FabricWindows(host, model, optimizer) if ours else None
+    loss = None
+    if windows is not None:
+        loss = windows.compile(lambda batch: loss_of(model, batch), execute=job.execute)  # type: ignore[call-overload]
+    steps = job.window // job.micro
+    job.start()
+    for place, batch in enumerate(batches(job, job.micro)):
+        last = (place + 1) % steps == 0
+        if windows is None:
+            host.backward(model(**batch).loss / steps)
+        else:
+            windows.backward(loss(batch), last=last)
+        if last:
+            host.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.window_done():
+                return
+
+
+def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from torch.utils.data import DataLoader
+
+    from wholebatch.integrations.lightning import ExactWindows
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.model()
+            self.call = torch.compile(self.model) if compiled else self.model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.call(**batch).loss
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self.model, job)
+
+    class Clock(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            job.start()
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            if self.trainer is not None and job.window_done():
+                self.trainer.should_stop = True
+
+        trainer: Any = None
+
+    clock = Clock()
+    callbacks: list[Any] = [clock]
+    if ours:
+        units = lambda batch: (batch["labels"][:, 1:] != -100).sum()  # noqa: E731
+        callbacks.append(ExactWindows(units=units, execute=job.execute))  # type: ignore[arg-type]
+    host = Trainer(
+        max_steps=WARM + MEASURED + 1,
+        accelerator="cuda" if job.on_cuda else "cpu",
+        devices=1,
+        precision="bf16-mixed" if job.on_cuda else "32-true",
+        accumulate_grad_batches=job.window // job.micro,
+        # Lightning does not clip the gradients of a fused AdamW under bf16.
+        gradient_clip_val=None if job.on_cuda else 1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    clock.trainer = host
+    host.fit(Module(), DataLoader(Sequences(job), batch_size=job.micro))
 
 
 def trainer(job: Job, *, ours: bool = False, **options: Any) -> None:
@@ -215,11 +385,40 @@ DOORS: dict[str, tuple[str, tuple[str, ...], Callable[[Job], None]]] = {
         lambda j: trainer(j, torch_compile=True),
     ),
     "exact": ("exact(Trainer)", ("accelerate",), lambda job: trainer(job, ours=True)),
+    "acc": ("Accumulator.compile", (), own_loop_compiled),
+    "accelerate": ("Accelerate", ("accelerate",), accelerate),
+    "accelerate+": (
+        "Accelerate, dynamo",
+        ("accelerate",),
+        lambda job: accelerate(job, dynamo_backend="inductor"),
+    ),
+    "accelerate*": (
+        "Accelerate, windows.compile",
+        ("accelerate",),
+        lambda job: accelerate(job, ours=True),
+    ),
+    "fabric": ("Fabric", ("lightning",), fabric),
+    "fabric+": ("Fabric, torch.compile", ("lightning",), lambda job: fabric(job, compiled=True)),
+    "fabric*": ("Fabric, windows.compile", ("lightning",), lambda job: fabric(job, ours=True)),
+    "lightning": ("Lightning", ("lightning",), lightning),
+    "lightning+": (
+        "Lightning, torch.compile",
+        ("lightning",),
+        lambda job: lightning(job, compiled=True),
+    ),
+    "lightning*": (
+        "Lightning, ExactWindows",
+        ("lightning",),
+        lambda job: lightning(job, ours=True),
+    ),
     "whole": ("WholeBatch", (), whole_batch),
 }
 ROWS = {
     "llama/4": ("llama", 64, 4, 1024),
     "llama/1": ("llama", 64, 1, 1024),
+    "llama-1b/4": ("llama-1b", 32, 4, 1024),
+    "lora/4": ("lora", 32, 4, 1024),
+    "t5/4": ("t5", 64, 4, 512),
     "tiny/2": ("tiny", 8, 2, 16),
 }
 
@@ -245,12 +444,38 @@ def measured(row: str, door: str, execute: str, seconds: float) -> tuple[float, 
     return job.milliseconds(), job.peak / 2**30
 
 
+def write(page: Path, table: list[str]) -> None:
+    """Write the table as a page, with the date, the device and the versions."""
+    names = ("torch", "transformers", "accelerate", "lightning", "peft")
+    found = [name for name in names if importlib.util.find_spec(name) is not None]
+    versions = ", ".join(f"{name} {version(name)}" for name in found)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    head = [
+        "# One model through every door",
+        "",
+        f"Written by `python benchmarks/gpu_doors.py` on {date.today()}: {device}, {versions}.",
+        "",
+        "Median of the windows after the first four, at most eight; bf16 autocast, fused AdamW,",
+        "clipped by norm. Window, micro-batch and length of each row are in the script.",
+        "",
+    ]
+    page.write_text("\n".join([*head, *table, ""]), encoding="utf-8")
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # unpacked by hand
+        return str(getattr(importlib.import_module(name), "__version__", "?"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", default="llama/4,llama/1", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--doors", default=",".join(DOORS), help=f"of {', '.join(DOORS)}")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--execute", default="graph", help="of WholeBatch and exact(Trainer)")
+    parser.add_argument("--write", help="a markdown file for the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -272,6 +497,8 @@ def main() -> None:
         table.append(f"| {row} | {label} | {shown} |")
         print(table[-1], flush=True)
     print("\n".join(["", *table]), flush=True)
+    if options.write is not None:
+        write(Path(options.write), table)
 
 
 if __name__ == "__main__":

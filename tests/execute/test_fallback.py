@@ -61,7 +61,10 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: Wrapped(decides), "data-dependent|DataDependent"),
+        (
+            lambda: Wrapped(decides),
+            r"decides by a value .*test_fallback.py, line \d+: return x if float",
+        ),
         (lambda: Wrapped(counts), "its forward changes Wrapped.calls"),
         (lambda: Wrapped(keeps), "its forward changes Wrapped.last"),
         (lambda: Wrapped(draws), "draws from Python's random module"),

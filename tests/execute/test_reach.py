@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -270,3 +271,58 @@ def test_what_can_be_reached() -> None:
     assert torch.equal(weights, torch.ones(3))
     outer.__kwdefaults__["given"].append(3)
     assert reach.written() == "given"
+
+
+class Base:
+    """A trainer: a base with a loss, counters that do not matter, and a schedule."""
+
+    depth = 2.0
+
+    def __init__(self) -> None:
+        self.updates, self.smoothing, self.hidden, self._rate = 0, 0.1, 1.0, 1.0
+        self.schedule = Schedule()
+
+    def compute(self, model: nn.Module, micro: Micro) -> Tensor:
+        out: Tensor = model(micro["x"]).sum() * self.smoothing
+        return out
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def value(self) -> float:
+        return self.at
+
+
+class Derived(Base):
+    @property
+    def rate(self) -> float:
+        return 2 * self._rate
+
+    def compute(self, model: nn.Module, micro: Micro) -> Tensor:
+        weight = self.rate * self.depth * getattr(self, "hidden") + self.schedule.value()  # noqa: B009
+        return weight * super().compute(model, micro)
+
+
+def test_a_method_reads_the_attributes_that_its_code_names_and_no_others() -> None:
+    """By a partial of a library's function, a base's method, a property, a class or by getattr."""
+    trainer = Derived()
+    reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, trainer.compute))
+    trainer.updates += 1
+    assert reach.changed() is None
+    for change in (
+        lambda: setattr(trainer, "smoothing", 0.2),
+        lambda: setattr(trainer, "hidden", 2.0),
+        lambda: setattr(trainer, "_rate", 3.0),
+        lambda: setattr(trainer, "depth", 3.0),
+        lambda: setattr(trainer.schedule, "at", 1.0),
+    ):
+        reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, trainer.compute))
+        assert reach.changed() is None
+        change()
+        assert reach.changed() is not None
+    reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, Derived().compute))
+    Base.depth = 4.0
+    assert reach.changed() is not None
+    Base.depth = 2.0

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.execute.nets import Tagger, loss, tagged
+from tests.execute.nets import Tagger, loss, run_rewritten, tagged
 from tests.support import distance
 from wholebatch.compile.fused_weight_grad import add_product, can_add_products
 from wholebatch.compile.graph_inputs import take_apart
@@ -91,3 +92,55 @@ def test_products_and_embeddings_add_themselves(
 
 def test_no_cpu_has_the_kernel() -> None:
     assert not can_add_products(torch.device("cpu"))
+
+
+class _Thrice(nn.Module):
+    """Three linear layers that read the same input, and two masks that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.embed = nn.Embedding(11, 8)
+        self.parts = nn.ModuleList(nn.Linear(8, 11) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).sin()
+        for part in self.parts:
+            hidden = part(x).masked_fill((tokens == 0).unsqueeze(-1), 0.0)
+            x = x + hidden.sum(-1, keepdim=True)
+            y = part(x) + part(x)
+        return y
+
+
+def test_equal_operations_of_one_layer_share_a_result() -> None:
+    model = _Thrice()
+    rewritten, _, _ = run_rewritten(model, loss, choose("bf16", "cpu"), Fusions())
+    targets = [node.target for node in rewritten.graph.graph.nodes]
+    assert targets.count(torch.ops.aten.eq.Scalar) == 1  # It depends on no parameter.
+    casts = [
+        (node.args, str(node.kwargs))
+        for node in rewritten.graph.graph.nodes
+        if node.target is torch.ops.aten._to_copy.default
+    ]
+    assert len(set(casts)) == len(casts)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.waves, self.embed(tokens), use_reentrant=False)
+        return result
+
+    def waves(self, x: Tensor) -> Tensor:
+        for _ in range(50):
+            x = x.sin()
+        return x
+
+
+def test_what_checkpointing_computes_twice_is_not_stored() -> None:
+    rewritten, _, _ = run_rewritten(_Checkpointed(), loss, choose("fp32", "cpu"), Fusions())
+    targets = [node.target for node in rewritten.graph.graph.nodes]
+    assert targets.count(torch.ops.aten.sin.default) >= 98

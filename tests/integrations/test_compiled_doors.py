@@ -121,6 +121,28 @@ def test_what_a_compiled_loss_has_added_must_be_entered_in_accelerate() -> None:
         optimizer.optimizer.step()
 
 
+def test_fabric_under_a_precision_with_a_backward_of_its_own() -> None:
+    from lightning.fabric import Fabric
+
+    from wholebatch.integrations.lightning import FabricWindows
+
+    model = mlp(dtype=torch.float32)
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    set_up, optimizer = fabric.setup(model, sgd(model))
+    windows = FabricWindows(fabric, set_up, optimizer)
+    loss = windows.compile(loss_of(set_up), execute="compile")
+    wide = Whole(mlp(), clip_norm=None)
+    for window in parts():
+        for index, micro in enumerate(window):
+            batch = {**micro, "x": micro["x"].float()}
+            windows.backward(loss(batch), last=index + 1 == len(window))
+        optimizer.step()
+        optimizer.zero_grad()
+        wide.step(joined(window))
+    assert loss.executor.mode == "operations"
+    assert distance(model.parameters(), wide.model.parameters()) <= 2e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_fabric(dtype: torch.dtype) -> None:
     from lightning.fabric import Fabric

@@ -17,7 +17,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.value_reads import SMALL
 
 __all__ = [
     "FUNCTIONS",
@@ -43,11 +44,6 @@ _THINGS = 1000
 """The limit on visited objects; any more are ignored."""
 _ITEMS = 1000
 """Longer containers are compared by length only."""
-_SMALL = 16
-"""The size up to which compiled code may contain a tensor's values.
-
-Later changes to such a tensor would be missed. Larger ones are read from memory at every run.
-"""
 _KEPT = 2**16
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _FOREIGN = {
@@ -78,6 +74,7 @@ class Reach:
     def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
         self._names: set[str] = set()
+        self._owners: dict[int, bool] = {}  # by id: True if its methods name what they read
         self._things: list[_Thing] = []
         self._read_code(loss)
         self._visit(loss, "the loss function", 0, mentioned=True)
@@ -124,12 +121,21 @@ class Reach:
             if code is None or code in codes:
                 continue
             codes.add(code)
+            reads_all = code.co_varnames[:1] == ("self",) and {"vars", "__dict__"} & {
+                *code.co_names
+            }
+            self._owners[id(owner)] = self._owners.get(id(owner), True) and not reads_all
             self._names.update(code.co_names)
+            self._names.update(word for word in code.co_consts if isinstance(word, str))
             inner = [item for item in code.co_consts if isinstance(item, types.CodeType)]
             stack += [(item, owner) for item in inner]
             named = [getattr(one, "__globals__", {}).get(name) for name in code.co_names]
-            named += [getattr(type(owner), name, None) for name in code.co_names]
             libraries = [one for one in named if isinstance(one, types.ModuleType)]
+            named += [
+                _code_of(vars(kind).get(name))
+                for kind in type(owner).__mro__
+                for name in code.co_names
+            ]
             named += [
                 getattr(library, name, None)
                 for library in libraries
@@ -175,13 +181,22 @@ class Reach:
             return _bindings, list(reached(value))
         if not _is_own_object(value):
             return None, []
-        # If the code names none of its attributes, the object may use `__getattr__`: record all.
-        wanted = self._names if mentioned and self._names & vars(value).keys() else None
+        wanted = self._names if mentioned and self._is_named(value) else None
         return functools.partial(_attributes, wanted), [
             (f"{name}.{key}", item)
             for key, item in vars(value).items()
             if wanted is None or key in wanted
         ]
+
+    def _is_named(self, value: Any) -> bool:
+        """True if the code names all attributes that it reads of this object.
+
+        It does where all methods of the object that run were read. Elsewhere one that was not read,
+        or `__getattr__`, may read any of them, unless the code itself names some.
+        """
+        if id(value) in self._owners and not hasattr(type(value), "__getattr__"):
+            return self._owners[id(value)]
+        return bool(self._names & vars(value).keys())
 
 
 class _Thing:
@@ -247,7 +262,12 @@ def _items(value: Any) -> Any:
 
 
 def _attributes(wanted: set[str] | None, value: Any) -> Any:
-    return [(k, _plain(v)) for k, v in vars(value).items() if wanted is None or k in wanted]
+    own, kind = vars(value), type(value)
+    if wanted is None:
+        return [(key, _plain(item)) for key, item in own.items()]
+    found = [(key, _plain(item)) for key, item in own.items() if key in wanted]
+    defaults = ((key, getattr(kind, key, kind)) for key in sorted(wanted - own.keys()))
+    return found + [(key, item) for key, item in defaults if isinstance(item, PLAIN)]
 
 
 def _numbers(module: nn.Module) -> Any:
@@ -256,7 +276,7 @@ def _numbers(module: nn.Module) -> Any:
 
 
 def _tensor(tensor: Tensor) -> int:
-    return tensor._version if tensor.numel() <= _SMALL else 0
+    return tensor._version if tensor.numel() <= SMALL else 0
 
 
 def _plain(value: Any) -> Any:
@@ -281,6 +301,13 @@ def _bare(function: Any) -> Any:
     if isinstance(function, (types.FunctionType, types.CodeType)):
         return function
     return getattr(type(function), "__call__", function)  # noqa: B004  (the function is wanted)
+
+
+def _code_of(found: Any) -> Any:
+    """Return the function of a property, or of a static or class method."""
+    for name in ("fget", "func", "__func__"):
+        found = getattr(found, name, found)
+    return found
 
 
 def _places(function: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -371,6 +398,11 @@ class Fingerprint:
         self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
         self._reach = Reach(model, loss, every=False)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._watched: list[tuple[Tensor, int]] = []
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count a write into one of these tensors as a change from now on."""
+        self._watched += [(tensor, tensor._version) for tensor in tensors]
 
     def changed(self) -> str | None:
         """Return the name of the first thing that has changed, or None."""
@@ -379,6 +411,8 @@ class Fingerprint:
         for module in self._modules:
             if not module.hold():
                 return module.name
+        if any(tensor._version != version for tensor, version in self._watched):
+            return "a tensor on the host"
         return self._reach.changed()
 
     def holds(self) -> bool:
@@ -422,6 +456,29 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, PLAIN)
 
 
+def _is_traceable_hook(hook: Any) -> bool:
+    """True for hooks that leave nothing behind in Python.
+
+    They are `output.requires_grad_(True)`, which PEFT and transformers register on embeddings, and
+    the hooks by which transformers hands the outputs of inner layers to its caller.
+    """
+    code = getattr(hook, "__code__", None)
+    if code is None:
+        return False
+    model = _require_grad.__code__
+    if (code.co_code, code.co_names, code.co_consts[-1:]) == (
+        model.co_code,
+        model.co_names,
+        model.co_consts[-1:],
+    ):
+        return True
+    return str(hook.__module__) == "transformers.utils.output_capturing"
+
+
+def _require_grad(module: Any, args: Any, output: Any) -> None:
+    output.requires_grad_(True)
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Raise CannotTrace for a model with hooks: a graph would run their Python only once.
 
@@ -431,7 +488,8 @@ def refuse_hooks(model: nn.Module) -> None:
         if type(module).__name__ in _COMPILED:
             raise CannotTrace(f"{name or 'the model'} is an {type(module).__name__}")
         for kind in _HOOKS:
-            if getattr(module, kind, None):
+            hooks = getattr(module, kind, None) or {}
+            if not all(map(_is_traceable_hook, hooks.values())):
                 raise CannotTrace(
                     f"{name or 'the model'} has {kind.strip('_').replace('_', ' ')}, which a graph "
                     "would run only once"

@@ -1,8 +1,8 @@
-"""Tools of the fusions: recognise nodes of a traced graph, and check a kernel before its use."""
+"""Tools for traced graphs: recognise nodes, and check a kernel before its use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -15,17 +15,27 @@ __all__ = [
     "VIEWS",
     "Added",
     "added_into_buffer",
+    "base_of",
     "cast_to",
     "column_sum_into_buffer",
     "computes_rightly",
     "expression_of",
+    "fixed",
+    "is_cheap",
+    "is_external",
+    "is_view",
     "same_shape",
+    "written_by",
 ]
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 """Operations that return a matrix in newly allocated memory."""
+_EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
+"""Operations that are kernels of a library: nothing is fused across them."""
+_CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
+"""Operations without torch's tag for pointwise ones that compute each number from one number."""
 
 
 def cast_to(node: fx.Node) -> torch.dtype | None:
@@ -83,6 +93,76 @@ def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
 def expression_of(size: Any) -> Any:
     """Return the expression of a symbolic size, and a number as it is."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if the result lies in the memory of an argument, and nothing is written."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return target is aten._unsafe_view.default or target.is_view
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """True if a compiler computes it within the kernel that needs it."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    return torch.Tag.pointwise in target.tags or target in _CHEAP or is_view(node)
+
+
+def is_external(node: fx.Node) -> bool:
+    """True if it is a kernel of a library."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return (
+        target in _EXTERNAL
+        or target.namespace not in ("aten", "prims")
+        or "attention" in target.name()
+        or "convolution" in target.name()
+    )
+
+
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes whose memory this operation writes."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        for position, argument in enumerate(target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[position] if position < len(node.args) else None
+                given = node.kwargs.get(argument.name, given)
+                yield from (one for one in _leaves(given) if isinstance(one, fx.Node))
+
+
+def _leaves(part: Any) -> list[Any]:
+    if isinstance(part, (list, tuple)):
+        return [leaf for one in part for leaf in _leaves(one)]
+    return [part]
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node in whose memory this result lies."""
+    while node.op == "call_function":
+        if is_view(node):
+            node = node.all_input_nodes[0]
+        else:
+            written = list(written_by(node))
+            if len(written) != 1:
+                break
+            node = written[0]
+    return node
+
+
+def fixed(part: Any) -> Any:
+    """Return a hashable form of arguments that tells 1 from 1.0 and True; a node is its name."""
+    if isinstance(part, (list, tuple)):
+        return tuple(map(fixed, part))
+    if isinstance(part, dict):
+        return tuple((name, fixed(one)) for name, one in part.items())
+    return repr(part)
 
 
 class _Unusable(Exception):

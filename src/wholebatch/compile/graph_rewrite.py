@@ -12,7 +12,7 @@ None of these rewrites changes a number beyond the order of additions:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import fx
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.cross_entropy import fuse_entropy
-from wholebatch.compile.fusion import cast_to, same_shape
+from wholebatch.compile.fusion import base_of, cast_to, fixed, is_cheap, same_shape, written_by
 from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
 from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.trace import Traced
@@ -30,6 +30,8 @@ from wholebatch.core.precision import SIXTEEN_BIT
 __all__ = ["Fusions", "Rewritten", "rewrite"]
 
 aten = torch.ops.aten
+_NEAR = 32
+"""Operations at most this far apart belong to one layer."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def rewrite(
     if options.gelu:
         simplify_gelu(graph)
     graph.eliminate_dead_code()
+    _merge_equal(graph, inputs[:trained])
+    _views_of_any_strides(graph)
     graph.lint()
     module = fx.GraphModule(traced.graph, graph)  # It keeps the constants that the graph refers to.
     return Rewritten(
@@ -137,6 +141,59 @@ def _drop_detach(graph: fx.Graph, results: list[Any]) -> None:
                 if result is node:
                     results[position] = source
             graph.erase_node(node)
+
+
+def _views_of_any_strides(graph: fx.Graph) -> None:
+    """Turn views into reshapes: torch predicts the strides of some results wrongly.
+
+    (`mse_loss_backward` is one.) A reshape is a view where it can be, and else a copy; so one that
+    is written into stays a view.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if not any(_writes(user) for user in node.users):
+            node.target = aten.reshape.default
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
+    """Let cheap operations that compute the same share one result.
+
+    Autocast casts the same input for each of several linear layers, and every layer makes the same
+    attention mask. The compiler would store them all for the backward. Operations that lie far
+    apart are merged only if they depend on no trained parameter: checkpointing computes activations
+    twice in order not to store them.
+    """
+    written = {base_of(one) for node in graph.nodes for one in written_by(node)}
+    depends = set(trained)
+    first: dict[Any, tuple[int, fx.Node]] = {}
+    for place, node in enumerate(list(graph.nodes)):
+        if not depends.isdisjoint(node.all_input_nodes):
+            depends.add(node)
+        if not _is_pure(node) or base_of(node) in written:
+            continue
+        if any(base_of(one) in written for one in node.all_input_nodes):
+            continue
+        key = node.target, fixed(node.args), fixed(node.kwargs)
+        before, same = first.get(key, (place, node))
+        if same is not node and (node not in depends or place - before <= _NEAR):
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+        else:
+            first[key] = place, node
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """True if it is cheap, or makes a constant."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if node.all_input_nodes:
+        return is_cheap(node)
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 class _Adder:

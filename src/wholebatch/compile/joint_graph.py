@@ -8,8 +8,9 @@ seeds. Its outputs are the totals and units, which stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -21,9 +22,29 @@ from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
 from wholebatch.compile.layer_norm import can_fuse_norms
+from wholebatch.compile.repeated_blocks import compiled_in_blocks
 from wholebatch.compile.trace import Form, State, Traced
 
-__all__ = ["JointStep", "Prepared", "Results", "Runnable", "compiled_by_inductor"]
+__all__ = [
+    "JointStep",
+    "Prepared",
+    "Results",
+    "Runnable",
+    "compiled_by_inductor",
+    "start_compiler",
+]
+
+
+@cache
+def start_compiler() -> None:
+    """Start Inductor's worker processes early.
+
+    They take seconds to start. Until they run, this process compiles one kernel after the other.
+    """
+    with suppress(ImportError):  # Another version of Inductor.
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 def compiled_by_inductor(
@@ -107,6 +128,9 @@ class JointStep:
     )
     """The fusions to use where the device has them; measurements switch some off."""
 
+    blocks: ClassVar[bool] = True
+    """Compile layers that are alike once; measurements switch it off."""
+
     whole_rows = 4096
     """Rows up to this length stay in registers while a kernel reduces them."""
 
@@ -153,9 +177,14 @@ class JointStep:
         else:
             tail = map(self.sizes.alike, self._tail)
             arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
-        self._run = compiled_by_inductor(
-            rewritten.graph, arguments, self.inductor, whole_rows=self.whole_rows
-        )
+
+        def compile_graph(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
+            return compiled_by_inductor(graph, arguments, self.inductor, whole_rows=self.whole_rows)
+
+        run: Callable[..., Any] | None = None
+        if self.blocks:
+            run = compiled_in_blocks(rewritten.graph, arguments, compile_graph)
+        self._run = compile_graph(rewritten.graph, arguments) if run is None else run
 
     def _possible_fusions(self, device: torch.device) -> Fusions:
         """Return the fusions that this device has and that pay for this way of running."""

@@ -36,7 +36,7 @@ from wholebatch.compile.gradient_buffers import (
 )
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
-from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable
+from wholebatch.compile.joint_graph import JointStep, Prepared, Runnable, start_compiler
 from wholebatch.compile.symbolic_sizes import SharedGraph, SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.core.forward_state import ForwardState
@@ -147,6 +147,8 @@ class Executor:
         if reason is not None and not self._plan.eager:
             self._plan.compiles = False
             self._give_up(reason)
+        if self._plan.compiles and not self._plan.auto and device.type == "cuda":
+            start_compiler()
 
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
@@ -314,6 +316,8 @@ class Executor:
 
     def _prepare(self, inputs: Inputs, micro: Any, *, compiled: bool) -> Added:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
+        if self._plan.compiles and self._device.type == "cuda":
+            start_compiler()
         alone = not self._window.entered
         earlier = None
         if not alone and (
@@ -368,7 +372,10 @@ class Executor:
 
         def traced(sizes: Sizes | None = None) -> Traced:
             parts = (self._model, self._loss, self._precision, state)
-            return trace(*parts, inputs, form, self._single, sizes)
+            made = trace(*parts, inputs, form, self._single, sizes)
+            if self._fingerprint is not None:
+                self._fingerprint.watch(made.sources)
+            return made
 
         def make(traced: Traced, *, compiled: bool) -> JointStep:
             parts = (state, self._gradients, self._casts)
@@ -388,7 +395,12 @@ class Executor:
                     return step
             self._traced[inputs.key] = traced()
         joint = self._joint(make, self._traced[inputs.key], compiled)
-        return self._proven(joint, done)
+        try:
+            return self._proven(joint, done)
+        except (CannotTrace, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # An operation may refuse what its fake version admitted.
+            raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
 
     def _joint(self, make: Callable[..., JointStep], traced: Traced, compiled: bool) -> JointStep:
         """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""

@@ -2,19 +2,18 @@
 
 The model's Python runs once on fake tensors, which compute nothing, and every operation of the
 forward and of autograd's backward is recorded. The model need not be rewritten or analysed:
-autocast, checkpointing without randomness, custom autograd functions and tied weights all appear as
-operations. `CannotTrace` gives the reason for what cannot be recorded (a branch on a tensor's
-value) and what must not be (a side effect in Python, random numbers drawn again in the backward).
+autocast, checkpointing, custom autograd functions and tied weights all appear as operations.
+`CannotTrace` gives the reason for what cannot be recorded (a branch on a tensor's value) and what
+must not be (a side effect in Python).
 """
 
 from __future__ import annotations
 
-import builtins
-import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,15 @@ from torch import Tensor, fx, nn
 from wholebatch.compile.captured_state import only_reads, refuse_hooks
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.graph_inputs import Inputs
+from wholebatch.compile.grouped_products import GroupedProducts
+from wholebatch.compile.host_constants import lift_host_constants
+from wholebatch.compile.patched_calls import (
+    refuse_recurrent_dropout,
+    symbolic_lengths,
+    traceable_calls,
+)
+from wholebatch.compile.repeated_draws import RepeatedDraws
+from wholebatch.compile.value_reads import ValueReads, draws
 from wholebatch.core.loss import Loss, Term, Terms, Units, as_loss
 from wholebatch.core.precision import SIXTEEN_BIT, Precision
 
@@ -31,8 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Added", "Form", "State", "Traced", "extras_of", "totals_of", "trace"]
 
-_LEN = builtins.len
-_ONE_AT_A_TIME = threading.Lock()
+_READS = (
+    "GuardOnDataDependentSymNode",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+)
+"""Errors of torch for a decision by a value, or for a shape that depends on one."""
+_TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
 @dataclass(frozen=True)
@@ -142,6 +155,8 @@ class Traced:
     """The symbols of the graph, if it is valid for more than one shape."""
     units: tuple[Any, ...] = ()
     """The units of the form, before symbols were replaced with numbers."""
+    sources: tuple[Tensor, ...] = ()
+    """Tensors on the host whose values the graph holds."""
 
     @property
     def sixteen_bit(self) -> bool:
@@ -157,28 +172,18 @@ class Traced:
         return replace(self.form, units=units)
 
 
-@contextmanager
-def _swapped(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the model have these tensors, by name, instead of its own within this context.
+class _Within(nn.Module):
+    """Calls a function while functional_call has swapped the model's tensors.
 
-    torch.func.functional_call does not put back the tensors of a module with two names.
+    The backward must run inside too: checkpointing recomputes the forward there.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    new = {id(old): tensors[name] for name, old in named}
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
-        (held, name, old)
-        for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for name, old in held.items()
-        if old is not None
-    ]
-    for held, name, old in places:
-        held[name] = new[id(old)]
-    try:
-        yield
-    finally:
-        for held, name, old in places:
-            held[name] = old
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
+        return function()
 
 
 @dataclass
@@ -199,10 +204,10 @@ class _MicroStep:
     """The units of the loss; they may be symbols."""
     extras: tuple[Tensor, ...] = ()
     """The tensors to hand back beside the loss."""
-    drawn: int = 0
-    """The number of operations of the forward that draw random numbers."""
     draws_again: bool = False
-    """True if the backward draws too."""
+    """True if the backward draws random numbers of its own."""
+    reads: ValueReads = field(default_factory=ValueReads)
+    repeated: RepeatedDraws = field(default_factory=RepeatedDraws)
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
         lengths = len(self.state.trained), len(self.state.others), len(self.inputs.tensors)
@@ -211,11 +216,18 @@ class _MicroStep:
         held = dict(zip(self.state.others, flat[one:two], strict=True))
         micro, seeds = flat[two:three], flat[three:]
 
-        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
-        # The backward must run inside too: checkpointing recomputes the forward there.
-        with _swapped(self.model, tensors):
+        def run() -> list[Tensor]:
             terms = self._forward(self.inputs.around(micro), held)
             return self._backward(terms, leaves, seeds)
+
+        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
+        named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
+        modes = self.reads, self.repeated, GroupedProducts()  # type: ignore[no-untyped-call]
+        with traceable_calls(), self.repeated.as_generator(), modes[0], modes[1], modes[2]:
+            made: list[Tensor] = torch.func.functional_call(
+                _Within(self.model), named, (run,), tie_weights=False
+            )
+        return made
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
         with torch.enable_grad(), self.precision.forward():
@@ -235,10 +247,10 @@ class _MicroStep:
     def _backward(
         self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> list[Tensor]:
-        self.drawn = _draws_so_far()
+        drawn = self.repeated.number
         totals = [term.total for term in terms]
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
-        self.draws_again = _draws_so_far() != self.drawn
+        self.draws_again = self.repeated.number != drawn
         self.used = tuple(i for i, g in enumerate(gradients) if g is not None)
         return [
             *(total.detach() for total in totals),
@@ -247,6 +259,20 @@ class _MicroStep:
             *(extra.detach().clone() for extra in self.extras),
             *(gradient for gradient in gradients if gradient is not None),
         ]
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield every place of a tensor in the model, and the first name of that tensor.
+
+    A module that is registered twice counts once: `functional_call` with `tie_weights` would
+    replace its tensors twice, and put the first replacement back.
+    """
+    names: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                place = f"{prefix}.{name}".lstrip(".")
+                yield place, names.setdefault(id(tensor), place)
 
 
 def trace(
@@ -264,6 +290,7 @@ def trace(
     With `sizes` it is valid for all shapes for which the model's Python takes the same path.
     """
     refuse_hooks(model)
+    refuse_recurrent_dropout(model)
     step = _MicroStep(model, loss, precision, state, inputs, form, single, sizes)
     device = next(iter(state.trained.values())).device
     tensors = [
@@ -275,16 +302,18 @@ def trace(
         graph = _written_down(step, [*tensors, *inputs.tensors, *seeds])
     else:
         sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
-        with _symbolic_lengths():
+        with symbolic_lengths():
             graph = _written_down(step, sizes.flat)
         if not sizes.any_open:
             raise CannotTrace("its code asks for the sizes themselves")
     if step.draws_again:
         raise CannotTrace(
-            "its backward draws random numbers (activation checkpointing with dropout), which "
-            "would not be those of the forward"
+            "its backward draws random numbers that are not those of the forward (activation "
+            "checkpointing with preserve_rng_state=False)"
         )
-    return Traced(graph, form, step.used, step.drawn > 0, sizes, step.units)
+    sources = () if device.type == "cpu" else lift_host_constants(graph, device)
+    random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
+    return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
@@ -300,9 +329,10 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
         raise
     # A model's own code may raise anything when it meets fake tensors.
     except Exception as problem:
-        raise CannotTrace(reason_of(problem)) from problem
+        raise CannotTrace(_why_not(problem)) from problem
     finally:
         torch.clear_autocast_cache()  # The cache may hold fake casts.
+    step.reads.drop_from(graph.graph)
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target), None)
         if isinstance(constant, Tensor) and constant.requires_grad:
@@ -310,21 +340,22 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     return graph
 
 
-@contextmanager
-def _symbolic_lengths() -> Iterator[None]:
-    """Let `len(tensor)` return a symbol within this context; Python's own would specialise it."""
-
-    def length(of: Any, /) -> Any:
-        if isinstance(of, Tensor) and of.dim() and isinstance(of.shape[0], torch.SymInt):
-            return of.shape[0]
-        return _LEN(of)
-
-    with _ONE_AT_A_TIME:
-        builtins.len = length
-        try:
-            yield
-        finally:
-            builtins.len = _LEN
+def _why_not(problem: Exception) -> str:
+    """Return why the trace failed, with the line of the model's code if it reads a value."""
+    if type(problem).__name__ not in _READS:
+        return reason_of(problem)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(problem.__traceback__)
+        if not frame.filename.startswith((_TORCH, _HERE))
+    ]
+    if not frames:
+        return reason_of(problem)
+    line = frames[-1]
+    return (
+        f"its code decides by a value of a tensor that may differ next time "
+        f"({Path(line.filename).name}, line {line.lineno}: {line.line})"
+    )
 
 
 def totals_of(loss: Loss | Terms) -> list[Tensor]:
@@ -341,25 +372,3 @@ def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:
     if isinstance(loss, Loss):
         return {single: Term(loss.total, loss.units)}
     return dict(loss.by_name)
-
-
-def _draws_so_far() -> int:
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    mode = get_proxy_mode()
-    assert mode is not None
-    return sum(_draws(node) for node in mode.tracer.graph.nodes)
-
-
-def _draws(node: fx.Node) -> bool:
-    """True if this operation draws from a random generator."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":  # Attention draws only with dropout.
-            given = node.args[position] if position < len(node.args) else None
-            return bool(node.kwargs.get("dropout_p", given if given is not None else 0.0))
-    return True

@@ -374,6 +374,8 @@ class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read it there."""
 
     steps_on_all = True
+    lends = False
+    """Gradients that are left to the user may be written again by the next window."""
     opened: Callable[[], None] | None = None
     """Called when a window opens, before there is a gradient."""
 
@@ -465,15 +467,19 @@ class DeviceStore(Store):
     def hand_over(self, remaining: float) -> None:
         """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
 
-        They are new tensors: a compiled micro-step writes into the old ones in every window. The
-        fp32 sum of a 16-bit parameter is left as it is where the optimizer takes it.
+        They are new tensors, unless this store `lends` its own: a compiled micro-step writes into
+        those in every window. The fp32 sum of a 16-bit parameter is left as it is where the
+        optimizer takes it.
         """
         sixteen_bit = self.target.sixteen_bit
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
+            if self.lends:
+                gradient = gradient if remaining == 1.0 else gradient.mul_(remaining)
+            else:
+                gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
             rounds = not self.target.steps or sixteen_bit.rounds(parameter)
             if gradient.dtype is not parameter.dtype and rounds:
                 parameter.grad = None

@@ -58,7 +58,7 @@ class LookResult:
     findings: tuple[AuditFinding, ...] = ()
     conclusive: bool = True
 
-    def refuse(self, off: str = "WholeBatch(audit=False)", on_another_rank: bool = False) -> None:
+    def refuse(self, off: str = "audit=False", on_another_rank: bool = False) -> None:
         """Raise if anything was found, here or on another rank.
 
         `off` is how a user of this door trains all the same.

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +42,7 @@ from wholebatch.integrations.host_window import (
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
 
 from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric import wrappers as fabric_wrappers  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 
 __all__ = ["ExactWindows", "FabricWindows"]
@@ -118,6 +120,7 @@ class FabricWindows(LoopWindows):
             options=AdapterOptions(batchnorm, zero_units, nonfinite, audit),
             gradients=_gradients_in(fabric.strategy),
             scaled_by=fabric.strategy.precision,
+            inside=_in_fabric_backward,
         )
         super().__init__(
             window,
@@ -148,6 +151,13 @@ class FabricWindows(LoopWindows):
             with self._window.backward():
                 self._fabric.backward(given.loss, **kwargs)
         return self._window.settle(averaged_by=self._window.group.ranks) if last else None
+
+
+@contextmanager
+def _in_fabric_backward() -> Iterator[None]:
+    """Let backwards pass that are not made by fabric.backward, whose loss scale a seed has."""
+    with replaced_attributes(fabric_wrappers, _in_fabric_backward=True):
+        yield
 
 
 class ExactWindows(Callback):

@@ -22,7 +22,7 @@ import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
@@ -271,7 +271,8 @@ class HostLedger:
     `gradients` says where the host keeps them within a window. `owns_forward`: the adapter calls
     the forward itself, so that it looks at it by a `FirstLook`. `scaled_by` has the host's
     GradScaler as its attribute `scaler`, if there is one. `divided_by()` is what the host itself
-    divides a loss by on the way (its number of micro-batches), to be undone.
+    divides a loss by on the way (its number of micro-batches), to be undone. Backwards of ours run
+    within `inside()`.
     """
 
     def __init__(
@@ -285,6 +286,7 @@ class HostLedger:
         owns_forward: bool = False,
         scaled_by: object = None,
         divided_by: Callable[[], float] = lambda: 1.0,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.options = options or AdapterOptions()
         self.group = _group_on(device)
@@ -292,6 +294,7 @@ class HostLedger:
         self.skipped = 0
         self.last: Settled | None = None
         self._device, self._scaled_by, self._divided_by = device, scaled_by, divided_by
+        self._inside = inside
         reduce = self.group.sum_tensor if self.group.ranks > 1 else None
         self._batchnorms = [
             choose_batchnorm(self.options.batchnorm, model, reduce=reduce) for model in models
@@ -451,6 +454,7 @@ class HostLedger:
         self.pending.refuse()
         self.before_backward()
         with ExitStack() as stack:
+            stack.enter_context(self._inside())
             for one in self._replicas:
                 stack.enter_context(one.no_sync())  # a graph does not reduce: `settle` does
             yield not self._look.active

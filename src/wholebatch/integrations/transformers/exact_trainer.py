@@ -182,7 +182,10 @@ class ExactWindows(_Trainer):
             return None
         units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
         counted = torch.stack([one.to(device) for one in units]).sum()
-        hosts = None if self.units_of is not None else counted_by_trainer(self, batch_samples)
+        same = self._shift is not None and self._shift == getattr(self, "_loss_shifts_labels", None)
+        hosts = None
+        if self.units_of is None and not same:
+            hosts = counted_by_trainer(self, batch_samples)
         counts = torch.stack([counted, counted if hosts is None else hosts.to(device)])
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.gather(counts.reshape(1, 2)).sum(0)
@@ -287,7 +290,8 @@ class ExactWindows(_Trainer):
             restore_random(saved["random"])
             return cast("Tensor", saved["shares"].to(self.args.device))
         batches = [self._prepared(inputs) for inputs in self._open.batches]
-        shares = whole.make_gradient(batches, updates=self.state.global_step)
+        units = None if self.coupled is not None else self._open.divisor
+        shares = whole.make_gradient(batches, updates=self.state.global_step, units=units)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             from accelerate.utils.memory import clear_device_cache
@@ -295,10 +299,19 @@ class ExactWindows(_Trainer):
             clear_device_cache()
         return shares
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the Trainer's count; it walks over the model, so once a window for each shape."""
+        if not isinstance(inputs, Mapping) or not self._open.size:
+            return super().floating_point_ops(inputs)
+        shapes = tuple((n, value.shape) for n, value in inputs.items() if isinstance(value, Tensor))
+        found = self._open.operations
+        if shapes not in found:
+            found[shapes] = super().floating_point_ops(cast("dict[str, Any]", inputs))
+        return cast("int", found[shapes])
+
     def _host_step(self, model: nn.Module, inputs: Any, step: Callable[..., Tensor]) -> Tensor:
         """Make one batch's forward and backward by the Trainer's own step."""
         assert self._host is not None
-        assert self.model is not None
         window, saved = self._open, self._resume
         if window.place == 0:
             self._shares = None
@@ -307,13 +320,19 @@ class ExactWindows(_Trainer):
             if window.place < saved["done"]:  # its gradient is in the checkpoint
                 return torch.zeros((), device=self.args.device)
             self._resume = None
-            self._host.ledger.load_state_dict(saved["window"], list(self.model.parameters()))
+            self._host.ledger.load_state_dict(saved["window"], list(model.parameters()))
             self._shares = saved["shares"].to(self.args.device)
             self._tr_loss += self._shares
             restore_random(saved["random"])
         share = self._host.step(model, inputs, window, step)
         self._shares = share.detach() if self._shares is None else self._shares + share.detach()
         return share
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End the training; graphs leave the device's memory to what follows."""
+        if self._whole is not None:
+            self._whole.release()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # ----------------------------------------------------------------- resume
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.core.foreign_writes import Watch
+from wholebatch.core.gradient_store import DeviceStore
 from wholebatch.core.loss import SINGLE
 from wholebatch.core.splitting import Batches
 from wholebatch.core.whole_batch import WholeBatch
@@ -46,16 +47,25 @@ class GivenWindows(WholeBatch):
     def __init__(self, *given: Any, host: object = None, **options: Any) -> None:
         super().__init__(*given, **options)
         self._host = host
+        self._announced: dict[str, float] | None = None
+        if isinstance(self._window.store, DeviceStore):
+            self._window.store.lends = True  # the trainer clears them before the next window
+        if self._count is not None:
+            self._counted, self._count = self._count, self._known  # type: ignore[assignment]
         self._batches = 0
         self._shares = torch.zeros(0)
         self._watch = Watch(self._window.target.optimizers)
 
-    def make_gradient(self, batches: Sequence[Any], *, updates: int) -> Tensor:
+    def make_gradient(
+        self, batches: Sequence[Any], *, updates: int, units: float | None = None
+    ) -> Tensor:
         """Leave the gradient of this window in `.grad`; return each batch's share of its mean.
 
-        `updates` is how many the trainer has made so far. The shares are on the device, and their
-        average over the ranks is the window's mean loss.
+        `updates` is how many the trainer has made so far, `units` what it has counted over all
+        ranks, if it has. The shares are on the device; their average over the ranks is the window's
+        mean loss.
         """
+        self._announced = None if units is None else {SINGLE: units}
         self._window.updates = updates
         self._batches = len(batches)
         replica = self.model if isinstance(self.model, DistributedDataParallel) else None
@@ -65,6 +75,9 @@ class GivenWindows(WholeBatch):
         if step.skipped is None:
             self._watch.remember(self._trained())
         return self._shares
+
+    def _known(self, micros: Sequence[Any]) -> dict[str, float]:
+        return self._counted(micros) if self._announced is None else self._announced
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for group in self._window.target.groups() for parameter in group]
@@ -127,6 +140,11 @@ class GivenWindows(WholeBatch):
             parameter.grad = gradient.to(parameter.device)
         self._watch.forget()
         self._watch.remember(trained)
+
+    def release(self) -> None:
+        """Free the memory of graphs and gradients; another window makes them again."""
+        self._runner.executor.let_go()
+        self._runner.executor._reset()
 
     def detach(self) -> None:
         """Leave the model as it was found (a conversion of BatchNorm is kept)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class OpenWindow:
     """The units of the window on all ranks."""
     divisor: float = 1.0
     """What the Trainer divides the whole batch's sum by; nearly always the units."""
+    operations: dict[Any, Any] = field(default_factory=dict)
+    """The floating-point operations of a batch, by the shapes of its tensors."""
 
     @property
     def is_last(self) -> bool:

@@ -1,0 +1,71 @@
+"""Constants that a model makes on the host while the rest of the graph is on a device.
+
+`torch.tensor(0.5, device=x.device)` is a number on the host and a copy from it. A CUDA graph cannot
+record a copy from ordinary host memory, and a graph that is only launched copies it at every
+micro-batch. So what the host computes from constants alone is computed once and kept on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from wholebatch.compile.value_reads import computed
+
+__all__ = ["lift_host_constants"]
+
+_NEEDS_HOST = (torch.ops.aten._pack_padded_sequence.default,)
+"""Operations that take a tensor on the host by contract."""
+
+
+def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[Tensor, ...]:
+    """Give operations on `device` their constants on it, not on the host.
+
+    Host tensors that come from inputs or random generators stay where they are. Return the host
+    tensors that existed before and were read: the graph is right only as long as they do not change
+    (small ones are watched with the state of the model).
+    """
+    known: dict[fx.Node, Any] = {}
+    sources: list[Tensor] = []
+    lifted: dict[fx.Node, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target in _NEEDS_HOST:
+            continue
+        if not _is_on(node, module, device.type):
+            continue
+        for source in node.all_input_nodes:
+            if source not in lifted and _is_on(source, module, "cpu"):
+                value = computed(source, module, known, sources)
+                if isinstance(value, Tensor):
+                    constant = _constant(module, source, value.to(device), len(lifted))
+                    lifted[source], known[constant] = constant, value
+            if source in lifted:
+                node.replace_input_with(source, lifted[source])
+    if lifted:
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    return tuple(sources)
+
+
+def _is_on(node: fx.Node, module: fx.GraphModule, kind: str) -> bool:
+    value = node.meta.get("val")
+    if node.op == "get_attr":
+        value = getattr(module, str(node.target), None)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(one, Tensor) and one.device.type == kind for one in values)
+
+
+def _constant(module: fx.GraphModule, node: fx.Node, value: Tensor, number: int) -> fx.Node:
+    """Add a constant to the module, and return a node for it beside `node`."""
+    name = f"_lifted_constant{number}"
+    module.register_buffer(name, value, persistent=False)
+    with module.graph.inserting_after(node):
+        constant = module.graph.get_attr(name)
+    mode = getattr(node.meta.get("val"), "fake_mode", None)
+    if mode is not None:
+        with _disable_current_modes():
+            constant.meta["val"] = mode.from_tensor(value)
+    return constant

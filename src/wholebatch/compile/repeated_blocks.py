@@ -1,0 +1,600 @@
+"""The joint graph in pieces, of which those that are alike are compiled once.
+
+The layers of a model repeat, and so do the operations of its forward and of its backward. The time
+that a compiler takes for the whole graph grows with the number of layers. Cut into pieces, only one
+piece of each kind is compiled, and called for every layer with that layer's tensors:
+
+1. `find_pieces` looks for the period of the operations and cuts where no fused kernel is lost.
+2. `_Cutter` writes each piece down as a program of its own: operations, inputs, outputs. Views, and
+   cheap operations whose inputs are smaller than their results, are computed again where they are
+   needed instead of being stored, as a compiler of the whole graph would do.
+3. Two pieces are alike only if these programs are equal: every operation, constant, connection,
+   and the shape, strides, dtype and device of every input.
+
+The pieces run in the order of the graph, so that additions into gradient buffers and random numbers
+keep their order. Each tensor is freed after its last use.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from wholebatch.compile.fusion import (
+    base_of,
+    expression_of,
+    fixed,
+    is_cheap,
+    is_external,
+    is_view,
+    written_by,
+)
+
+__all__ = ["BlockProgram", "compiled_in_blocks", "find_pieces"]
+
+Compile: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+_WORTH = 0.7
+"""Blocks pay if at most this share of the operations is left to compile."""
+_SHORTEST = 12
+"""The fewest operations of a block."""
+_WINDOW = 8
+"""The number of operations in a row by which a repetition is recognised."""
+_CANDIDATES = 8
+"""The number of likely periods that are examined."""
+_HOMES = 3
+"""A result that more parts need is stored: for example what depends on the positions only."""
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An input of a piece, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The result of an earlier operation of the same piece, by its number."""
+
+    number: int
+
+
+@dataclass
+class _Piece:
+    """A part of the graph as a program of its own."""
+
+    operations: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """(target, args, kwargs); nodes are replaced with `_Input` or `_Result`."""
+    nodes: list[fx.Node] = field(default_factory=list)
+    """The nodes of these operations."""
+    inputs: list[fx.Node] = field(default_factory=list)
+    own: set[fx.Node] = field(default_factory=set)
+    """The nodes that no other piece computes first."""
+
+    def key(self) -> tuple[Any, ...]:
+        """Return a key that is equal for pieces that may share their compiled code."""
+        return (
+            tuple(_kind(node.meta["val"]) for node in self.inputs),
+            tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
+        )
+
+    def module(self, outputs: Sequence[int]) -> fx.GraphModule:
+        """Return it as a graph that returns the results of these operations."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.inputs))]
+        results: list[fx.Node] = []
+
+        def node_of(part: Any) -> Any:
+            if isinstance(part, _Input):
+                return inputs[part.number]
+            return results[part.number] if isinstance(part, _Result) else part
+
+        for target, args, kwargs in self.operations:
+            args, kwargs = _mapped(args, node_of), _mapped(kwargs, node_of)
+            results.append(graph.call_function(target, args, kwargs))
+        graph.output(tuple(results[number] for number in outputs))
+        return fx.GraphModule({}, graph)
+
+
+@dataclass
+class _Call:
+    """One call of a compiled piece: the places of its inputs and outputs among all values."""
+
+    run: Callable[[list[Any]], Any]
+    """It empties the list of its inputs, so that each is freed after its last use."""
+    inputs: list[int]
+    outputs: list[int]
+    freed: list[int]
+    """The inputs that nothing reads afterwards."""
+    unused: list[int]
+    """The outputs that nothing reads."""
+
+
+class BlockProgram:
+    """A graph as calls of compiled pieces: the same signature as the graph itself."""
+
+    def __init__(
+        self, calls: list[_Call], constants: list[Tensor], results: list[int], places: int
+    ) -> None:
+        self._calls = calls
+        self._constants = constants
+        self._results = results
+        self._places = places
+        self.compiled = len({id(call.run) for call in calls})
+        """The number of pieces that were compiled."""
+        self.pieces = len(calls)
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        values: list[Any] = [*arguments, *self._constants]
+        values += [None] * (self._places - len(values))
+        for call in self._calls:
+            inputs = [values[place] for place in call.inputs]
+            for place in call.freed:
+                values[place] = None
+            results = call.run(inputs)
+            for place, result in zip(call.outputs, results, strict=True):
+                values[place] = result
+            del results, inputs
+            for place in call.unused:
+                values[place] = None
+        return [values[place] for place in self._results]
+
+
+def compiled_in_blocks(
+    module: fx.GraphModule, arguments: Sequence[Any], compile_piece: Compile
+) -> BlockProgram | None:
+    """Compile the graph in pieces, each kind once; return None if it does not repeat enough.
+
+    `arguments` are tensors like those that it will be called with.
+    """
+    inputs = [*module.graph.find_nodes(op="placeholder"), *module.graph.find_nodes(op="get_attr")]
+    constants = [_constant(module, node) for node in inputs if node.op == "get_attr"]
+    if not all(isinstance(value, Tensor) for value in constants):
+        return None
+    mode = fill_values(module.graph, dict(zip(inputs, (*arguments, *constants), strict=True)))
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    parts = find_pieces(nodes)
+    sizes = list(filter(_is_size, inputs))
+    pieces = _Cutter(nodes, parts, sizes).pieces()
+    keys = [piece.key() for piece in pieces]
+    first = {key: piece for piece, key in reversed(list(zip(pieces, keys, strict=True)))}
+    if sum(len(piece.operations) for piece in first.values()) > _WORTH * len(nodes):
+        return None
+    results: Any = module.graph.output_node().args[0]
+    outputs = _outputs(pieces, keys, results)
+    runs = {}
+    for key in dict.fromkeys(keys):
+        with mode:
+            examples = [_alike(node.meta["val"]) for node in first[key].inputs]
+        runs[key] = _taking_a_list(compile_piece(first[key].module(outputs[key]), examples))
+    return _program(pieces, [(runs[key], outputs[key]) for key in keys], inputs, constants, results)
+
+
+def _is_size(node: fx.Node) -> bool:
+    """True if its value is a symbolic size, or computed from such."""
+    return isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """Return the function that takes its arguments as a list and empties it, if there is one.
+
+    Inductor's code frees each input after its last use. The function that torch wraps around it
+    holds all of them until it returns.
+    """
+    plain = getattr(run, "_torchdynamo_orig_callable", run)
+    inner: Callable[[list[Any]], Any] | None = getattr(plain, "__wrapped__", None)
+    if inner is not None and getattr(inner, "_boxed_call", False):
+        return inner
+    return lambda arguments: run(*arguments)
+
+
+def _constant(module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _outputs(
+    pieces: Sequence[_Piece], keys: Sequence[Any], results: Iterable[fx.Node]
+) -> dict[Any, list[int]]:
+    """Return for each kind of piece the operations whose results some other piece needs."""
+    needed = {node for piece in pieces for node in piece.inputs} | set(results)
+    outputs: dict[Any, set[int]] = {key: set() for key in keys}
+    for piece, key in zip(pieces, keys, strict=True):
+        outputs[key].update(
+            number
+            for number, node in enumerate(piece.nodes)
+            if node in needed and node in piece.own
+        )
+    return {key: sorted(numbers) for key, numbers in outputs.items()}
+
+
+def _program(
+    pieces: Sequence[_Piece],
+    runs: Sequence[tuple[Callable[..., Any], list[int]]],
+    inputs: Sequence[fx.Node],
+    constants: list[Tensor],
+    results: Sequence[fx.Node],
+) -> BlockProgram:
+    """Give every value a place, and find its last use."""
+    place = {node: number for number, node in enumerate(inputs)}
+    held = len(place)
+    places = held
+    calls = []
+    for piece, (run, outputs) in zip(pieces, runs, strict=True):
+        read = [place[node] for node in piece.inputs]
+        written = list(range(places, places + len(outputs)))
+        places += len(outputs)
+        for at, number in zip(written, outputs, strict=True):
+            if piece.nodes[number] in piece.own:
+                place[piece.nodes[number]] = at
+        calls.append(_Call(run, read, written, [], []))
+    kept = {place[node] for node in results} | set(range(held))
+    for call in reversed(calls):
+        call.unused = [one for one in call.outputs if one not in kept]
+        call.freed = [one for one in call.inputs if one not in kept]
+        kept.update(call.freed)
+    return BlockProgram(calls, constants, [place[node] for node in results], places)
+
+
+def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
+    """Give a fake value to every node that has none; return their mode."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def fake(part: Any) -> Any:
+        return _mapped(part.meta["val"], _alike) if isinstance(part, fx.Node) else part
+
+    fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
+    given = next(fakes, None)
+    mode = FakeTensorMode(shape_env=ShapeEnv()) if given is None else given.fake_mode
+    with mode, torch.no_grad():
+        for node in graph.nodes:
+            if node in arguments:
+                node.meta["val"] = _alike(arguments[node])
+            elif node.op == "call_function" and "val" not in node.meta:
+                args, kwargs = _mapped((node.args, dict(node.kwargs)), fake)
+                node.meta["val"] = node.target(*args, **kwargs)
+    return mode
+
+
+def _alike(value: Any) -> Any:
+    """Return a tensor of the same kind in memory of its own."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _mapped(part: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply the function to every leaf of lists, tuples, dictionaries and slices."""
+    if isinstance(part, (list, tuple)):
+        return type(part)([_mapped(one, function) for one in part])
+    if isinstance(part, dict):
+        return {name: _mapped(one, function) for name, one in part.items()}
+    if isinstance(part, slice):
+        return slice(*(_mapped(one, function) for one in (part.start, part.stop, part.step)))
+    return function(part)
+
+
+def _kind(value: Any) -> Any:
+    """Return what must agree for two tensors to be exchanged in compiled code."""
+    if isinstance(value, Tensor):
+        shape, strides = map(expression_of, value.shape), map(expression_of, value.stride())
+        return tuple(shape), tuple(strides), value.dtype, value.device
+    return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else repr(value)
+
+
+def _size(value: Any) -> int:
+    """Return the bytes of a tensor, not counting dimensions that are expanded."""
+    if not isinstance(value, Tensor):
+        return 0
+    numbers = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        numbers *= _hint(size) if _hint(stride) else 1
+    return numbers * value.element_size()
+
+
+def _hint(size: Any) -> int:
+    """Return a size, or the value that a symbol was traced with. It adds no guard."""
+    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
+
+
+# ---------------------------------------------------------------------------------- find the pieces
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """A range of the nodes of a graph."""
+
+    start: int
+    end: int
+
+
+def find_pieces(nodes: Sequence[fx.Node]) -> list[Part]:
+    """Return the pieces, in order and without gaps."""
+    labels = _labels(nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    bonds = _bonds(nodes, place)
+    taken: list[Part] = []
+    while True:
+        free = _gaps(taken, len(nodes))
+        runs = [_best_run(labels, part.start, part.end) for part in free]
+        best = max(runs, key=lambda run: run.saved, default=None)
+        if best is None or best.saved < _SHORTEST:
+            break
+        cut = _best_cut(nodes, place, best, bonds)
+        if cut is None:
+            break
+        pattern = labels[cut : cut + best.period]
+        found = [
+            Part(at, at + best.period)
+            for part in free
+            for at in _occurrences(labels, pattern, part.start, part.end)
+            if at not in bonds and at + best.period not in bonds
+        ]
+        if len(found) < 2:
+            break
+        taken = sorted(taken + found)
+    return sorted(taken + _gaps(taken, len(nodes)))
+
+
+def _labels(nodes: Sequence[fx.Node]) -> list[int]:
+    """Return a number for each node that is equal for operations of one kind."""
+    known: dict[Any, int] = {}
+    labels = []
+    for node in nodes:
+        arguments = _mapped((node.args, node.kwargs), _operand)
+        label = (node.target, fixed(arguments), _kind(node.meta["val"]))
+        labels.append(known.setdefault(label, len(known)))
+    return labels
+
+
+def _operand(part: Any) -> Any:
+    return f"<{part.op}>" if isinstance(part, fx.Node) else part
+
+
+def _gaps(taken: Sequence[Part], length: int) -> list[Part]:
+    """Return the ranges between those that are taken."""
+    edges = [0, *(edge for part in taken for edge in (part.start, part.end)), length]
+    return [Part(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A range in which every operation is of the kind of that one period before."""
+
+    start: int
+    end: int
+    period: int
+
+    @property
+    def saved(self) -> int:
+        """The operations that need not be compiled."""
+        return ((self.end - self.start) // self.period - 1) * self.period if self.period else 0
+
+
+def _best_run(labels: Sequence[int], start: int, end: int) -> _Run:
+    """Return the run that saves the most in this range."""
+    seen: dict[tuple[int, ...], int] = {}
+    distances: Counter[int] = Counter()
+    for at in range(start, end - _WINDOW + 1):
+        window = tuple(labels[at : at + _WINDOW])
+        if window in seen:
+            distances[at - seen[window]] += 1
+        seen[window] = at
+    best = _Run(start, start, 0)
+    for period, _ in distances.most_common(_CANDIDATES):
+        if period < _SHORTEST:
+            continue
+        began = start
+        for at in range(start, end - period + 1):
+            if at == end - period or labels[at] != labels[at + period]:
+                run = _Run(began, at + period, period)
+                if (run.saved, -run.period) > (best.saved, -best.period):
+                    best = run
+                began = at + 1
+    return best
+
+
+def _occurrences(
+    labels: Sequence[int], pattern: Sequence[int], start: int, end: int
+) -> Iterator[int]:
+    at = start
+    while at + len(pattern) <= end:
+        if labels[at] == pattern[0] and labels[at : at + len(pattern)] == pattern:
+            yield at
+            at += len(pattern)
+        else:
+            at += 1
+
+
+def _bonds(nodes: Sequence[fx.Node], place: dict[fx.Node, int]) -> set[int]:
+    """Return the places at which no cut is allowed.
+
+    A tuple must not cross a cut, nor a tensor that the graph computes and then writes into.
+    """
+    groups: dict[fx.Node, list[int]] = {}
+    written = {base_of(one) for node in nodes for one in written_by(node)}
+    for node in nodes:
+        if node.target is operator.getitem:
+            groups.setdefault(node.all_input_nodes[0], []).append(place[node])
+        for source in {base_of(one) for one in (node, *node.all_input_nodes)} & written:
+            if source in place:
+                groups.setdefault(source, []).append(place[node])
+    bonds: set[int] = set()
+    for source, members in groups.items():
+        bonds.update(range(place[source] + 1, max(members) + 1))
+    return bonds
+
+
+def _best_cut(
+    nodes: Sequence[fx.Node], place: dict[fx.Node, int], run: _Run, bonds: set[int]
+) -> int | None:
+    """Return where to cut so that the least is lost; None if a cut is nowhere allowed.
+
+    A compiler fuses the operations between two kernels of libraries. A tensor that such a kernel
+    makes is stored in any case, and so is one that was made before it. Only those made since the
+    last such kernel would not have been.
+    """
+    period = run.period
+    blocks = (run.end - run.start) // period
+    middle = run.start + max(1, blocks // 2) * period
+    uses = {
+        at: [place[user] for user in _readers(nodes[at])]
+        for at in range(middle - period, min(middle + period, len(nodes)))
+        if not is_view(nodes[at])
+    }
+    best: tuple[int, int, int] | None = None
+    for at in range(middle, middle + period):
+        offset = run.start + (at - run.start) % period
+        if at in bonds or offset in bonds:
+            continue
+        crossing = [
+            one
+            for one in range(at - period, at)
+            if one in uses and any(at <= user < at + period for user in uses[one])
+        ]
+        last = next((one for one in range(at - 1, at - period, -1) if is_external(nodes[one])), 0)
+        lost = sum(_size(nodes[one].meta["val"]) for one in crossing if one > last)
+        cost = (lost, sum(_size(nodes[one].meta["val"]) for one in crossing), offset)
+        best = cost if best is None else min(best, cost)
+    return None if best is None else best[2]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the operations that read its memory, through views."""
+    for user in node.users:
+        if user.op == "call_function":
+            if is_view(user) or user.target is operator.getitem:
+                yield from _readers(user)
+            else:
+                yield user
+
+
+# --------------------------------------------------------------------------------- write them down
+
+
+class _Cutter:
+    """Writes the parts of a graph down as programs of their own."""
+
+    def __init__(
+        self, nodes: Sequence[fx.Node], parts: Sequence[Part], sizes: Sequence[fx.Node]
+    ) -> None:
+        self._parts = parts
+        self._sizes = sizes
+        self._nodes = nodes
+        self._home = {node: part for part in parts for node in nodes[part.start : part.end]}
+        self._place = {node: place for place, node in enumerate(nodes)}
+        self._written = {base_of(one) for node in nodes for one in written_by(node)}
+        self._stored: dict[fx.Node, bool] = {}
+
+    def pieces(self) -> list[_Piece]:
+        """Return all of them, in order."""
+        return [self._piece(part) for part in self._parts]
+
+    def _piece(self, part: Part) -> _Piece:
+        own = self._nodes[part.start : part.end]
+        again = self._computed_again(part, own)
+        piece = _Piece(own=set(own))
+        places: dict[fx.Node, _Input | _Result] = {}
+
+        def write(node: fx.Node) -> _Result:
+            args, kwargs = _mapped((node.args, dict(node.kwargs)), place_of)
+            piece.operations.append((node.target, args, kwargs))
+            piece.nodes.append(node)
+            return _Result(len(piece.nodes) - 1)
+
+        def place_of(argument: Any) -> Any:
+            if not isinstance(argument, fx.Node):
+                return argument
+            if argument not in places:
+                if argument in again:
+                    places[argument] = write(argument)
+                else:
+                    places[argument] = _Input(len(piece.inputs))
+                    piece.inputs.append(argument)
+            return places[argument]
+
+        for size in self._sizes:  # Every symbol in the shape of an input must be an input.
+            place_of(size)
+        for node in own:
+            places[node] = write(node)
+        return piece
+
+    def _computed_again(self, part: Part, own: Sequence[fx.Node]) -> set[fx.Node]:
+        """Return the nodes of other parts that this part computes again instead of reading.
+
+        These are views, and cheap operations if what they read takes no more memory.
+        """
+        again: set[fx.Node] = set()
+        foreign = dict.fromkeys(
+            _without_views(one, again)
+            for node in own
+            for one in node.all_input_nodes
+            if self._home.get(one, part) is not part and not _is_size(one)
+        )
+        read = {node for node in foreign if not self._may_repeat(node)}
+        for node in sorted(foreign.keys() - read, key=self._place.__getitem__):
+            chain: set[fx.Node] = set()
+            sources = self._sources(node, read, chain)
+            new = [one for one in sources if one in self._home and one not in read]
+            if sum(_size(one.meta["val"]) for one in new) <= _size(node.meta["val"]):
+                again |= chain
+                read.update(new)
+            else:
+                read.add(node)
+        again -= read
+        open_ = [*own, *again]
+        while open_ and self._sizes:
+            sizes = {one for one in open_.pop().all_input_nodes if _is_size(one)} - again
+            again |= sizes
+            open_ += sizes
+        return again.difference(self._sizes)
+
+    def _may_repeat(self, node: fx.Node) -> bool:
+        """True if a compiler of the whole graph would not have stored this result either."""
+        if node not in self._home or not is_cheap(node) or self._is_stored(node):
+            return False
+        return not any(base_of(one) in self._written for one in node.all_input_nodes)
+
+    def _is_stored(self, node: fx.Node) -> bool:
+        """True if a kernel of a library reads it, or all layers do."""
+        if node not in self._stored:
+            readers = list(_readers(node))
+            homes = {self._home[reader].start for reader in readers}
+            self._stored[node] = len(homes) > _HOMES or any(map(is_external, readers))
+        return self._stored[node]
+
+    def _sources(
+        self, node: fx.Node, read: set[fx.Node], chain: set[fx.Node]
+    ) -> dict[fx.Node, None]:
+        """Return what must be read to compute this node again; add its operations to the chain.
+
+        Nodes in `read` are read in any case.
+        """
+        chain.add(node)
+        found: dict[fx.Node, None] = {}
+        for one in node.all_input_nodes:
+            source = _without_views(one, chain)
+            near = self._home.get(source) is self._home[node] and source not in read
+            if near and self._may_repeat(source):
+                found.update(self._sources(source, read, chain))
+            else:
+                found[source] = None
+        return found
+
+
+def _without_views(node: fx.Node, views: set[fx.Node]) -> fx.Node:
+    """Return the node that this is a view of, and add the views to the set."""
+    while node.op == "call_function" and is_view(node):
+        views.add(node)
+        node = node.all_input_nodes[0]
+    return node

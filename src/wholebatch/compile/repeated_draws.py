@@ -1,0 +1,112 @@
+"""Random numbers of a checkpointed forward, used again in its recomputation.
+
+Activation checkpointing runs a part of the forward again in the backward, and sets the random
+generator back before it, so that dropout draws the same mask. In a graph every drawing operation
+draws new numbers. So the trace keeps what each drew, in order, and the recomputation gets it back:
+setting the generator back sets back the place in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.value_reads import draws
+
+__all__ = ["RepeatedDraws"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The state of the generator within a trace: the number of draws before it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Draw:
+    kind: tuple[Any, ...]
+    results: Any
+    """Copies: code may change what it drew in place."""
+
+
+class RepeatedDraws(TorchDispatchMode):
+    """Keeps what is drawn, and gives it again after the generator was set back."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws: list[_Draw] = []
+        self._place = 0
+
+    @property
+    def number(self) -> int:
+        """The number of draws that the graph makes."""
+        return len(self._draws)
+
+    @contextmanager
+    def as_generator(self) -> Iterator[None]:
+        """Within this context, `torch.get_rng_state()` is a place in the order of draws."""
+
+        def get() -> _Place:
+            return _Place(self._place)
+
+        def put(state: Any) -> None:
+            if not isinstance(state, _Place):
+                raise CannotTrace("its forward sets the state of the random generator")
+            self._place = state.number
+
+        names = {"get_rng_state": get, "set_rng_state": put}
+        before = {name: getattr(torch.random, name) for name in names}
+        try:
+            for module in (torch, torch.random):
+                for name, function in names.items():
+                    setattr(module, name, function)
+            yield
+        finally:
+            for module in (torch, torch.random):
+                for name, function in before.items():
+                    setattr(module, name, function)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        kind = (func, *(_shape(leaf) for leaf in tree_leaves((args, kwargs))))
+        place, self._place = self._place, self._place + 1
+        if place == len(self._draws):
+            results = func(*args, **kwargs)
+            self._draws.append(_Draw(kind, _copied(results)))
+            return results
+        if self._draws[place].kind != kind:
+            raise CannotTrace("a checkpointed part of it draws other random numbers when run again")
+        return _again(func, args, self._draws[place].results)
+
+
+def _again(func: Any, args: Any, results: Any) -> Any:
+    """Return the results of the earlier draw, for the same arguments."""
+    if func is aten.native_dropout.default:
+        # Keep the mask alone: the output is computed again, as the checkpoint wants it.
+        _, mask = results
+        scale = 0.0 if args[1] == 1 else 1.0 / (1.0 - args[1])
+        return args[0] * mask * scale, mask.clone()
+    if func._schema.is_mutable:
+        return args[0].copy_(results)
+    return _copied(results)
+
+
+def _copied(results: Any) -> Any:
+    return tree_map_only(Tensor, torch.clone, results)
+
+
+def _shape(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

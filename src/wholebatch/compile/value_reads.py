@@ -1,0 +1,142 @@
+"""The values that a model's Python reads from tensors while it is traced (`if x < 0`, `.item()`).
+
+A graph is right only for the path that its trace took. So a value is read only if it can never be
+another one: it is computed from constants alone, or it compares a uniform random number with a
+bound that no such number crosses (LayerDrop with a probability of 0). All others stay symbols, and
+a decision by one of them ends the trace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["SMALL", "ValueReads", "computed", "draws"]
+
+aten = torch.ops.aten
+
+SMALL = 16
+"""The size up to which a graph, or compiled code, may contain a tensor's values.
+
+Changes to such a tensor are looked for at every window. Larger ones are read at every run.
+"""
+_UNIFORM = (aten.rand.default, aten.rand_like.default)
+_COMPARISONS = {
+    aten.lt.Scalar: (False, True),
+    aten.le.Scalar: (False, True),
+    aten.gt.Scalar: (True, False),
+    aten.ge.Scalar: (True, False),
+}
+"""The results for a bound below all uniform numbers, and for one above all of them."""
+
+
+class ValueReads(TorchDispatchMode):
+    """Answers reads of values that can never change; remembers the nodes that it answered for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.settled: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            node, root = _node_of(args[0])
+            value = None if node is None else _settled(node, root)
+            if node is not None and value is not None:
+                self.settled.update((node.name, *(source.name for source in node.all_input_nodes)))
+                return value
+        return func(*args, **(kwargs or {}))
+
+    def drop_from(self, graph: fx.Graph) -> None:
+        """Remove what was computed for the answers alone, random numbers included."""
+        graph.eliminate_dead_code()
+        for node in reversed(graph.nodes):
+            if node.name in self.settled and not node.users and node.op == "call_function":
+                graph.erase_node(node)
+
+
+def _node_of(tensor: Tensor) -> tuple[fx.Node | None, Any]:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    if mode is None:
+        return None, None
+    found = get_proxy_slot(tensor, mode.tracer, None)
+    return (None if found is None else found.proxy.node), getattr(mode.tracer, "root", None)
+
+
+def _settled(node: fx.Node, root: Any) -> Any:
+    """Return the value of this node if it can never be another one, else None."""
+    target: Any = node.target
+    if target in _COMPARISONS:
+        number, bound = node.args
+        if getattr(number, "target", None) in _UNIFORM and isinstance(bound, (int, float)):
+            below, above = _COMPARISONS[target]
+            # Uniform numbers are at least 0 and less than 1.
+            strict = target in (aten.le.Scalar, aten.gt.Scalar)
+            if bound < 0 or (bound == 0 and not strict):
+                return below
+            return above if bound >= 1 else None
+    found = computed(node, root, {})
+    return found.item() if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def computed(
+    node: fx.Node, root: Any, known: dict[fx.Node, Any], sources: list[Tensor] | None = None
+) -> Any:
+    """Compute this node if it depends on constants alone; return None if it does not.
+
+    `root` holds the constants; `known` keeps what has been computed. With `sources`, constants of
+    any size are admitted, and the large ones are added to it: the caller watches them.
+    """
+    if node in known:
+        return known[node]
+    known[node] = None
+    target: Any = node.target
+    if node.op == "get_attr":
+        constant = getattr(root, str(node.target), None)
+        if isinstance(constant, Tensor):
+            if constant.numel() <= SMALL:
+                known[node] = constant
+            elif sources is not None and not constant.is_inference():
+                known[node] = constant
+                sources.append(constant)
+    elif node.op == "call_function" and _is_pure(node):
+        inputs = {one: computed(one, root, known, sources) for one in node.all_input_nodes}
+        if all(value is not None for value in inputs.values()):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            if not _has_symbols((args, kwargs)):
+                with _disable_current_modes(), torch.no_grad():
+                    known[node] = target(*args, **kwargs)
+    return known[node]
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return bool(target.__module__ == "_operator")
+    return not target._schema.is_mutable and not draws(target, node.args, node.kwargs)
+
+
+def _has_symbols(arguments: Any) -> bool:
+    from torch.utils._pytree import tree_leaves
+
+    return any(
+        isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        for leaf in tree_leaves(arguments)
+    )
+
+
+def draws(target: Any, args: Any, kwargs: Any) -> bool:
+    """True if this operation draws from a random generator."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # Attention draws only with dropout.
+            given = args[position] if position < len(args) else None
+            return bool(kwargs.get("dropout_p", given if given is not None else 0.0))
+    return True

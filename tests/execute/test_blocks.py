@@ -1,0 +1,209 @@
+"""Layers that are alike are compiled once, and make the update of the undivided batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.execute.nets import loss, mean_of_tokens, mode_of, tagged
+from tests.support import Seen, Whole, sgd
+from wholebatch.compile import joint_graph
+from wholebatch.compile.joint_graph import JointStep
+from wholebatch.compile.repeated_blocks import BlockProgram
+
+
+class Layer(nn.Module):
+    """Attention and a perceptron, each on normalised input and added to it."""
+
+    def __init__(self, width: int, inner: int, scale: float, dropout: float, rank: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.drop = nn.Dropout(dropout)
+        self.scale = scale
+        self.low = nn.ModuleList()
+        if rank:
+            self.requires_grad_(False)
+            self.low.extend([nn.Linear(width, rank, bias=False), nn.Linear(rank, inner)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unsqueeze(1).chunk(3, dim=-1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.scale * self.mix(mixed.squeeze(1))
+        normed = self.norms[1](x)
+        inner = self.up(normed)
+        if self.low:
+            inner = inner + self.low[1](self.low[0](normed))
+        added: Tensor = self.drop(self.down(functional.gelu(inner)))
+        return x + added
+
+
+class Deep(nn.Module):
+    """A language model of `depth` layers with tied embeddings."""
+
+    def __init__(
+        self,
+        depth: int,
+        *,
+        inner: Callable[[int], int] = lambda _: 16,
+        scale: Callable[[int], float] = lambda _: 0.5,
+        dropout: float = 0.0,
+        rank: int = 0,
+        shared: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        made = [Layer(8, inner(i), scale(i), dropout, rank) for i in range(depth)]
+        self.layers = nn.ModuleList(made[:1] * depth if shared else made)
+        self.norm = nn.LayerNorm(8)
+        self.read = nn.Linear(8, 11, bias=False)
+        self.read.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+        self.seen: Tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        with torch.no_grad():
+            self.seen.add_(x.sum((0, 1)))
+        logits: Tensor = self.read(self.norm(x))
+        return logits
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of operations of each piece; the pieces run as traced."""
+    found: list[int] = []
+
+    def as_traced(graph: Any, arguments: Any, more: Any, *, whole_rows: int) -> Any:
+        found.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(joint_graph, "compiled_by_inductor", as_traced)
+    return found
+
+
+def blocks_of(train: wb.WholeBatch) -> BlockProgram | None:
+    joint = next(iter(train._runner.executor._steps.values())).joint
+    return joint._run if isinstance(joint._run, BlockProgram) else None
+
+
+def trained(model: nn.Module, **options: Any) -> wb.WholeBatch:
+    """A model after uneven windows, each of which made the update of the undivided batch."""
+    whole = Whole(model, loss=mean_of_tokens, clip_norm=0.2)
+    optimizer = sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=3, clip_norm=0.2, execute="compile", **options
+    )
+    for number in (6, 8, 6, 7, 5):
+        whole.step(tagged(number))
+        train.step(tagged(number))
+    whole.assert_same(model, seen, 1e-12)
+    return train
+
+
+KINDS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+    "alike": (Deep, 5),
+    "one layer is wider": (lambda depth: Deep(depth, inner=lambda i: 24 if i == 3 else 16), 7),
+    "low rank": (lambda depth: Deep(depth, rank=2), 5),
+    "one shared layer": (lambda depth: Deep(depth, shared=True), 5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[int]) -> None:
+    build, distinct = KINDS[kind]
+    train = trained(build(9).double())
+    program = blocks_of(train)
+    assert program is not None
+    assert program.compiled <= distinct, compilations
+    assert program.pieces > 12
+
+
+def test_the_number_of_compilations_does_not_grow_with_the_depth(compilations: list[int]) -> None:
+    found = []
+    for depth in (4, 12):
+        compilations.clear()
+        program = blocks_of(trained(Deep(depth).double()))
+        assert program is not None
+        found.append((compilations[: program.compiled], program.compiled))
+    assert found[0] == found[1]
+
+
+def test_layers_with_different_constants_are_not_taken_for_each_other(
+    compilations: list[int],
+) -> None:
+    trained(Deep(6, scale=lambda i: 1.0 / (i + 1)).double())
+    assert compilations
+
+
+def test_blocks_can_be_switched_off(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JointStep, "blocks", False)
+    assert blocks_of(trained(Deep(6).double())) is None
+    assert min(compilations) > 600
+
+
+class Drop(nn.Module):
+    """Adds a dropped vector of ones, on average as it is, to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.weight
+        for _ in range(6):
+            one = one.sin().tanh()
+        return x + functional.dropout(torch.ones_like(x) + one, 0.5)
+
+
+def spread(model: nn.Module, micro: Tensor) -> wb.Loss:
+    """The variance of the mean of all layers: 1 if all drop the same, 1 / layers if not."""
+    mean = model(micro) / 16 - 1.0
+    return wb.Loss((mean**2).sum(), mean.numel())
+
+
+def drops_fresh_numbers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drop() for _ in range(16)))
+    train = wb.WholeBatch(model, sgd(model), loss=spread, micro_batch=4, execute="compile")
+    losses = [train.step(torch.zeros(8, 64, dtype=torch.float64)).loss for _ in range(4)]
+    assert blocks_of(train) is not None
+    assert mode_of(train) == "compile"
+    assert all(0.03 < float(one) < 0.1 for one in losses)  # 1 / 16 on average.
+    assert len({float(one) for one in losses}) == 4
+
+
+def test_every_layer_drops_other_numbers(compilations: list[int]) -> None:
+    drops_fresh_numbers()
+    assert len(compilations) <= 6
+
+
+@pytest.mark.slow
+def test_every_layer_drops_other_numbers_when_compiled() -> None:
+    with warnings.catch_warnings():  # Warnings of the compiler are its own.
+        warnings.simplefilter("default")
+        drops_fresh_numbers()
+
+
+@pytest.mark.slow
+def test_compiled_blocks_make_the_update_of_the_undivided_batch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        train = trained(Deep(5).double())
+    program = blocks_of(train)
+    assert program is not None
+    assert program.compiled == 5

@@ -1,0 +1,583 @@
+"""`exact(Trainer)` through the machinery of WholeBatch: graphs, recovery, BatchNorm, Coupled."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.memory.inject import OutOfMemoryAt
+from tests.support import EXACT
+from wholebatch.compile import micro_step
+from wholebatch.compile.execute_mode import ExecutePlan, ExecuteWarning
+from wholebatch.errors import OptionError
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from wholebatch.integrations.transformers import exact
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+FLOAT32 = 1e-6
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import compare.transformers as module
+
+    return module
+
+
+@pytest.fixture
+def problem(hosts: Any) -> Any:
+    return sys.modules["compare.problem"]
+
+
+class Traces:
+    """How many graphs were traced."""
+
+    made = 0
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
+    """Graphs run as traced: the compiler takes too long for most tests."""
+    count, plan, trace = Traces(), ExecutePlan.of, micro_step.trace
+
+    def traced(execute: str, device: torch.device) -> ExecutePlan:
+        made = plan(execute, device)
+        made.compiles = False
+        return made
+
+    def counted(*given: Any) -> Any:
+        count.made += 1
+        return trace(*given)
+
+    monkeypatch.setattr(ExecutePlan, "of", staticmethod(traced))
+    monkeypatch.setattr(micro_step, "trace", counted)
+    return count
+
+
+class Run:
+    """Trains one case with a Trainer; `folder` is where it may write."""
+
+    def __init__(self, hosts: Any, problem: Any, folder: Path) -> None:
+        self.hosts, self.problem, self.folder = hosts, problem, folder
+
+    def __call__(self, kind: type[Any], mode: str, **options: Any) -> Any:
+        case = self.problem.PROBLEMS[options.pop("case", "masked tokens")]
+        resume = options.pop("resume", None)
+        model = options.pop("model", None) or self.hosts.ReaderForTokenClassification()
+        data = options.pop("data", None) or self.problem.Tokens(case)
+        callbacks = options.pop("callbacks", ())
+        given = {n: options.pop(n) for n in ("compute_loss_func", "data_collator") if n in options}
+        args = self.hosts.arguments(case, mode, str(self.folder), **options)
+        args = TrainingArguments(**args)
+        trainer = kind(
+            model=model, args=args, train_dataset=data, callbacks=list(callbacks), **given
+        )
+        for one in callbacks:
+            one.trainer = trainer
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    def distance(self, ours: Any, whole: Any, start: nn.Module | None = None) -> float:
+        flat = self.problem.flat
+        start = start or self.hosts.ReaderForTokenClassification()
+        found: float = self.problem.distance(flat(ours.model), flat(whole.model), flat(start))
+        return found
+
+
+@pytest.fixture
+def run(hosts: Any, problem: Any, tmp_path: Path) -> Run:
+    return Run(hosts, problem, tmp_path)
+
+
+def mode_of(trainer: Any) -> str:
+    mode: str = trainer._whole._runner.executor.mode
+    return mode
+
+
+@pytest.mark.parametrize("execute", ["eager", "compile"])
+@pytest.mark.parametrize("case", ["equal", "uneven", "short tail", "masked tokens", "clipped"])
+def test_every_case_as_traced(run: Run, traces: Traces, case: str, execute: Any) -> None:
+    whole = run(Trainer, "whole", case=case, num_train_epochs=3)
+    ours = run(exact(Trainer, execute=execute), "ours", case=case, num_train_epochs=3)
+    assert run.distance(ours, whole) <= EXACT
+    assert mode_of(ours) == ("operations" if execute == "compile" else "eager")
+    # The last batch of 29 samples has one, in each epoch: it gets a graph of its own.
+    assert traces.made == (0 if execute == "eager" else 2 if case == "uneven" else 1)
+
+
+def test_compiled(run: Run) -> None:
+    whole = run(Trainer, "whole")
+    ours = run(exact(Trainer, execute="compile"), "ours")
+    assert run.distance(ours, whole) <= EXACT
+    assert mode_of(ours) == "compile"
+    assert ours._whole._runner.executor.notes.history[0].startswith("compiled a micro-step of")
+
+
+def test_torch_compile_means_graphs_of_ours(run: Run, traces: Traces) -> None:
+    ours = run(exact(Trainer), "ours", torch_compile=True)
+    assert run.distance(ours, run(Trainer, "whole")) <= EXACT
+    assert (mode_of(ours), traces.made) == ("operations", 1)
+    assert type(ours.model_wrapped).__name__ == "OptimizedModule"  # as its user knows it
+
+
+class Padded:
+    """Samples of several lengths; a batch is as wide as its longest."""
+
+    def __init__(self, tokens: Any) -> None:
+        lengths = (tokens.labels != -100).sum(1).clamp(min=1).tolist()
+        self.rows = [
+            {n: v[:length] for n, v in tokens[i].items()} for i, length in enumerate(lengths)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+    @staticmethod
+    def collate(rows: Any) -> dict[str, Tensor]:
+        pad = {"input_ids": 0, "labels": -100}
+        return {
+            name: nn.utils.rnn.pad_sequence(
+                [row[name] for row in rows], batch_first=True, padding_value=value
+            )
+            for name, value in pad.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "micro_batch",
+    [None, 3, wb.tokens(8, pad={"labels": -100}), wb.samples(1), "auto"],
+)
+@pytest.mark.parametrize("execute", ["eager", "compile"])
+def test_batches_of_several_widths(
+    run: Run, problem: Any, traces: Traces, micro_batch: Any, execute: Any
+) -> None:
+    data = Padded(problem.Tokens(problem.PROBLEMS["masked tokens"]))
+    assert len({len(row["labels"]) for row in data.rows}) > 4
+    given = {"data": data, "data_collator": Padded.collate}
+    whole = run(Trainer, "whole", **given)
+    ours = run(exact(Trainer, execute=execute, micro_batch=micro_batch), "ours", **given)
+    assert run.distance(ours, whole) <= EXACT
+    assert traces.made == 0 or execute == "compile"
+    if isinstance(micro_batch, wb.Tokens if hasattr(wb, "Tokens") else type(wb.tokens(1))):
+        assert ours._whole.last_step.micro_batches > 4
+
+
+class Weighted(Trainer):
+    """Its loss has a weight that training changes."""
+
+    weight = 1.0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = self.weight * outputs["loss"]
+        return (loss, outputs) if return_outputs else loss
+
+
+class ByStep(Trainer):
+    """Its loss has a weight that changes with every update."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return (1.0 + 0.1 * self.state.global_step) * model(**inputs)["loss"]
+
+
+class Anneal(TrainerCallback):
+    """Halves the trainer's weight once."""
+
+    trainer: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.trainer.weight = 0.5
+
+
+def test_a_graph_is_made_again_when_what_the_loss_reads_has_changed(
+    run: Run, traces: Traces
+) -> None:
+    given: dict[str, Any] = {"num_train_epochs": 4, "logging_steps": 1, "logging_strategy": "steps"}
+    whole = run(Weighted, "whole", callbacks=[Anneal()], **given)
+    ours = run(exact(Weighted, execute="compile"), "ours", callbacks=[Anneal()], **given)
+    assert run.distance(ours, whole) <= EXACT
+    # The Trainer's own counters, logs and callbacks make no graph invalid: 8 updates, 2 values.
+    assert (traces.made, mode_of(ours)) == (2, "operations")
+
+
+def test_a_loss_that_reads_the_step_runs_eagerly(run: Run, traces: Traces) -> None:
+    whole = run(ByStep, "whole", num_train_epochs=4)
+    with pytest.warns(ExecuteWarning, match="state changes again and again"):
+        ours = run(exact(ByStep, execute="compile"), "ours", num_train_epochs=4)
+    assert run.distance(ours, whole) <= EXACT
+    assert mode_of(ours) == "eager"
+
+
+class Scale:
+    factor = 2.0
+
+
+def scaled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    if num_items_in_batch is not None:  # of the plain Trainer
+        losses = functional.cross_entropy(outputs["logits"].mT, labels, reduction="sum")
+        return Scale.factor * losses / num_items_in_batch
+    return Scale.factor * functional.cross_entropy(outputs["logits"].mT, labels)
+
+
+def test_a_compute_loss_func(run: Run, hosts: Any, traces: Traces) -> None:
+    class Logits(hosts.ReaderForTokenClassification):  # type: ignore[misc, name-defined]
+        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.reader(input_ids)}
+
+    given: dict[str, Any] = {"compute_loss_func": scaled, "remove_unused_columns": False}
+    whole = run(Trainer, "whole", model=Logits(), **given)
+    ours = run(exact(Trainer, execute="compile"), "ours", model=Logits(), **given)
+    assert run.distance(ours, whole) <= EXACT
+    assert (traces.made, mode_of(ours)) == (1, "operations")
+
+
+def test_label_smoothing(run: Run, hosts: Any, traces: Traces) -> None:
+    """Transformers computes it in float32."""
+
+    class Smooth(TrainerCallback):
+        trainer: Any
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.trainer.label_smoother.epsilon = 0.3 if state.global_step > 1 else 0.1
+
+    given: dict[str, Any] = {"label_smoothing_factor": 0.1, "num_train_epochs": 2}
+    whole = run(Trainer, "whole", model=hosts.llama(), callbacks=[Smooth()], **given)
+    kind = exact(Trainer, execute="compile")
+    ours = run(kind, "ours", model=hosts.llama(), callbacks=[Smooth()], **given)
+    assert run.distance(ours, whole, hosts.llama()) <= FLOAT32
+    assert (traces.made, mode_of(ours)) == (2, "operations")
+
+
+def test_bf16_in_the_models_forward(run: Run, hosts: Any, traces: Traces) -> None:
+    """Accelerate's autocast is in the graph, as in eager code; weights are cast once a window."""
+    eager = run(exact(Trainer, execute="eager"), "ours", model=hosts.llama(), bf16=True)
+    ours = run(exact(Trainer, execute="compile"), "ours", model=hosts.llama(), bf16=True)
+    full = run(Trainer, "whole", model=hosts.llama())
+    assert mode_of(ours) == "operations"
+    off = run.distance(eager, full, hosts.llama())
+    assert 1e-4 < off < 0.1
+    assert run.distance(ours, full, hosts.llama()) <= 1.25 * off
+
+
+def test_batchnorm_with_the_statistics_of_the_whole_batch(run: Run) -> None:
+    class Images:
+        def __init__(self) -> None:
+            draw = torch.Generator().manual_seed(2)
+            self.pixels = torch.randn(29, 3, 16, 16, generator=draw, dtype=torch.float64)
+            self.labels = torch.randint(0, 3, (29,), generator=draw)
+
+        def __len__(self) -> int:
+            return len(self.labels)
+
+        def __getitem__(self, index: int) -> Any:
+            return {"pixel_values": self.pixels[index], "labels": self.labels[index]}
+
+    def resnet() -> Any:
+        torch.manual_seed(3)
+        sizes = {"embedding_size": 4, "hidden_sizes": [8, 8], "depths": [1, 1], "num_labels": 3}
+        return ResNetForImageClassification(ResNetConfig(**sizes, layer_type="basic")).double()
+
+    given: dict[str, Any] = {"case": "equal", "learning_rate": 0.05}
+    whole = run(Trainer, "whole", model=resnet(), data=Images(), **given)
+    for options in ({}, {"micro_batch": 3}):
+        ours = run(exact(Trainer, **options), "ours", model=resnet(), data=Images(), **given)
+        assert run.distance(ours, whole, resnet()) <= EXACT
+        for (name, a), b in zip(ours.model.named_buffers(), whole.model.buffers(), strict=True):
+            assert torch.allclose(a.double(), b.double(), rtol=1e-12, atol=1e-14), name
+
+
+class Pairs:
+    """Embeddings of two views of each sample."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(6)
+        self.a = torch.randn(29, 5, generator=draw, dtype=torch.float64)
+        self.b = self.a + 0.3 * torch.randn(29, 5, generator=draw, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"a": self.a[index], "b": self.b[index]}
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(a), self.layers(b)
+
+
+def contrasted(a: Tensor, b: Tensor) -> Tensor:
+    logits = functional.normalize(a, dim=1) @ functional.normalize(b, dim=1).T / 0.5
+    return functional.cross_entropy(logits, torch.arange(len(a)))
+
+
+def test_a_loss_of_the_whole_batch(run: Run) -> None:
+    class Contrastive(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return contrasted(*model(**inputs))
+
+    def encode(model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
+        a, b = model(inputs["a"], inputs["b"])
+        return a, b
+
+    def loss(views: tuple[Tensor, Tensor]) -> wb.Loss:
+        return wb.mean_loss(contrasted(*views), len(views[0]))
+
+    given: dict[str, Any] = {
+        "case": "equal",
+        "data": Pairs(),
+        "remove_unused_columns": False,
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+    }
+    whole = run(Contrastive, "whole", model=Encoder(), **given)
+    kind = exact(Contrastive, loss=wb.Coupled(encode, loss))
+    ours = run(kind, "ours", model=Encoder(), **given)
+    assert run.distance(ours, whole, Encoder()) <= EXACT
+    assert losses_of(ours) == pytest.approx(losses_of(whole), rel=1e-6)
+    with pytest.raises(OptionError, match="which brings its units"):
+        exact(Trainer, loss=wb.Coupled(encode, loss), units=len)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("execute", ["eager", "compile"])
+@pytest.mark.parametrize("operation", [150, 700])
+def test_out_of_memory_makes_smaller_micro_batches(
+    run: Run, traces: Traces, operation: int, execute: Any
+) -> None:
+    given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+    whole = run(Trainer, "whole", **given)
+    kind = exact(Trainer, execute=execute, audit=False)
+    run(kind, "ours", **given)  # what a process does once only is not counted
+    failure = OutOfMemoryAt(operation)
+    with failure:
+        ours = run(kind, "ours", **given)
+    assert failure.failed_at is not None
+    assert ours._whole.recoveries == 1
+    assert ours._whole.last_step.micro_batches >= 4
+    assert run.distance(ours, whole) <= EXACT
+    assert losses_of(ours) == pytest.approx(losses_of(whole), rel=1e-6)
+
+
+class Events(TrainerCallback):
+    """Writes down what the Trainer tells its callbacks."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def note(args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.seen.append((name, state.global_step, round(state.epoch or 0, 6), sorted(given)))
+
+        return note
+
+
+def test_callbacks_logs_and_evaluation_are_the_trainers(
+    run: Run, problem: Any, traces: Traces
+) -> None:
+    case = problem.PROBLEMS["equal"]  # where the Trainer's own accumulation is right
+    logs, events = [], []
+    for kind in (Trainer, exact(Trainer, execute="compile")):
+
+        class Evaluated(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, **given: Any) -> None:
+                super().__init__(**given, eval_dataset=problem.Tokens(case))
+
+        seen = Events()
+        trainer = run(
+            Evaluated,
+            "ours",
+            case="equal",
+            callbacks=[seen],
+            logging_strategy="steps",
+            logging_steps=1,
+            eval_strategy="epoch",
+            num_train_epochs=2,
+            lr_scheduler_type="linear",
+            max_grad_norm=0.05,
+        )
+        timed = ("runtime", "per_second")
+        logs.append(
+            [
+                {k: v for k, v in log.items() if not k.endswith(timed)}
+                for log in trainer.state.log_history
+            ]
+        )
+        events.append(seen.seen)
+    assert events[0] == events[1]
+    assert len(logs[0]) == len(logs[1]) > 5
+    for plain, ours in zip(*logs, strict=True):
+        assert plain.keys() == ours.keys()
+        for name, value in plain.items():
+            assert ours[name] == pytest.approx(value, rel=1e-6), name
+
+
+class Stop(TrainerCallback):
+    """Leaves in the middle of the second window, with a checkpoint."""
+
+    seen = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen += 1
+        if self.seen == 5:
+            control.should_save = control.should_training_stop = True
+
+
+def test_resume_in_the_middle_of_a_window_of_graphs(
+    run: Run, hosts: Any, traces: Traces, tmp_path: Path
+) -> None:
+    def model() -> Any:
+        made = hosts.ReaderForTokenClassification()
+        made.reader.embed = nn.Sequential(made.reader.embed, nn.Dropout(0.3))
+        return made
+
+    given: dict[str, Any] = {
+        "seed": 7,
+        "save_strategy": "steps",
+        "logging_strategy": "steps",
+        "logging_steps": 1,
+        "num_train_epochs": 2,
+    }
+    kind = exact(Trainer, execute="compile")
+    straight = run(kind, "ours", model=model(), **given)
+    run(kind, "ours", model=model(), callbacks=[Stop()], **given)
+    checkpoint = tmp_path / "checkpoint-1"
+    resumed = run(kind, "ours", model=model(), resume=str(checkpoint), **given)
+    assert mode_of(resumed) == "operations"
+    assert run.distance(resumed, straight, model()) <= EXACT
+    assert losses_of(resumed) == pytest.approx(losses_of(straight), rel=1e-12)
+
+
+class Scheduleless(torch.optim.SGD):
+    """An optimizer that wants to know when training goes on."""
+
+    told = 0
+
+    def train(self) -> None:
+        self.told += 1
+
+
+def test_a_second_training_and_what_the_step_does_besides(
+    run: Run, traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[bool] = []
+
+    def clear(garbage_collection: bool = False) -> None:  # Accelerate collects, at the beginning
+        cleared.append(garbage_collection)
+
+    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", clear)
+    trainers = []
+    for kind, mode in ((Trainer, "whole"), (exact(Trainer, execute="compile"), "ours")):
+
+        class Twice(kind):  # type: ignore[misc, valid-type]
+            def create_optimizer(self, *_: Any) -> Any:
+                self.optimizer = self.optimizer or Scheduleless(self.model.parameters(), lr=0.5)
+                return self.optimizer
+
+        trainers.append(run(Twice, mode, torch_empty_cache_steps=2))
+        trainers[-1].train()
+    whole, ours = trainers
+    assert run.distance(ours, whole) <= EXACT
+    assert mode_of(ours) == "operations"
+    assert ours._whole._runner.executor._steps == {}  # nothing is held after the training
+    assert ours.optimizer.optimizer.told == 4  # once a window
+    assert cleared.count(False) == 2
+
+
+class OwnStep(Trainer):
+    def training_step(self, *given: Any, **named: Any) -> Any:
+        return super().training_step(*given, **named)
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_a_step_of_ones_own_is_the_trainers(
+    run: Run, caplog: pytest.LogCaptureFixture, above: bool
+) -> None:
+    kind: Any = exact(OwnStep)
+    if above:
+        kind = type("Above", (exact(Trainer),), {"training_step": step_above})
+    with caplog.at_level(logging.INFO, logger="wholebatch"):
+        ours = run(kind, "ours")
+    assert run.distance(ours, run(Trainer, "whole")) <= EXACT
+    assert ours._whole is None
+    assert "training_step is not the Trainer's own" in caplog.text
+    with pytest.raises(OptionError, match="give a number of samples"):
+        run(exact(OwnStep, micro_batch="auto"), "ours")
+
+
+def step_above(self: Any, *given: Any, **named: Any) -> Any:
+    kind = next(one for one in type(self).__mro__ if one.__name__ == "ExactWindows")
+    return kind.training_step(self, *given, **named)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("execute", ["compile", "eager"])
+def test_two_ranks(run: Run, tmp_path: Path, execute: str) -> None:
+    here = Path(__file__).parent
+    result = tmp_path / "weights.pt"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    script = (str(here / "end_at_once.py"), str(here / "trainer_worker.py"), execute, str(result))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{here.parents[1] / 'src'}",
+        "PYTHONWARNINGS": "ignore",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, *script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    whole = run(Trainer, "whole", case="two processes", max_grad_norm=0.05)
+    flat: Callable[[Any], Tensor] = run.problem.flat
+    start = flat(run.hosts.ReaderForTokenClassification())
+    assert run.problem.distance(torch.load(result), flat(whole.model), start) <= EXACT
