@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -90,7 +90,7 @@ def scale(options: ScaleOptions) -> None:
     """
     table = _solved(options.batch_size, options.micro_batch, options.steps, options.ranks)
     batches = {one.global_batch for one in table}
-    follows = _follows(options, batches.pop() if len(batches) == 1 else None)
+    follows = [*_follows(options, batches.pop() if len(batches) == 1 else None)]
     if options.as_json:
         values = {one.name: one.value for one in follows}
         content = {"batches": [one.as_dict() for one in table], **values}
@@ -124,24 +124,20 @@ class _Follower:
     line: str
 
 
-def _follows(options: ScaleOptions, batch: int | None) -> list[_Follower]:
-    """Return the values that go with the batch; `batch` is None where it differs by rank count."""
+def _follows(options: ScaleOptions, batch: int | None) -> Iterator[_Follower]:
+    """Yield the values that go with the batch; `batch` is None where it differs by rank count."""
     base, samples = options.base_batch, options.samples
     asked = _asked(options, batch)
-    found: list[_Follower] = []
-    if batch is None:
-        return found
-    if samples is not None:
-        found.append(_epoch(samples, batch))
-    if base is None:
-        return found
+    if batch is not None and samples is not None:
+        yield _epoch(samples, batch)
+    if batch is None or base is None:
+        return
     if "--lr" in asked or "--lr-rule" in asked or not {"--warmup", "--betas"} & asked:
-        found.append(_rate(options.lr, options.lr_rule or "linear", base, batch))
+        yield _rate(options.lr, options.lr_rule or "linear", base, batch)
     if options.warmup is not None:
-        found.append(_warmup(options.warmup, samples, base, batch))
+        yield _warmup(options.warmup, samples, base, batch)
     if options.betas is not None:
-        found.append(_betas(_pair(options.betas), base, batch))
-    return found
+        yield _betas(_pair(options.betas), base, batch)
 
 
 def _asked(options: ScaleOptions, batch: int | None) -> set[str]:

@@ -446,15 +446,10 @@ def _show_loop(console: Console, verdict: LoopVerdict) -> None:
     from wholebatch.verification.mistakes import MISTAKES, RIGHT
 
     mistake = verdict.mistake
-    body: list[RenderableType] = []
-    if verdict.same:
-        body.append(_answer(True))
-    elif mistake is not None:
-        body.append(_answer(False, f": {mistake.name}"))
-        body.append(Text(mistake.does))
-        body.append(Text(f"Instead: {mistake.instead}", "green"))
-    else:
-        body.append(_answer(False, ", and no known mistake fits"))
+    body: list[RenderableType] = [_answer(verdict.same, ", and no known mistake fits")]
+    if mistake is not None:
+        does, instead = Text(mistake.does), Text(f"Instead: {mistake.instead}", "green")
+        body = [_answer(False, f": {mistake.name}"), does, instead]
     ranks = f" · {verdict.ranks} ranks" if verdict.ranks > 1 else ""
     about = f"{len(verdict.trials)} windows · {verdict.precision}{ranks} · {verdict.seconds:.1f} s"
     body.append(Text(about, "dim"))

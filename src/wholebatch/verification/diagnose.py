@@ -300,22 +300,23 @@ def _unexplained(evidence: Evidence) -> Cause:
     )
 
 
-def moved_buffers(runs: ModelRuns, batch: DividedBatch, left: Mapping[str, Tensor]) -> list[str]:
-    """Return a note on buffers that the window `left` otherwise than the undivided batch does."""
+def moved_buffers(
+    runs: ModelRuns, batch: DividedBatch, left: Mapping[str, Tensor]
+) -> Iterator[str]:
+    """Yield a note on buffers that the window `left` otherwise than the undivided batch does."""
     if not left:
-        return []
+        return
     runs.whole(batch.whole)
     moved = [
         name
         for name, buffer in runs.model.named_buffers()
         if name in left and left[name].shape == buffer.shape and not _close(left[name], buffer)
     ]
-    if not moved:
-        return []
-    return [
-        f"the buffers {listed(moved)} are left otherwise than by the undivided batch: they move "
-        "with every forward, and later updates may depend on them"
-    ]
+    if moved:
+        yield (
+            f"the buffers {listed(moved)} are left otherwise than by the undivided batch: they "
+            "move with every forward, and later updates may depend on them"
+        )
 
 
 def _equal(ours: Tensor, other: Tensor) -> bool:
