@@ -170,18 +170,15 @@ def _tune(
         raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
     world = world_size()
     config, take = measuring.full_batches(recipe, config, rank=rank, ranks=world)
-    inner: list[Any] = []
+    ddp = torch.nn.parallel.DistributedDataParallel
 
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, optimizer = measuring.made(recipe, config, where)
-        inner[:] = [model]
-        if world > 1:
-            return torch.nn.parallel.DistributedDataParallel(model), optimizer
-        return model, optimizer
+        return ddp(model) if world > 1 else model, optimizer
 
     def loss(model: Any, micro: Any) -> Any:
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
-        return recipe.loss(inner[0] if hasattr(model, "module") else model, micro)
+        return recipe.loss(model.module if isinstance(model, ddp) else model, micro)
 
     tuned = tuned_by(
         make,
