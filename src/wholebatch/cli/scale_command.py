@@ -235,13 +235,7 @@ def _grid(table: list[scaling.Arithmetic]) -> Table:
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("micro-batch × steps × ranks", overflow="fold")
     for one in table:
-        shares = sorted(set(one.shares), reverse=True)
-        grid.add_row(
-            str(one.ranks),
-            str(one.global_batch),
-            str(one.micro_batch),
-            str(one.steps),
-            " or ".join(map(str, shares)),
-            str(one),
-        )
+        shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
+        numbers = (one.ranks, one.global_batch, one.micro_batch, one.steps)
+        grid.add_row(*map(str, numbers), shares, str(one))
     return grid
