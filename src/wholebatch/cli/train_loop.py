@@ -80,7 +80,8 @@ class _Loop:
     def __post_init__(self) -> None:
         self._checkpoints = Checkpoints(self.folder.checkpoints)
         self._memory = self.session.memory
-        self._log = WindowLog(self.session)
+        self._waited = self.session.train.waited
+        self._noise: NoiseScale | None = self.session.train.noise
         self._began = time.perf_counter()
         for sink in self.sinks:
             if isinstance(sink, MetricsFile):  # of a run that is resumed
@@ -128,14 +129,14 @@ class _Loop:
         self._metered = metered
         self._units += step.units
         self._seconds += seconds
-        session.pace.closed(step.units)
+        session.pace.tokens += step.units
         record = record_of(
             step,
             window=session.windows,
             epoch=session.position.epoch,
             lr=rates,
             now=time.time(),
-            more=self._log.more(seconds=seconds),
+            more=self._more(seconds),
         )
         self._write(record)
         self._note_losses(record, record)
@@ -146,6 +147,29 @@ class _Loop:
             units_per_second=self._rate,
         )
         self._watch_skipped(step.skipped)
+
+    def _more(self, seconds: float) -> dict[str, Any]:
+        """Return what a window has to record beside its step; it took so many seconds."""
+        session, train = self.session, self.session.train
+        found: dict[str, Any] = {"skipped_windows": train.skipped}
+        if session.pace.schedule is not None:
+            found["batch_size"] = session.batches.batch_size
+        noise = train.noise
+        if noise is not None and noise != self._noise:
+            self._noise = noise
+            found.update(
+                noise_scale=_rounded(noise.critical),
+                noise_low=_rounded(noise.low),
+                noise_high=_rounded(noise.high),
+                advice=noise.verdict,
+            )
+        found["memory"] = session.memory.measured
+        found["recoveries"] = train.recoveries
+        waited = train.waited
+        if waited is not None and self._waited is not None and seconds > 0:
+            found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
+        self._waited = waited
+        return found
 
     def _write(self, record: Mapping[str, Any]) -> None:
         try:
@@ -231,38 +255,6 @@ def open_sinks(stack: ExitStack, session: Session, folder: RunFolder) -> list[Si
         run = WandbRun(project, folder=folder.path, manifest=manifest, resumed=windows > 0)
         sinks.append(stack.enter_context(closing(run)))
     return sinks
-
-
-class WindowLog:
-    """Collects what a window has to record beside its step."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._waited = session.train.waited
-        self._noise: NoiseScale | None = session.train.noise
-
-    def more(self, *, seconds: float) -> dict[str, Any]:
-        """Return fields for `record_of`; `seconds` is how long the window took."""
-        session, train = self._session, self._session.train
-        found: dict[str, Any] = {"skipped_windows": train.skipped}
-        if session.pace.schedule is not None:
-            found["batch_size"] = session.batches.batch_size
-        noise = train.noise
-        if noise is not None and noise != self._noise:
-            self._noise = noise
-            found.update(
-                noise_scale=_rounded(noise.critical),
-                noise_low=_rounded(noise.low),
-                noise_high=_rounded(noise.high),
-                advice=noise.verdict,
-            )
-        found["memory"] = session.memory.measured
-        found["recoveries"] = train.recoveries
-        waited = train.waited
-        if waited is not None and self._waited is not None and seconds > 0:
-            found["communication"] = round(min(1.0, (waited - self._waited) / seconds), 6)
-        self._waited = waited
-        return found
 
 
 def _rounded(value: float) -> float:

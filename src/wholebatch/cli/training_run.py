@@ -393,10 +393,6 @@ class Pace:
         self._follow.set(size, warmth=self._warmth(samples))
         return self._follow.rates()
 
-    def closed(self, units: float) -> None:
-        """Count the units of a closed window."""
-        self.tokens += units
-
     def _warmth(self, samples: int) -> float:
         if self._warmup is None or self._warmup.number == 0:
             return 1.0
